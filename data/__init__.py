@@ -1,0 +1,1 @@
+"""Conversations -> token ids and masks -> hidden states -> batches."""

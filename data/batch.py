@@ -1,0 +1,66 @@
+"""The small typed values that travel from data to heads.
+
+Shapes: B batch rows, L tokens, A aux layers, Ht target hidden size.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """One conversation as the target reads it.
+
+    ids: [L] int64 token ids. mask: [L] bool, True where the token is an assistant token to learn
+    (tokens that the template forces belong to the prompt). sample_id names the source line, slice
+    is any word that groups samples in reports.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    sample_id: str
+    slice: str
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the frozen target computed for one Tokenized.
+
+    aux: [L, A*Ht] residual streams entering the aux layers, concatenated in layer order.
+    last: [L, Ht] post-final-norm states. top1: [L] int32 argmax and logsumexp: [L] float32 of the
+    target's full-vocabulary logits at each position (both describe the law of the *next* token).
+    """
+
+    ids: Tensor
+    mask: Tensor
+    aux: Tensor
+    last: Tensor
+    top1: Tensor
+    logsumexp: Tensor
+    sample_id: str
+    slice: str
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """Documents packed into rows: everything a head needs for one training pass.
+
+    ids [B, L] int64; mask [B, L] bool; document [B, L] int64, a number per document within the row
+    and -1 on padding; position [B, L] int64, counted from 0 in every document; aux [B, L, A*Ht];
+    last [B, L, Ht]; top1 [B, L] int64; logsumexp [B, L] float32.
+    """
+
+    ids: Tensor
+    mask: Tensor
+    document: Tensor
+    position: Tensor
+    aux: Tensor
+    last: Tensor
+    top1: Tensor
+    logsumexp: Tensor
+
+    def to(self, device: torch.device | str) -> "TrainBatch":
+        """Return the same batch on `device`."""
+        return TrainBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})

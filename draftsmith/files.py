@@ -1,0 +1,72 @@
+"""Writing files so that a reader never sees half of one."""
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+
+
+@contextmanager
+def explain_os_error(path: Path) -> Iterator[None]:
+    """Turn a full disk or a read-only folder into one sentence that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"No space left on the disk while writing {path}: nothing incomplete was kept; "
+                "free some space or choose another --output_dir, then run the same command again to resume."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS):
+            raise UserError(
+                f"Cannot write {path}: {os.strerror(error.errno)}; choose a folder you may write to with --output_dir."
+            ) from error
+        raise
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary name beside `path`; on success it is flushed to disk and renamed to `path`.
+
+    On any exception the temporary file is removed and `path` is as it was.
+    Raises UserError when the disk is full or the folder is not writable.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_os_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON to `path` atomically; NaN and infinity are refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sha256_file(path: Path) -> str:
+    """Return the hex SHA-256 of a file, read in chunks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """Return 16 hex digits that identify a JSON-like value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""Decode, simulate, measure and report."""

@@ -1,0 +1,1 @@
+"""The draft heads, the frozen target, checkpoints and exports."""

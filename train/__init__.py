@@ -1,0 +1,1 @@
+"""Training: launchables and the loop they share."""

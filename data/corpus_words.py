@@ -1,0 +1,77 @@
+"""Words of the generated corpus.
+
+Most are short and few, so that a byte-level BPE of about a thousand entries holds them in one token: a tiny
+target then learns to copy them from the prompt within a million tokens.
+"""
+
+NAMES = "Ada Ben Dan Eva Finn Ivy Kai Lena Max Sam Tom Zoe".split()
+CITIES = "Oslo Rome Lima Cairo Paris Delhi Quito Accra Sofia Bonn Riga Turin".split()
+ITEMS = "lamp map key cup book coin rope drum kite vase bell clock ring hat box pen".split()
+COLORS = "red blue green gold black white gray pink".split()
+GOODS = "lamps maps keys cups books coins drums kites bells clocks rings hats".split()
+DEEDS = "hid sold found lost took made saw kept".split()
+LINKS = "in near from to by for".split()
+DAYS = "Monday Tuesday Friday Sunday".split()
+FRUITS = "apples pears plums figs lemons melons".split()
+
+# Code: verbs and nouns make function names; arguments are what a person would call two numbers or a list.
+VERBS = "get find make count check scale mix load".split()
+NOUNS = "cost area rate score size speed weight price level total".split()
+ARGUMENTS = "width height left right base step first last low high".split()
+LISTS = "items rows marks prices words scores".split()
+
+# Chat: every slot of a template is one of these; options may hold slots themselves.
+CHAT: dict[str, list[str]] = {
+    "adj": "small quiet old bright warm cold soft wild kind brave slow strange sweet dark tiny calm lazy proud shy".split(),
+    "animal": "fox owl cat dog bear horse crow frog hare wolf bee goat".split(),
+    "place": "river forest garden tower lake hill mill cave road shop yard hall".split(),
+    "thing": "lamp map key bell coin ring stone boat song door seed star book hat".split(),
+    "time": "morning evening night winter summer spring autumn day".split(),
+    "found": ["found", "saw", "lost", "hid", "heard about", "dreamed of", "carried", "drew"],
+    "moved": ["walked", "ran", "sailed", "climbed", "wandered", "went", "crept", "raced"],
+    "felt": ["felt", "was", "became", "stayed"],
+    "mood": "happy sad funny short strange quiet sweet scary".split(),
+    "end": [
+        "and slept until the {time}",
+        "and sang to the {animal}",
+        "and gave the {thing} away",
+        "but never told the {animal}",
+        "and {felt} {adj} again",
+        "while the {animal} laughed",
+        "and forgot the {thing}",
+        "but the {place} {felt} {adj}",
+        "and {moved} back to the {place}",
+        "because the {time} {felt} {adj}",
+    ],
+    "food": "rice beans eggs corn fish bread plums pears".split(),
+    "dish": "soup stew salad pie pasta roast".split(),
+    "spice": "salt pepper garlic honey butter mint chili".split(),
+    "heat": "fry bake boil roast steam grill".split(),
+    "feeling": "tired sad bored lost angry shy stuck sick lonely".split(),
+    "person": "friend sister brother mother father uncle aunt boss".split(),
+    "hobby": "chess drawing running cooking reading sailing painting fishing hiking singing".split(),
+    "act": [
+        "take a {adj} walk by the {place}",
+        "call your {person}",
+        "drink some {adj} tea",
+        "write a {adj} letter to your {person}",
+        "try a bit of {hobby}",
+        "read a {adj} book",
+        "rest until the {time}",
+        "cook a {adj} {dish}",
+        "visit the {place} with your {person}",
+        "listen to a {adj} song",
+    ],
+    "sorry": ["Sorry to hear that.", "That happens.", "I understand.", "Be kind to yourself.", "It will pass."],
+    "maybe": ["You could", "Maybe", "I would", "Perhaps", "First,", "Today,", "Just", "Why not"],
+    "then": ["then", "and later", "or", "and", "and maybe", "but first"],
+    "gift": ["a {adj} {thing}", "a {adj} book about {hobby}", "a box of {adj} {food}", "a {hobby} class", "a {adj} trip"],
+    "reason": [
+        "it makes a {time} feel {adj}",
+        "a {person} who likes {hobby} needs it",
+        "it is {adj} and {adj}",
+        "nobody forgets a {adj} {thing}",
+        "every {person} loves a {adj} {thing}",
+        "it goes well with {hobby}",
+    ],
+}

@@ -1,0 +1,98 @@
+"""Packing samples of different lengths into rows, and rows into batches.
+
+Shapes: B rows, L tokens, A aux layers, Ht target hidden size.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import Features, TrainBatch
+from draftsmith.errors import UserError
+
+Row = list[int]
+Batch = list[Row]
+
+# Samples are packed among this many neighbours of the shuffled order: enough for rows to fill up, and few
+# enough that the order stays random.
+_WINDOW = 1024
+
+
+def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: int, epoch: int) -> list[Batch]:
+    """Plan one epoch: batches of at most `rows` rows, each a list of sample indices of at most `row_tokens` tokens.
+
+    A pure function of its arguments, so that a run resumes by skipping batches. Every sample appears exactly
+    once; only the last batch has fewer rows. Best fit, longest first, within windows of the shuffled order.
+    Raises UserError for a sample longer than `row_tokens`.
+    """
+    assert rows > 0, "a batch needs at least one row"
+    longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
+    if longest is not None and lengths[longest] > row_tokens:
+        raise UserError(
+            f"Sample number {longest} has {lengths[longest]} tokens and does not fit a row of {row_tokens}: raise the "
+            "row length, or lower max_length so that long samples are dropped or truncated before."
+        )
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order = torch.randperm(len(lengths), generator=generator).tolist()
+    packed: list[Row] = []
+    for start in range(0, len(order), _WINDOW):
+        filled = _best_fit(order[start : start + _WINDOW], lengths, row_tokens)
+        # Longest first would put the long samples of a window into its first batches.
+        packed += [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
+    return [packed[start : start + rows] for start in range(0, len(packed), rows)]
+
+
+def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[Row]:
+    """Put each sample, longest first, into the row that it leaves least space in."""
+    filled: list[Row] = []
+    space: list[tuple[int, int]] = []  # (tokens free, row), ascending
+    for sample in sorted(samples, key=lengths.__getitem__, reverse=True):
+        at = bisect_left(space, (lengths[sample], -1))
+        if at < len(space):
+            free, row = space.pop(at)
+        else:
+            free, row = row_tokens, len(filled)
+            filled.append([])
+        filled[row].append(sample)
+        insort(space, (free - lengths[sample], row))
+    return filled
+
+
+def collate(rows: list[list[Features]], row_tokens: int, *, multiple_of: int | None = None) -> TrainBatch:
+    """Lay the documents of each row one after the other and pad to `row_tokens`.
+
+    Padding has document -1, mask False and zeros elsewhere; positions count from 0 in every document. With
+    `multiple_of` the batch is only as long as its longest row needs, rounded up to that multiple (and never
+    longer than `row_tokens`).
+    """
+    filled = [sum(len(document.ids) for document in row) for row in rows]
+    assert rows, "a batch needs a row"
+    assert all(filled), "every row needs a document"
+    assert max(filled) <= row_tokens, f"a row of {max(filled)} tokens in a batch of {row_tokens}"
+    length = row_tokens
+    if multiple_of is not None:
+        length = min(row_tokens, -(-max(filled) // multiple_of) * multiple_of)
+    return TrainBatch(
+        ids=_stack([[d.ids.long() for d in row] for row in rows], length),
+        mask=_stack([[d.mask.bool() for d in row] for row in rows], length),
+        document=_stack([[torch.full_like(d.ids.long(), n) for n, d in enumerate(row)] for row in rows], length, -1),
+        position=_stack([[torch.arange(len(d.ids), device=d.ids.device) for d in row] for row in rows], length),
+        aux=_stack([[d.aux for d in row] for row in rows], length),
+        last=_stack([[d.last for d in row] for row in rows], length),
+        top1=_stack([[d.top1.long() for d in row] for row in rows], length),
+        logsumexp=_stack([[d.logsumexp.float() for d in row] for row in rows], length),
+    )
+
+
+def _stack(rows: list[list[Tensor]], length: int, padding: int = 0) -> Tensor:
+    """[B, length, ...] from each row's documents [L, ...]; one allocation, each value copied once."""
+    first = rows[0][0]
+    out = first.new_full((len(rows), length, *first.shape[1:]), padding)
+    for b, row in enumerate(rows):
+        start = 0
+        for document in row:
+            out[b, start : start + len(document)] = document
+            start += len(document)
+    return out

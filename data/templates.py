@@ -1,0 +1,124 @@
+"""The target's tokenizer and chat template: loading them, checking them, rendering messages."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from draftsmith.errors import UserError
+
+Messages = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, Any]] | None
+
+# What templates raise: raise_exception() and undefined names, or Python's own errors for a missing content.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a target (a folder or a Hub name); UserError where it or its chat template is missing."""
+    folder = Path(path).expanduser()
+    if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
+        raise UserError(f"There is no folder {path} to load a tokenizer from.")
+    if folder.is_dir():
+        path = str(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().split("\n", 1)[0].rstrip(".: ")
+        raise UserError(
+            f"No tokenizer could be loaded from {path}: its files (tokenizer.json, or tokenizer.model, and "
+            f"tokenizer_config.json) are missing or damaged, or the name cannot be reached on the Hub ({reason})."
+        ) from error
+    if not tokenizer.get_vocab():
+        raise UserError(f"The tokenizer in {path} is empty: its vocabulary files are missing.")
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
+            "instruction-tuned model of the same family."
+        )
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuse a tokenizer whose largest id (added tokens included) has no row in the target's embedding."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise UserError(
+            f"The tokenizer {tokenizer.name_or_path} does not belong to this target: its token {token!r} has the id "
+            f"{largest}, but the target's vocabulary has {vocab_size} entries; load the target's own tokenizer."
+        )
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
+) -> list[int]:
+    """Token ids of `messages` with the generation prompt, as a serving engine renders a request."""
+    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True, **template_kwargs))
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools = None,
+    *,
+    generation_prompt: bool,
+    name: str = "",
+    **template_kwargs: Any,
+) -> str:
+    """The text the chat template makes; UserError, naming the role at fault and the sample `name`, where it refuses."""
+    arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+    except _TEMPLATE_ERRORS as error:
+        where = f"sample {name}" if name else "these messages"
+        raise UserError(
+            f"The {template_name(tokenizer)} does not accept {where}: "
+            f"{_role_at_fault(tokenizer, messages, arguments)} (the template says: {str(error).strip().rstrip('.')})."
+        ) from error
+
+
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """How errors name a template."""
+    return f"chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else "chat template"
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of rendered text; the template has already written every special token."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def generation_mask(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
+) -> list[bool] | None:
+    """The template's own mask, where it marks answers with {% generation %}; None where it does not (usefully)."""
+    if not tokenizer.is_fast or "generation" not in str(tokenizer.chat_template):
+        return None
+    if tokenizer.get_chat_template(None, list(tools) if tools else None).find("endgeneration") < 0:
+        return None
+    marked = tokenizer.apply_chat_template(
+        list(messages),
+        tools=list(tools) if tools else None,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **template_kwargs,
+    )
+    mask = [bool(bit) for bit in marked["assistant_masks"]]
+    return mask if any(mask) else None
+
+
+def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: dict[str, Any]) -> str:
+    """Find the one role without which the template renders; else list the order of the roles."""
+    roles = [message["role"] for message in messages]
+    for role in sorted(set(roles) - {"user", "assistant"}):
+        # Without the results of tools, the calls have no place either.
+        rest = [m for m in messages if m["role"] != role and not (role == "tool" and m.get("tool_calls"))]
+        if not rest:
+            continue
+        try:
+            tokenizer.apply_chat_template(rest, tokenize=False, **arguments)
+        except _TEMPLATE_ERRORS:
+            continue
+        return f"it cannot take messages of role '{role}'; remove them or move their text into a user message"
+    return f"it cannot take the roles in this order: {', '.join(roles[:8])}{', ...' if len(roles) > 8 else ''}"

@@ -1,0 +1,237 @@
+"""The command line: one subcommand per stage, and `run` for all of them.
+
+    draftsmith run --recipe recipes/eagle3/tiny.yaml
+    draftsmith evaluate --recipe R --no-decode
+    draftsmith inspect --recipe R
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from draftsmith.errors import UserError
+
+COMMANDS: dict[str, str] = {
+    "run": "all stages of a recipe: answers, features, training, evaluation, export, report",
+    "regenerate": "let the target answer the prompts of the data",
+    "extract": "store the target's hidden states",
+    "train": "train the head (also: accelerate launch train/<method>.py)",
+    "evaluate": "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
+    "export": "write the directory that a serving engine loads",
+    "report": "render report.html and report.md from result.json files",
+    "inspect": "show conversations with the supervised tokens in colour",
+    "doctor": "check this machine",
+}
+
+USAGE = "usage: draftsmith COMMAND --recipe FILE [--redo STAGE] [--section.key VALUE ...]\n\ncommands:\n" + "\n".join(
+    f"  {name:<11} {text}" for name, text in COMMANDS.items()
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command; return its exit code. A user's mistake is printed as one sentence, with exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(USAGE)
+        print("\n`draftsmith COMMAND --help` lists every key of a recipe with its meaning.")
+        return 0 if words else 2
+    if words[0] == "--version":
+        import draftsmith
+
+        print(draftsmith.__version__)
+        return 0
+    try:
+        if words[0] not in COMMANDS:
+            raise UserError(f"There is no command '{words[0]}': the commands are {', '.join(COMMANDS)}.")
+        return _HANDLERS[words[0]](words[1:])
+    except UserError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("draftsmith: interrupted; run the same command again to go on from here.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1
+
+
+def take(words: list[str], name: str, *, flag: bool = False) -> list[str]:
+    """Remove every `name VALUE` (or the flag `name`) from `words` and return the values."""
+    values, place = [], 0
+    while place < len(words):
+        word = words[place]
+        if word == name and flag:
+            values.append(words.pop(place))
+        elif word == name:
+            if place + 1 >= len(words):
+                raise UserError(f"{name} needs a value.")
+            values.append(words[place + 1])
+            del words[place : place + 2]
+        elif word.startswith(name + "=") and not flag:
+            values.append(words.pop(place).split("=", 1)[1])
+        else:
+            place += 1
+    return values
+
+
+def _session(words: list[str], command: str) -> "Session":  # noqa: F821
+    from draftsmith.recipe import parse_recipe
+    from draftsmith.run import check_stage_names
+    from draftsmith.stages import Session
+
+    redo = take(words, "--redo")
+    check_stage_names(redo)
+    return Session(parse_recipe(words, f"draftsmith {command}", COMMANDS[command]), redo=tuple(redo))
+
+
+def _run(words: list[str]) -> int:
+    config = take(words, "--launch")
+    session = _session(list(words), "run")
+    from draftsmith import stages
+
+    samples = stages.load_samples(session).samples
+    if config:
+        stages.features_stage(session, samples)
+        _launch(session.recipe.method, config[-1], words)
+    stages.train_stage(session)
+    _evaluate_and_show(session, decode=True, head=None)
+    exported = stages.export_stage(session)
+    folder = session.recipe.run_dir / "evaluation"
+    print(f"\nreport  {folder / 'report.html'}")
+    for temperature in session.recipe.evaluate.temperatures:
+        print(f"result  {folder / f't{temperature:g}' / 'result.json'}")
+    print(f"export  {exported}")
+    return 0
+
+
+def _launch(method: str, config: str, words: list[str]) -> None:
+    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/<method>.py` would."""
+    if not Path(config).exists():
+        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
+    import draftsmith.train
+
+    script = Path(next(iter(draftsmith.train.__path__))) / f"{method}.py"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, str(script), *words]
+    if code := subprocess.run(command).returncode:
+        raise UserError(f"Training ended with exit code {code}: its own message is above.")
+
+
+def _regenerate(words: list[str]) -> int:
+    from draftsmith.stages import answers_stage
+
+    session = _session(words, "regenerate")
+    path = answers_stage(session)
+    if path is None:
+        raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
+    print(path)
+    return 0
+
+
+def _extract(words: list[str]) -> int:
+    from draftsmith.stages import features_stage, load_samples
+
+    session = _session(words, "extract")
+    if session.recipe.features.source == "online":
+        raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
+    features_stage(session, load_samples(session).samples)
+    print(session.recipe.run_dir / "features")
+    return 0
+
+
+def _train(words: list[str]) -> int:
+    from draftsmith.stages import train_stage
+
+    print(train_stage(_session(words, "train")))
+    return 0
+
+
+def _evaluate(words: list[str]) -> int:
+    decode = not take(words, "--no-decode", flag=True)
+    head = take(words, "--head")
+    session = _session(words, "evaluate")
+    for path in _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None):
+        print(path)
+    return 0
+
+
+def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -> list[Path]:  # noqa: F821
+    from rich.console import Console
+
+    from draftsmith.eval.report import headline_table
+    from draftsmith.eval.result import read_result
+    from draftsmith.evaluation import evaluate_stage
+
+    paths = evaluate_stage(session, decode=decode, head_folder=head)
+    Console().print(headline_table([read_result(path) for path in paths]))
+    return paths
+
+
+def _export(words: list[str]) -> int:
+    from draftsmith.stages import export_stage
+
+    head = take(words, "--head")
+    print(export_stage(_session(words, "export"), Path(head[-1]) if head else None))
+    return 0
+
+
+def _report(words: list[str]) -> int:
+    """`draftsmith report RESULT.json ... [--output FOLDER]`, or with --recipe the results of its run."""
+    from draftsmith.eval.report import write_report
+    from draftsmith.eval.result import read_result
+
+    output = take(words, "--output")
+    if words and not words[0].startswith("--"):
+        paths = [Path(word) for word in words]
+    else:
+        folder = _session(words, "report").recipe.run_dir / "evaluation"
+        paths = sorted(folder.glob("*/result.json"))
+        output = output or [str(folder)]
+    if not paths:
+        raise UserError("There is no result.json to report on: run `draftsmith evaluate` first, or name the files.")
+    folder = Path(output[-1]) if output else paths[0].parent
+    write_report([read_result(path) for path in paths], folder)
+    print(folder / "report.html")
+    return 0
+
+
+def _inspect(words: list[str]) -> int:
+    """Show samples as the head sees them; `--count N` of them."""
+    from rich.console import Console
+
+    from draftsmith.data.show import show_conversation
+    from draftsmith.stages import load_samples
+
+    count = take(words, "--count") or ["3"]
+    if not count[-1].isdigit():
+        raise UserError(f"--count is {count[-1]!r}: give a number of conversations.")
+    session = _session(words, "inspect")
+    console = Console()
+    for sample in load_samples(session).samples[: int(count[-1])]:
+        show_conversation(sample, session.tokenizer, console)
+    return 0
+
+
+def _doctor(words: list[str]) -> int:
+    from rich.console import Console
+
+    from draftsmith.doctor import run_doctor
+
+    if words:
+        raise UserError(f"doctor takes no options, not {words[0]}.")
+    return run_doctor(Console())
+
+
+_HANDLERS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run,
+    "regenerate": _regenerate,
+    "extract": _extract,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+    "report": _report,
+    "inspect": _inspect,
+    "doctor": _doctor,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

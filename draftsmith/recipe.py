@@ -1,0 +1,337 @@
+"""Recipes: one YAML file that drives every stage, parsed into frozen dataclasses.
+
+Unknown keys and wrong types are errors that name the key; `--section.key value` overrides the file.
+Dimensions of the target are never repeated here: they are read from its config.
+"""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
+
+from draftsmith.errors import UserError
+from draftsmith.heads.losses import LossSpec
+from draftsmith.heads.registry import METHODS
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def _require(condition: bool, key: str, value: object, why: str) -> None:
+    """Raise a sentence that names the key, the value and the reason."""
+    if not condition:
+        raise UserError(f"{key} is {value!r}: {why}.")
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """The frozen target."""
+
+    path: str = "embedded"
+    """Folder or Hub name of the target; `embedded` is a tiny Llama that is trained once and cached."""
+    dtype: Dtype = "auto"
+    """Dtype for answers and hidden states; `auto` is that of the checkpoint."""
+    device: str = "auto"
+    """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
+    attn_implementation: str = "sdpa"
+    """Attention code of transformers: sdpa or eager."""
+    trust_remote_code: bool = False
+    """Run code that comes with the checkpoint."""
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """Conversations to learn from."""
+
+    sources: list[str] = field(default_factory=list)
+    """JSONL or Parquet files, folders, or Hub data sets; empty takes the embedded default's conversations."""
+    split: str = "train"
+    """Split of Hub data sets."""
+    slice: str | None = None
+    """Slice name for rows without one; None takes the file's name."""
+    limit: int | None = None
+    """Conversations to use, taken evenly over the data; None takes all."""
+    max_length: int = 2048
+    """Tokens per sample, prompt and answer together."""
+    on_too_long: Literal["drop", "truncate", "error"] = "drop"
+    """What happens to longer samples; both drop and truncate are counted and reported."""
+    heldout: int = 200
+    """Answers kept out of training, for loss and simulated tau."""
+    template: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the chat template, such as enable_thinking: false."""
+
+    def __post_init__(self) -> None:
+        _require(self.max_length > 3, "data.max_length", self.max_length, "a sample needs at least 4 tokens")
+        _require(self.heldout >= 1, "data.heldout", self.heldout, "simulated tau needs at least one held-out answer")
+
+
+@dataclass(frozen=True)
+class AnswersSpec:
+    """Answers by the target."""
+
+    regenerate: bool = True
+    """Let the target answer the prompts; false learns from the answers in the data, which is only right
+    if the target wrote them."""
+    temperature: float = 1.0
+    """Sampling temperature of the answers."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass."""
+    max_new_tokens: int = 512
+    """Most tokens per answer."""
+    batch: int = 64
+    """Prompts answered together."""
+
+
+@dataclass(frozen=True)
+class FeaturesSpec:
+    """Hidden states of the target."""
+
+    source: Literal["store", "online"] = "store"
+    """`store` extracts once to disk; `online` runs the target while training."""
+    layer_ids: list[int] | None = None
+    """Layers to store; a superset serves other heads later. None stores what the head reads."""
+    dtype: Dtype = "auto"
+    """Dtype on disk; `auto` is the target's."""
+    batch_tokens: int = 8192
+    """Tokens per forward of the target."""
+    shard_mb: int = 512
+    """Size of a shard file."""
+    verify: bool = True
+    """Check every shard's SHA-256 when it is first opened."""
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """Optimisation."""
+
+    epochs: int = 3
+    """Passes over the training answers."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps."""
+    row_tokens: int = 2048
+    """Length of a packed row."""
+    rows: int = 4
+    """Packed rows per micro-batch."""
+    accumulation: int = 1
+    """Micro-batches per process and optimizer step."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon takes the weight matrices with Muon, and the output projection and the norms with AdamW."""
+    lr: float = 1e-4
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 0.01
+    """Peak learning rate of Muon."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's betas."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    warmup: float = 0.03
+    """Share of the steps spent warming up; then the rate falls along a cosine."""
+    final_lr: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    precision: Literal["bf16", "fp16", "no"] = "bf16"
+    """Autocast dtype; the weights themselves stay in fp32."""
+    loss: LossSpec = field(default_factory=LossSpec)
+    """The loss."""
+    evaluations: int = 10
+    """How many times the held-out answers are looked at."""
+    patience: int | None = None
+    """Stop after this many evaluations without a better held-out tau; None never stops early."""
+    checkpoint_minutes: float = 5.0
+    """Minutes between checkpoints to resume from."""
+    workers: int = 0
+    """Processes that read features."""
+
+    def __post_init__(self) -> None:
+        for key in ("epochs", "row_tokens", "rows", "accumulation", "evaluations"):
+            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "it must be at least 1")
+        _require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
+        _require(0 <= self.warmup < 1, "train.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class EvaluateSpec:
+    """Measuring a head."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
+    per_slice: int | None = None
+    """Prompts per slice; None takes all."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """One result.json per temperature."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass."""
+    num_speculative_tokens: int = 5
+    """Length of the drafted chain."""
+    max_k: int = 8
+    """Largest chain length in the sweep."""
+    max_new_tokens: int = 256
+    """Most tokens per answer."""
+    max_new_tokens_by_slice: dict[str, int] = field(default_factory=dict)
+    """Other limits for some slices."""
+    batch: int = 1
+    """Prompts decoded together."""
+    dtype: Dtype = "auto"
+    """Dtype for decoding; `auto` is the target's."""
+    repeats: int = 3
+    """Timed repeats, interleaved between target and drafters."""
+    generate: bool = True
+    """Time transformers' generate beside our own baseline."""
+    lossless: bool = True
+    """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
+    example_slices: list[str] = field(default_factory=list)
+    """Slices that worked examples come from; empty takes all."""
+
+    def __post_init__(self) -> None:
+        key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens
+        _require(1 <= value <= self.max_k, key, value, f"it must be from 1 to evaluate.max_k ({self.max_k})")
+        _require(self.repeats >= 1, "evaluate.repeats", self.repeats, "it must be at least 1")
+        _require(self.batch >= 1, "evaluate.batch", self.batch, "it must be at least 1")
+        _require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
+
+
+@dataclass(frozen=True)
+class ExportSpec:
+    """The directory that a serving engine loads."""
+
+    layout: str = "eagle3"
+    """Layout of the export."""
+    dtype: Dtype = "auto"
+    """Dtype of the exported weights; `auto` is the target's."""
+    include_embeddings: bool = False
+    """Write embed_tokens too; engines share the target's when it is left out."""
+
+
+@dataclass(frozen=True)
+class TrackingSpec:
+    """Weights & Biases."""
+
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Where the dashboards go; offline runs can be uploaded later with `wandb sync`."""
+    project: str = "draftsmith"
+    """Project name."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run needs, from conversations to an export."""
+
+    name: str = "run"
+    """Name of the run."""
+    output_dir: str | None = None
+    """Run directory; None is runs/<name>."""
+    seed: int = 0
+    """Seed of sampling, initialisation and shuffling."""
+    target: TargetSpec = field(default_factory=TargetSpec)
+    """The frozen target."""
+    data: DataSpec = field(default_factory=DataSpec)
+    """Conversations to learn from."""
+    answers: AnswersSpec = field(default_factory=AnswersSpec)
+    """Answers by the target."""
+    features: FeaturesSpec = field(default_factory=FeaturesSpec)
+    """Hidden states of the target."""
+    method: str = "eagle3"
+    """The drafter; it decides which keys `head` takes."""
+    head: Any = None
+    """Options of the drafter."""
+    train: TrainSpec = field(default_factory=TrainSpec)
+    """Optimisation."""
+    evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
+    """Measuring the head."""
+    export: ExportSpec = field(default_factory=ExportSpec)
+    """The directory that a serving engine loads."""
+    tracking: TrackingSpec = field(default_factory=TrackingSpec)
+    """Weights & Biases."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run's files go."""
+        return Path(self.output_dir or f"runs/{self.name}")
+
+
+_SECTIONS: dict[str, type] = {
+    "target": TargetSpec,
+    "data": DataSpec,
+    "answers": AnswersSpec,
+    "features": FeaturesSpec,
+    "train": TrainSpec,
+    "evaluate": EvaluateSpec,
+    "export": ExportSpec,
+    "tracking": TrackingSpec,
+}
+
+
+def recipe_parser(method: str, prog: str | None = None, description: str | None = None) -> ArgumentParser:
+    """Return the parser of recipes for one drafter, whose options make up the section `head`."""
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
+    parser.add_argument("--name", type=str, default="run", help="Name of the run.")
+    parser.add_argument("--output_dir", type=str | None, default=None, help="Run directory; by default runs/<name>.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of sampling, initialisation and shuffling.")
+    parser.add_argument("--method", type=Literal[tuple(METHODS)], default=method, help="The drafter.")
+    for key, section in _SECTIONS.items():
+        parser.add_class_arguments(section, key)
+    parser.add_class_arguments(METHODS[method].options, "head")
+    return parser
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """Read a recipe file as a mapping. Raises UserError when it is missing or not a mapping."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except FileNotFoundError as error:
+        raise UserError(f"There is no recipe at {path}: check the path; recipes/ holds examples.") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"The recipe {path} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"The recipe {path} is not a mapping of keys: see recipes/eagle3/tiny.yaml for the form.")
+    return content
+
+
+def parse_recipe(argv: list[str], prog: str | None = None, description: str | None = None) -> Recipe:
+    """Parse `--recipe FILE` and dotted overrides into a Recipe. `--help` prints every key and exits.
+
+    Raises UserError that names the key for unknown keys and wrong types.
+    """
+    path = _option(argv, "--recipe")
+    content = load_yaml(path) if path else {}
+    method = _option(argv, "--method") or content.get("method", "eagle3")
+    if method not in METHODS:
+        raise UserError(f"method is {method!r}: the drafters are {', '.join(METHODS)}.")
+    parser = recipe_parser(method, prog, description)
+    try:
+        base = parser.parse_object(content) if content else parser.get_defaults()
+        chosen = parser.parse_args(argv, namespace=base) if argv else base
+        ready = parser.instantiate(chosen)
+    except (ParserError, ArgumentError) as error:
+        raise UserError(f"{_where(path)}{_first_sentence(str(error))}") from error
+    names = {f.name for f in fields(Recipe)}
+    return Recipe(**{key: value for key, value in vars(ready).items() if key in names})
+
+
+def _option(argv: list[str], name: str) -> str | None:
+    """Return the value of a `--name value` or `--name=value` option, which is needed before parsing."""
+    for place, word in enumerate(argv):
+        if word == name and place + 1 < len(argv):
+            return argv[place + 1]
+        if word.startswith(name + "="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _where(path: str | None) -> str:
+    return f"The recipe {path} or its overrides: " if path else "The options: "
+
+
+def _first_sentence(message: str) -> str:
+    """Keep what names the key and the reason, without the parser's layout."""
+    return " ".join(message.split()).rstrip(".") + "; see --help for every key and its type."

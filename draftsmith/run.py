@@ -1,0 +1,117 @@
+"""A run directory: one run.json that records what every stage was made from, so that stages are reused or refused.
+
+    runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  export/
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.files import fingerprint, write_json
+
+STAGES = ("answers", "features", "train", "evaluate", "export")
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What run.json holds of a stage. inputs: the settings it was made from, flat. state: "running" or "done".
+    facts: figures it reported (counts, seconds, tokens per second)."""
+
+    inputs: dict[str, Any]
+    fingerprint: str
+    state: str
+    facts: dict[str, Any]
+
+
+class RunDirectory:
+    """Opens (and creates) a run directory and keeps its run.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path / "run.json"
+
+    def record(self, stage: str) -> StageRecord | None:
+        """Return what is known of a stage."""
+        entry = self._read().get(stage)
+        return StageRecord(**entry) if entry else None
+
+    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False) -> bool:
+        """Return True if the stage is already done with the same inputs; else mark it as running.
+
+        Raises UserError naming what changed if it was begun with other inputs (`redo` removes it first).
+        """
+        flat = json.loads(json.dumps(_flatten(inputs), default=str))
+        print_ = fingerprint(flat)
+        known = self.record(stage)
+        if redo and known:
+            self.remove(stage)
+            known = None
+        if known and known.fingerprint != print_:
+            changed = [key for key in sorted(flat.keys() | known.inputs) if flat.get(key) != known.inputs.get(key)]
+            shown = "; ".join(f"{key} was {known.inputs.get(key)!r}, is {flat.get(key)!r}" for key in changed[:3])
+            raise UserError(
+                f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another --output_dir, "
+                f"or add --redo {stage} to remove it and what follows from it."
+            )
+        if known and known.state == "done":
+            return True
+        self._write(stage, StageRecord(flat, print_, "running", known.facts if known else {}))
+        return False
+
+    def finish(self, stage: str, facts: dict[str, Any]) -> None:
+        """Mark a stage as done, with the figures it reports."""
+        known = self.record(stage)
+        assert known is not None
+        self._write(stage, StageRecord(known.inputs, known.fingerprint, "done", facts))
+
+    def remove(self, stage: str) -> None:
+        """Remove a stage and all that follow from it."""
+        places = {
+            "answers": ["answers.jsonl", "answers.jsonl.partial"],
+            "features": ["features"],
+            "train": ["train"],
+            "evaluate": ["evaluation"],
+            "export": ["export"],
+        }
+        entries = self._read()
+        for later in STAGES[STAGES.index(stage) :]:
+            for name in places[later]:
+                path = self.path / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            entries.pop(later, None)
+        write_json(self._file, entries)
+
+    def _read(self) -> dict[str, Any]:
+        if not self._file.exists():
+            return {}
+        try:
+            return json.loads(self._file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(
+                f"{self._file} is not JSON ({error}): it was changed by hand; restore it or choose another --output_dir."
+            ) from error
+
+    def _write(self, stage: str, record: StageRecord) -> None:
+        write_json(self._file, self._read() | {stage: vars(record)})
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys, the names that recipes and overrides use."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def check_stage_names(names: Sequence[str]) -> None:
+    """Refuse names that are not stages."""
+    for name in names:
+        if name not in STAGES:
+            raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")

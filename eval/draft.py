@@ -1,0 +1,137 @@
+"""What passes between the decoding loop and a drafter: drafts (trees of tokens; a chain has one branch) and states.
+
+Shapes: B rows, N nodes (node 0 is the root), W draft vocab.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed tokens.
+
+    tokens_BN: node 0 is the root, the last committed token, which the target has not read yet.
+    parents_BN: index of each node's parent, -1 for the root; parents come before their children.
+    count_B: valid nodes per row, the root included; nodes from there on are padding.
+    laws_BKW: for a sampled chain, the law that node j+1 was drawn from; None where the tokens were
+    chosen deterministically. vocab_W: the target ids of the law's columns; None if they are the same.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    count_B: Tensor
+    laws_BKW: Tensor | None = None
+    vocab_W: Tensor | None = None
+
+    @classmethod
+    def chain(
+        cls,
+        root_B: Tensor,
+        drafted_BK: Tensor,
+        count_B: Tensor | None = None,
+        laws_BKW: Tensor | None = None,
+        vocab_W: Tensor | None = None,
+    ) -> "Draft":
+        """Build a chain from its root and its drafted tokens; `count_B` drafted tokens are valid (all by default)."""
+        rows, length = drafted_BK.shape
+        tokens_BN = torch.cat([root_B[:, None], drafted_BK], 1)
+        parents_BN = torch.arange(-1, length, device=root_B.device).expand(rows, -1)
+        valid_B = torch.full_like(root_B, length) if count_B is None else count_B
+        return cls(tokens_BN, parents_BN, valid_B + 1, laws_BKW, vocab_W)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """True when every node's parent is the node before it."""
+        order = torch.arange(-1, self.parents_BN.shape[1] - 1, device=self.parents_BN.device)
+        return bool((self.parents_BN == order).all())
+
+    @cached_property
+    def ancestors_BNN(self) -> Tensor:
+        """Bool [B, N, N]: entry (i, j) is True where node j is node i or one of its ancestors."""
+        rows, nodes = self.parents_BN.shape
+        device = self.parents_BN.device
+        if self.is_chain:
+            return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
+        ancestors = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+        row = torch.arange(rows, device=device)
+        for node in range(1, nodes):
+            ancestors[:, node] |= ancestors[row, self.parents_BN[:, node].clamp(min=0)]
+        return ancestors
+
+    @cached_property
+    def depth_BN(self) -> Tensor:
+        """Depth of each node; the root has depth 0."""
+        return self.ancestors_BNN.sum(-1) - 1
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """Tokens committed since the last proposal, paired as heads read them: token x_{t+1} with the target's state at t.
+
+    tokens_Bn: x_{t+1}. aux_BnF: aux features of t, last_BnD: post-final-norm state of t.
+    count_B: valid entries per row (the rest is padding at the end); the last valid row has t = length - 1.
+    """
+
+    tokens_Bn: Tensor
+    aux_BnF: Tensor
+    last_BnD: Tensor
+    count_B: Tensor
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What a drafter may know at the start of a round.
+
+    root_B: last committed token. length_B: its position, which is the number of tokens the target has
+    read. limit_B: draft tokens allowed this round. keys_B: noise keys.
+    """
+
+    root_B: Tensor
+    length_B: Tensor
+    limit_B: Tensor
+    keys_B: Tensor
+    fresh: Fresh
+    sampling: Sampling
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Holds its own cache for one batch at a time."""
+
+    name: str
+    layer_ids: tuple[int, ...]
+    max_nodes: int
+    """Most nodes a draft can have, the root included."""
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Begin a batch of `rows` sequences of at most `capacity` tokens."""
+
+    def propose(self, state: DecodeState) -> Draft:
+        """Read the fresh tokens, then propose a draft whose root is `state.root_B`."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows."""
+
+
+class TargetAlone:
+    """The baseline: nothing is drafted, every round is one target pass for one token."""
+
+    name = "target alone"
+    layer_ids: tuple[int, ...] = ()
+    max_nodes = 1
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Nothing to keep."""
+
+    def propose(self, state: DecodeState) -> Draft:
+        """Return the root alone."""
+        return Draft.chain(state.root_B, state.root_B.new_zeros(len(state.root_B), 0))
+
+    def select(self, rows: Tensor) -> None:
+        """Nothing to keep."""

@@ -1,0 +1,62 @@
+"""Greedy losslessness: with and without a draft, the same ids; and the same tau decoded and simulated."""
+
+from collections.abc import Sequence
+
+import torch
+
+from draftsmith.eval.decode import Generation, Request, decode
+from draftsmith.eval.draft import Drafter, TargetAlone
+from draftsmith.eval.result import Divergence, Lossless
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.tally import tally_generation, total
+from draftsmith.eval.teacher_forced import simulate_generations
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.target import Target
+
+
+def check_lossless(
+    target: Target, drafter: Drafter, head: DraftHead, requests: Sequence[Request], *, batch: int = 1
+) -> dict[str, Lossless]:
+    """Decode every request greedily with and without the draft; return the comparison per slice and as "overall".
+
+    Run it with target and head in float32: there every token must agree. In other dtypes each first
+    divergence is listed with its logit gap.
+    """
+    greedy = Sampling()
+    alone = [g for d in decode(target, TargetAlone(), requests, greedy, batch=batch) for g in d.generations]
+    drafted = [g for d in decode(target, drafter, requests, greedy, batch=batch) for g in d.generations]
+    k = drafter.max_nodes - 1
+    simulated = [by_k[k - 1] for by_k in simulate_generations(target, head, drafted, greedy, k)]
+    decoded = [tally_generation(g, k) for g in drafted]
+    divergences = {
+        i: d for i, (a, b) in enumerate(zip(alone, drafted, strict=True)) if (d := _first_divergence(target, a, b))
+    }
+    scopes = {"overall": list(range(len(requests)))}
+    for i, request in enumerate(requests):
+        scopes.setdefault(request.slice, []).append(i)
+    return {
+        name: Lossless(
+            dtype=str(target.dtype).removeprefix("torch."),
+            checked=len(places),
+            equal=sum(i not in divergences for i in places),
+            first_divergences=tuple(divergences[i] for i in places if i in divergences),
+            tau=total((decoded[i] for i in places), k).tau,
+            tau_simulated=total((simulated[i] for i in places), k).tau,
+        )
+        for name, places in scopes.items()
+    }
+
+
+def _first_divergence(target: Target, expected: Generation, got: Generation) -> Divergence | None:
+    """Return where two answers part, with the target's logit gap there."""
+    if expected.output_ids == got.output_ids:
+        return None
+    pairs = zip(expected.output_ids, got.output_ids, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    assert position is not None, "two answers can only differ in length where they differ in a token"
+    prefix = [*expected.request.prompt_ids, *expected.output_ids[:position]]
+    output = target.forward(torch.tensor([prefix], device=target.device))
+    logits_V = target.head.logits(output.last[0, -1])
+    a, b = expected.output_ids[position], got.output_ids[position]
+    request = expected.request
+    return Divergence(request.sample_id, request.slice, position, a, b, float(logits_V[a] - logits_V[b]))

@@ -1,0 +1,81 @@
+"""Who measured: commit, hardware, versions and date of a run."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import draftsmith
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The machine. cores: logical processors this process may use; threads: what torch computes with."""
+
+    cpu: str
+    cores: int
+    threads: int
+    memory_gib: float | None
+    gpu: str | None
+
+
+def environment() -> dict[str, Any]:
+    """Return `commit`, `date`, `hardware` and `versions` as `Result(**environment(), ...)` takes them."""
+    return {"commit": git_commit(), "date": current_date(), "hardware": hardware(), "versions": versions()}
+
+
+def git_commit(folder: str | Path = ".") -> str | None:
+    """Return the commit of the git checkout around `folder`, with "-dirty" if modified; None outside git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def current_date() -> str:
+    """Return the time in UTC as ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def hardware() -> Hardware:
+    """Describe the machine this process runs on."""
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Hardware(_cpu_name(), cores, torch.get_num_threads(), _memory_gib(), ", ".join(gpus) or None)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of python and of the packages that decide the numbers."""
+    named = {"python": platform.python_version(), "draftsmith": draftsmith.__version__}
+    return named | {package: metadata.version(package) for package in ("torch", "transformers")}
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,228 @@
+"""Small SVG pictures for the report, as text: no library, no randomness, so the same input gives the same bytes.
+
+Colours and fonts come from the page's style sheet (classes `s0`..`s7` for systems, `part0`.. for stacked parts),
+which is how one picture serves a light page, a dark page and paper. Every system also has its own marker shape,
+so nothing is told by colour alone. Every picture carries its numbers as a text alternative.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+NUM_COLOURS = 8
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: values[i] belongs to the i-th x label; None leaves a gap. index chooses colour and marker."""
+
+    label: str
+    index: int
+    values: tuple[float | None, ...]
+    marked: int | None = None  # the position of a ring around one point, e.g. the best K
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One horizontal bar; low and high draw a whisker."""
+
+    label: str
+    index: int
+    value: float | None
+    spread: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One horizontal bar made of parts."""
+
+    label: str
+    values: tuple[float, ...]
+
+
+def line_panel(
+    title: str,
+    x_labels: Sequence[str],
+    series: Sequence[Series],
+    *,
+    x_title: str,
+    show: Callable[[float], str],
+    y_range: tuple[float, float],
+) -> str:
+    """Draw a line per series over the x labels. y_range: shared by panels that are to be compared."""
+    width, height, left, right, top, bottom = 300, 200, 38, 12, 30, 38
+    low, high, ticks = _axis(*y_range)
+
+    def x(i: int) -> float:
+        return left + (width - left - right) * ((i + 0.5) / max(len(x_labels), 1))
+
+    def y(value: float) -> float:
+        return top + (height - top - bottom) * (1 - (value - low) / (high - low))
+
+    parts = [_text(left, 16, title, "title")]
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{_n(y(tick))}" y2="{_n(y(tick))}"/>')
+        parts.append(_text(left - 6, y(tick) + 4, _brief(show(tick)), "tick", "end"))
+    for i, label in enumerate(x_labels):
+        parts.append(_text(x(i), height - bottom + 16, label, "tick", "middle"))
+    parts.append(_text((left + width - right) / 2, height - 6, x_title, "tick", "middle"))
+    parts += [_line(one, x, y, x_labels, show) for one in series]
+    told = "; ".join(f"{one.label}: " + ", ".join(_told(v, show) for v in one.values) for one in series)
+    return _svg(width, height, f"{title}, by {x_title} {', '.join(x_labels)}. {told}", parts)
+
+
+def _line(
+    series: Series, x: Callable[[int], float], y: Callable[[float], float], labels: Sequence[str], show: Callable
+) -> str:
+    path, pen = [], "M"
+    for i, value in enumerate(series.values):
+        if value is None:
+            pen = "M"
+            continue
+        path.append(f"{pen}{_n(x(i))} {_n(y(value))}")
+        pen = "L"
+    points = [
+        f"<g>{marker(series.index, x(i), y(value))}<title>{escape(f'{series.label}, {labels[i]}: {show(value)}')}</title></g>"
+        for i, value in enumerate(series.values)
+        if value is not None
+    ]
+    ring = ""
+    if series.marked is not None and series.values[series.marked] is not None:
+        ring = f'<circle class="ring" cx="{_n(x(series.marked))}" cy="{_n(y(series.values[series.marked] or 0.0))}" r="8"/>'
+    return (
+        f'<g class="s{series.index % NUM_COLOURS}"><path class="line" d="{" ".join(path)}"/>{"".join(points)}{ring}</g>'
+    )
+
+
+def bar_panel(
+    title: str,
+    groups: Sequence[tuple[str, Sequence[Bar]]],
+    *,
+    show: Callable[[float], str],
+    reference: tuple[float, str] | None = None,
+) -> str:
+    """Draw groups of horizontal bars from 0, each with its number; reference: a dashed line with a name."""
+    width, left, right, bar, gap, top = 400, 92, 56, 13, 10, 30
+    values = [
+        v for _, bars in groups for b in bars for v in (b.value, b.spread[1] if b.spread else None) if v is not None
+    ]
+    high = max([*values, reference[0] if reference else 0.0, 1e-9]) * 1.02
+
+    def x(value: float) -> float:
+        return left + (width - left - right) * value / high
+
+    parts, y, told = [_text(0, 16, title, "title")], float(top), []
+    for name, bars in groups:
+        parts.append(_text(left - 8, y + bar * len(bars) / 2 + 4, _short(name, 13), "label", "end", tooltip=name))
+        for one in bars:
+            parts.append(_bar(one, x, y, bar, left, show))
+            told.append(f"{name}, {one.label}: {_told(one.value, show)}")
+            y += bar
+        y += gap
+    if reference:
+        at = _n(x(reference[0]))
+        parts.insert(0, f'<line class="reference" x1="{at}" x2="{at}" y1="{top - 4}" y2="{_n(y - gap + 4)}"/>')
+        parts.append(_text(x(reference[0]), y + 6, reference[1], "tick", "middle"))
+        y += 14
+    return _svg(width, y, f"{title}. {'; '.join(told)}", parts)
+
+
+def _bar(one: Bar, x: Callable[[float], float], y: float, height: int, left: float, show: Callable) -> str:
+    if one.value is None:
+        return _text(left + 4, y + height - 3, "not measured", "tick")
+    end, middle = x(one.value), y + height / 2 - 0.5
+    shapes = [f'<rect class="bar" x="{left}" y="{_n(y)}" width="{_n(end - left)}" height="{height - 2}" rx="2"/>']
+    if one.spread:
+        low, high = _n(x(one.spread[0])), _n(x(one.spread[1]))
+        shapes.append(
+            f'<path class="whisker" d="M{low} {_n(middle)}H{high}M{low} {_n(middle - 3)}v6M{high} {_n(middle - 3)}v6"/>'
+        )
+        end = max(end, x(one.spread[1]))
+    shapes.append(_text(end + 5, y + height - 3, show(one.value), "value"))
+    return f'<g class="s{one.index % NUM_COLOURS}"><title>{escape(f"{one.label}: {show(one.value)}")}</title>{"".join(shapes)}</g>'
+
+
+def stack_panel(
+    title: str, part_names: Sequence[str], stacks: Sequence[Stack], *, show: Callable[[float], str], high: float
+) -> str:
+    """Draw one stacked horizontal bar per entry, with its sum; high: the end of the axis, shared by panels."""
+    width, left, right, bar, pitch, top = 400, 92, 56, 15, 24, 30
+
+    def x(value: float) -> float:
+        return left + (width - left - right) * value / max(high, 1e-9)
+
+    parts, told = [_text(0, 16, title, "title")], []
+    for row, stack in enumerate(stacks):
+        y, start = top + row * pitch, 0.0
+        parts.append(_text(left - 8, y + bar - 4, _short(stack.label, 13), "label", "end", tooltip=stack.label))
+        for i, (name, value) in enumerate(zip(part_names, stack.values, strict=True)):
+            parts.append(
+                f'<rect class="part{i}" x="{_n(x(start))}" y="{y}" width="{_n(max(x(start + value) - x(start), 0.0))}" '
+                f'height="{bar}"><title>{escape(f"{stack.label}, {name}: {show(value)}")}</title></rect>'
+            )
+            start += value
+        parts.append(_text(x(start) + 5, y + bar - 4, show(start), "value"))
+        shares = ", ".join(f"{name} {show(v)}" for name, v in zip(part_names, stack.values, strict=True))
+        told.append(f"{stack.label}: {shares}")
+    return _svg(width, top + len(stacks) * pitch, f"{title}. {'; '.join(told)}", parts)
+
+
+def marker(index: int, x: float, y: float) -> str:
+    """Return the marker of a system: circle, square, triangle, diamond, then the same hollow."""
+    hollow = " hollow" if index % NUM_COLOURS >= 4 else ""
+    if index % 4 == 0:
+        return f'<circle class="marker{hollow}" cx="{_n(x)}" cy="{_n(y)}" r="3.6"/>'
+    shape = {1: "m-3.2-3.2h6.4v6.4h-6.4z", 2: "m0-4.4l4.2 7.4h-8.4z", 3: "m0-4.6l4.6 4.6l-4.6 4.6l-4.6-4.6z"}[index % 4]
+    return f'<path class="marker{hollow}" d="M{_n(x)} {_n(y)}{shape}"/>'
+
+
+def swatch(index: int) -> str:
+    """Return a legend's mark of a system: a piece of its line with its marker."""
+    body = f'<path class="line" d="M1 7H25"/>{marker(index, 13, 7)}'
+    return f'<svg class="swatch s{index % NUM_COLOURS}" viewBox="0 0 26 14" aria-hidden="true">{body}</svg>'
+
+
+def part_swatch(index: int) -> str:
+    """Return a legend's mark of a stacked part."""
+    return f'<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true"><rect class="part{index}" width="26" height="14"/></svg>'
+
+
+def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
+    """Return rounded ends and ticks that hold [low, high] in about four steps of 1, 2, 2.5 or 5."""
+    span = max(high - low, 1e-6)
+    magnitude = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if span / (m * magnitude) <= 5)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return first * step, last * step, [i * step for i in range(first, last + 1)]
+
+
+def _svg(width: float, height: float, told: str, parts: Sequence[str]) -> str:
+    size = f'viewBox="0 0 {_n(width)} {_n(height)}"'
+    return f'<svg class="plot" {size} role="img" aria-label={quoteattr(told)}>{"".join(parts)}</svg>'
+
+
+def _text(x: float, y: float, text: str, kind: str, anchor: str = "start", tooltip: str = "") -> str:
+    title = f"<title>{escape(tooltip)}</title>" if tooltip and tooltip != text else ""
+    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(text)}{title}</text>'
+
+
+def _short(text: str, length: int) -> str:
+    """Cut the middle out: names often differ in their ends."""
+    keep = (length - 1) // 2
+    return text if len(text) <= length else f"{text[: length - 1 - keep]}…{text[-keep:]}"
+
+
+def _told(value: float | None, show: Callable[[float], str]) -> str:
+    return "not measured" if value is None else show(value)
+
+
+def _brief(text: str) -> str:
+    """A tick's label without idle zeros: 1.50× becomes 1.5×."""
+    return re.sub(r"(\.\d*?)0+(?!\d)", r"\1", text).replace(".×", "×").rstrip(".")
+
+
+def _n(value: float) -> str:
+    """A coordinate with at most one decimal, so that files are small and equal on every machine."""
+    return f"{value:.1f}".removesuffix(".0")

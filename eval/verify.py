@@ -1,0 +1,106 @@
+"""Which drafted tokens the target accepts, as a pure function of tensors.
+
+Rules: Leviathan et al. 2023 and Chen et al. 2023 for sampled chains; for deterministic children the
+equivalent "draw t ~ p, descend if a child holds t". Both leave the target's law unchanged.
+Shapes: B rows, N nodes, D depth levels, V target vocab, W draft vocab.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.draft import Draft
+from draftsmith.eval.noise import ACCEPT, EMIT, uniforms
+from draftsmith.eval.sampling import Sampling, draw, law
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round emits: the accepted tokens, then one token of the target's own.
+
+    path_BD: nodes from the root (node 0) down the accepted path, padded with -1.
+    accepted_B: number of accepted draft tokens. next_B: the correction or bonus token.
+    """
+
+    path_BD: Tensor
+    accepted_B: Tensor
+    next_B: Tensor
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Which random numbers a round uses: one key per row, and a counter that no later round repeats."""
+
+    keys_B: Tensor
+    counter_B: Tensor
+
+    def draw(self, stream: int, count: int) -> Tensor:
+        """Return [B, count] uniforms of one stream."""
+        return uniforms(self.keys_B, self.counter_B, stream, count)
+
+
+def verify(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    """Verify a draft against the target's logits at every node (the law of the token after the node)."""
+    if draft.laws_BKW is None or sampling.greedy:
+        return _descend(draft, logits_BNV, sampling, noise)
+    assert draft.is_chain, "drafts with laws are chains"
+    return _chain(draft, logits_BNV, sampling, noise)
+
+
+def _descend(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    """Choose the target's token at the current node; go to the child that holds it, or stop and emit it."""
+    rows, nodes = draft.tokens_BN.shape
+    row = torch.arange(rows, device=logits_BNV.device)
+    if sampling.greedy:
+        choice_BN = logits_BNV.argmax(-1)
+    else:
+        p_BNV = law(logits_BNV, sampling)
+        uniform_BN = noise.draw(EMIT, nodes)
+        choice_BN = draw(p_BNV.flatten(0, 1), uniform_BN.flatten()).view(rows, nodes)
+    node = torch.arange(nodes, device=logits_BNV.device)
+    valid_BN = node < draft.count_B[:, None]
+    current_B = torch.zeros_like(row)
+    path = [current_B]
+    alive_B = torch.ones_like(row, dtype=torch.bool)
+    for _ in range(nodes - 1):
+        match_BN = valid_BN & (draft.parents_BN == current_B[:, None])
+        match_BN &= draft.tokens_BN == choice_BN[row, current_B][:, None]
+        alive_B = alive_B & match_BN.any(1)
+        if not alive_B.any():
+            break
+        current_B = torch.where(alive_B, match_BN.int().argmax(1), current_B)
+        path.append(torch.where(alive_B, current_B, -1))
+    path_BD = torch.stack(path, 1)
+    return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, choice_BN[row, current_B])
+
+
+def _chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    """Accept x ~ q if u q(x) < p(x); at the first rejection sample norm((p - q)+), else a bonus from p."""
+    assert draft.laws_BKW is not None
+    rows, nodes = draft.tokens_BN.shape
+    row = torch.arange(rows, device=logits_BNV.device)
+    p_BNV = law(logits_BNV, sampling)
+    drafted_BK = draft.tokens_BN[:, 1:]
+    column_BK = drafted_BK if draft.vocab_W is None else torch.searchsorted(draft.vocab_W, drafted_BK.contiguous())
+    q_BK = draft.laws_BKW.gather(2, column_BK[..., None])[..., 0]
+    p_BK = p_BNV[:, :-1].gather(2, drafted_BK[..., None])[..., 0]
+    accept_BK = noise.draw(ACCEPT, nodes - 1) * q_BK < p_BK
+    accept_BK &= torch.arange(1, nodes, device=row.device) < draft.count_B[:, None]
+    accepted_B = accept_BK.int().cumprod(1).sum(1)
+
+    weights_BV = p_BNV[row, accepted_B]
+    rejected_B = accepted_B < draft.count_B - 1
+    if bool(rejected_B.any()):
+        q_BW = draft.laws_BKW[row, accepted_B.clamp(max=nodes - 2)] * rejected_B[:, None]
+        columns_BW = draft.vocab_W.expand(rows, -1) if draft.vocab_W is not None else None
+        residual_BV = (
+            weights_BV - q_BW if columns_BW is None else weights_BV.scatter_add(1, columns_BW, -q_BW)
+        ).clamp(min=0)
+        # p == q up to rounding leaves nothing: then the rejection itself had probability ~0.
+        empty_B1 = residual_BV.sum(1, keepdim=True) <= 0
+        weights_BV = torch.where(empty_B1, weights_BV, residual_BV)
+    next_B = draw(weights_BV, noise.draw(EMIT, 1)[:, 0])
+    steps = torch.arange(nodes, device=row.device)
+    path_BD = torch.where(steps <= accepted_B[:, None], steps, -1)
+    return Verdict(path_BD, accepted_B, next_B)

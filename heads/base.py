@@ -1,0 +1,98 @@
+"""What every draft head has in common: its outputs, and which rows of a batch it is judged on.
+
+Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), V target vocab, W draft vocab.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from draftsmith.data.batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The draft logits of one step (EAGLE-3) or head (Medusa).
+
+    Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's law at position t+1+offset.
+    rows: [R] int64 flat indices b*L+t, ascending. logits: [R, W].
+    """
+
+    offset: int
+    rows: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class HeadOutput:
+    """Everything a head computed for one TrainBatch, one StepOutput per step or head."""
+
+    steps: tuple[StepOutput, ...]
+
+
+def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
+    """Return y with y[:, t] = x[:, t + steps], and `fill` past the end (nothing wraps around)."""
+    kept_BL = x_BL[:, steps:]
+    return nn.functional.pad(kept_BL, (0, x_BL.shape[1] - kept_BL.shape[1]), value=fill)
+
+
+def iterate_supervised_rows(batch: TrainBatch) -> Iterator[Tensor]:
+    """Yield `supervised_rows(batch, 0)`, `supervised_rows(batch, 1)`, ... without end, one shift each."""
+    real_BL = batch.document >= 0
+
+    def learnable(steps: int) -> Tensor:
+        same_BL = shift_left(batch.document, steps, -1) == batch.document
+        return shift_left(batch.mask.bool(), steps, False) & same_BL
+
+    rows_BL, reach = real_BL & learnable(1), 1
+    while True:
+        reach += 1
+        rows_BL = rows_BL & learnable(reach)
+        yield rows_BL
+
+
+def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
+    """Return [B, L] bool: the rows that count at step (or head) `offset`.
+
+    Row t counts iff x_{t+1}, ..., x_{t+2+offset} are all tokens to learn of row t's own document: the
+    first token of an answer comes from the prefill and is never drafted, and no draft crosses a gap, a
+    document's end or padding (rule 1: the mask follows the predicted token).
+    """
+    assert offset >= 0
+    for step, rows_BL in enumerate(iterate_supervised_rows(batch)):
+        if step == offset:
+            return rows_BL
+    raise AssertionError("unreachable: the iterator has no end")
+
+
+def count_rows(batch: TrainBatch) -> Tensor:
+    """Return N, an int64 scalar: the rows supervised at offset 0, the divisor of every step's loss (rule 3)."""
+    return supervised_rows(batch, 0).sum()
+
+
+class DraftHead(nn.Module, ABC):
+    """A trainable drafter for one frozen target.
+
+    method: its name in the registry. layer_ids: the aux layers whose streams it reads (id k is the residual
+    stream entering decoder layer k). draft_vocab: [W] int64 sorted target ids that its logits stand for
+    (a buffer), or None when the head predicts the whole target vocabulary.
+    """
+
+    method: ClassVar[str]
+    layer_ids: tuple[int, ...]
+    draft_vocab: Tensor | None
+
+    @abstractmethod
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        """Return `num_steps` steps of logits on the supervised rows of `batch`."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return, as JSON, what the method's `load` needs besides `layer_ids` and the tensors."""
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Map ids of the draft vocabulary (any shape) to ids of the target vocabulary."""
+        return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]

@@ -1,0 +1,101 @@
+"""The draft vocabulary: the target's tokens that a head can draft (rule 7 of "rules for all heads").
+
+Shapes: V target vocab, W draft vocab, L tokens of a sample.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+
+LOW_COVERAGE = 0.95
+CHUNK_TOKENS = 1 << 20
+
+
+class Supervised(Protocol):
+    """A sample whose tokens to learn are marked: Tokenized and Features are."""
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def mask(self) -> Tensor: ...
+    @property
+    def slice(self) -> str: ...
+
+
+def count_tokens(samples: Iterable[Supervised], vocab_size: int) -> Tensor:
+    """Return [V] int64: how often each token is to be learned. Raises UserError for ids outside the target."""
+    total = torch.zeros(vocab_size, dtype=torch.int64)
+    waiting: list[Tensor] = []
+    for sample in samples:
+        waiting.append(sample.ids[sample.mask.bool()])
+        if sum(map(len, waiting)) >= CHUNK_TOKENS:
+            total += _bincount(waiting, vocab_size)
+            waiting = []
+    return total + _bincount(waiting, vocab_size)
+
+
+def count_by_slice(samples: Iterable[Supervised], vocab_size: int) -> dict[str, Tensor]:
+    """Return `count_tokens` of every slice, sorted by name; their sum is that of all samples."""
+    groups: dict[str, list[Supervised]] = {}
+    for sample in samples:
+        groups.setdefault(sample.slice, []).append(sample)
+    return {name: count_tokens(groups[name], vocab_size) for name in sorted(groups)}
+
+
+def choose_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
+    """Return [W] int64 ascending target ids: `always` (special and end ids), then the most frequent.
+
+    counts: [V]. Ties go to the lower id. Raises UserError where `size` is larger than V or smaller than `always`.
+    """
+    kept = sorted(set(always))
+    if size > len(counts):
+        raise UserError(
+            f"head.draft_vocab_size is {size}, but the target has {len(counts)} tokens: choose a smaller one, or null."
+        )
+    if len(kept) > size:
+        raise UserError(
+            f"head.draft_vocab_size is {size}, less than the {len(kept)} special and end tokens that are always in it: "
+            "choose a larger one."
+        )
+    if kept and not 0 <= kept[0] <= kept[-1] < len(counts):
+        raise UserError(
+            f"The tokenizer's special ids {kept[0]}..{kept[-1]} do not fit the target's {len(counts)} tokens."
+        )
+    rank = counts.clone()
+    rank[torch.tensor(kept, dtype=torch.int64)] = torch.iinfo(torch.int64).max
+    return rank.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def coverage(counts: Tensor, draft_vocab: Tensor) -> float:
+    """Return the share of the tokens counted in `counts` [V] that the draft vocabulary holds; 1.0 for no token."""
+    total = int(counts.sum())
+    return int(counts[draft_vocab].sum()) / total if total else 1.0
+
+
+def coverage_warnings(counts_by_slice: Mapping[str, Tensor], draft_vocab: Tensor) -> list[str]:
+    """Return one sentence for everything together and for every slice under 95%, empty where all is well."""
+    everything = {"all answers": sum(counts_by_slice.values(), torch.zeros(1, dtype=torch.int64))}
+    named = everything | {f"slice {name}": counts for name, counts in counts_by_slice.items()}
+    shares = {name: coverage(counts, draft_vocab) for name, counts in named.items() if counts.numel() > 1}
+    return [
+        f"The draft vocabulary of {len(draft_vocab)} tokens covers only {share:.1%} of the tokens to learn in {name}: "
+        "every other token is a certain rejection; raise head.draft_vocab_size."
+        for name, share in shares.items()
+        if share < LOW_COVERAGE
+    ]
+
+
+def _bincount(pieces: list[Tensor], vocab_size: int) -> Tensor:
+    if not pieces:
+        return torch.zeros(vocab_size, dtype=torch.int64)
+    ids = torch.cat(pieces)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise UserError(
+            f"The answers hold token id {int(ids.max())}, but the target has {vocab_size} tokens: they were made with "
+            "another tokenizer; regenerate them with this target."
+        )
+    return torch.bincount(ids, minlength=vocab_size)

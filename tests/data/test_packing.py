@@ -1,0 +1,121 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftsmith.data.batch import Features
+from draftsmith.data.packing import _best_fit, collate, plan_batches
+from draftsmith.errors import UserError
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=120)
+
+
+def features(length, number):
+    """A document whose every value names it and its place."""
+    place = torch.arange(length)
+    return Features(
+        ids=place + 1000 * number,
+        mask=place % 3 == number % 3,
+        aux=(place[:, None] + 1000.0 * number + torch.arange(6) / 10).to(torch.bfloat16),
+        last=place[:, None] - 1000.0 * number + torch.arange(2),
+        top1=(place + number).to(torch.int32),
+        logsumexp=place.float() / (number + 1),
+        sample_id=str(number),
+        slice="s",
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, rows=st.integers(1, 5), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def test_plan_holds_every_sample_once_within_its_limits(lengths, rows, seed, epoch):
+    plan = plan_batches(lengths, row_tokens=40, rows=rows, seed=seed, epoch=epoch)
+    seen = [sample for batch in plan for row in batch for sample in row]
+    assert sorted(seen) == list(range(len(lengths)))
+    assert all(row and sum(lengths[sample] for sample in row) <= 40 for batch in plan for row in batch)
+    assert all(len(batch) == rows for batch in plan[:-1])
+    assert all(1 <= len(batch) <= rows for batch in plan)
+    assert plan == plan_batches(lengths, row_tokens=40, rows=rows, seed=seed, epoch=epoch)
+    # Best fit opens a row only for a sample that no open row can take, so at most one row is half empty.
+    filled = [sum(lengths[sample] for sample in row) for batch in plan for row in batch]
+    assert sum(fill * 2 <= 40 for fill in filled) <= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS)
+def test_best_fit_against_looking_at_every_row(lengths):
+    """The slow oracle: of all rows with enough space, the one with least of it, the first of equals."""
+    rows: list[list[int]] = []
+    for sample in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        space = [(40 - sum(lengths[i] for i in row), n) for n, row in enumerate(rows)]
+        fitting = [(free, n) for free, n in space if free >= lengths[sample]]
+        if fitting:
+            rows[min(fitting)[1]].append(sample)
+        else:
+            rows.append([sample])
+    assert _best_fit(range(len(lengths)), lengths, 40) == rows
+
+
+def test_epochs_and_seeds_differ_and_order_is_random():
+    lengths = [1 + i % 37 for i in range(3000)]
+    plans = {
+        key: plan_batches(lengths, row_tokens=64, rows=4, seed=key[0], epoch=key[1])
+        for key in [(0, 0), (0, 1), (1, 0), (1, 1)]
+    }
+    flat = [str(plan) for plan in plans.values()]
+    assert len(set(flat)) == 4
+    for plan in plans.values():
+        assert sorted(sample for batch in plan for row in batch for sample in row) == list(range(3000))
+    # The long samples of a window do not come first: batches early and late have like mean lengths.
+    means = [sum(lengths[s] for row in batch for s in row) / sum(len(row) for row in batch) for batch in plans[0, 0]]
+    early, late = means[: len(means) // 2], means[len(means) // 2 :]
+    assert abs(sum(early) / len(early) - sum(late) / len(late)) < 3
+    # Padding is small.
+    used, rows = sum(lengths), sum(len(batch) for batch in plans[0, 0])
+    assert used / (rows * 64) > 0.97
+
+
+def test_sample_that_does_not_fit_is_refused():
+    with pytest.raises(UserError, match="Sample number 1 has 41 tokens and does not fit a row of 40"):
+        plan_batches([3, 41], row_tokens=40, rows=2, seed=0, epoch=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=4), min_size=1, max_size=4), spare=st.integers(0, 9)
+)
+def test_collate_against_one_token_at_a_time(rows, spare):
+    """The slow oracle: every cell of the batch is looked up in its document, or is padding."""
+    documents = iter(range(100))
+    laid = [[features(length, next(documents)) for length in row] for row in rows]
+    row_tokens = max(sum(row) for row in rows) + spare
+    batch = collate(laid, row_tokens)
+    assert batch.ids.shape == (len(rows), row_tokens)
+    for b, row in enumerate(laid):
+        cells = [(n, t) for n, document in enumerate(row) for t in range(len(document.ids))]
+        for place in range(row_tokens):
+            if place >= len(cells):
+                assert batch.document[b, place] == -1
+                assert not batch.mask[b, place]
+                for name in ("ids", "position", "aux", "last", "top1", "logsumexp"):
+                    assert not getattr(batch, name)[b, place].any()
+                continue
+            number, t = cells[place]
+            assert (batch.document[b, place], batch.position[b, place]) == (number, t)
+            for name in ("ids", "mask", "aux", "last", "top1", "logsumexp"):
+                assert getattr(batch, name)[b, place].equal(
+                    getattr(row[number], name)[t].to(getattr(batch, name).dtype)
+                ), name
+
+
+def test_collate_types_and_length():
+    rows = [[features(5, 0), features(4, 1)], [features(3, 2)]]
+    batch = collate(rows, 64, multiple_of=8)
+    assert batch.ids.shape == (2, 16)
+    assert batch.aux.shape == (2, 16, 6)
+    assert (batch.aux.dtype, batch.last.dtype) == (torch.bfloat16, torch.float32)
+    assert (batch.top1.dtype, batch.logsumexp.dtype) == (torch.int64, torch.float32)
+    assert (batch.ids.dtype, batch.mask.dtype, batch.document.dtype) == (torch.int64, torch.bool, torch.int64)
+    assert collate(rows, 10, multiple_of=8).ids.shape == (2, 10)
+    assert collate(rows, 64).ids.shape == (2, 64)
+    with pytest.raises(AssertionError, match="a row of 9 tokens in a batch of 8"):
+        collate(rows, 8)

@@ -1,0 +1,198 @@
+"""Native checkpoints: the same head after a reload, refused on another target, never half-written."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.errors import UserError
+from draftsmith.heads import checkpoint
+from draftsmith.heads.checkpoint import atomic_directory, load_head, save_head
+from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options, build
+from draftsmith.heads.registry import METHODS, find_method
+from draftsmith.heads.target import Target
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from batches import documents_of, pack
+from models import tiny_model
+
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+VARIANTS = {
+    "plain": ({}, {}),
+    "all-flags": ({}, {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "train_lm_head": False}),
+    "yarn": ({"rope_parameters": YARN}, {"norm_before_fc": True, "intermediate_size": 48}),
+}
+
+
+def make_target(fingerprint: str = "abc", **overrides) -> Target:
+    return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint=fingerprint)
+
+
+def make_head(target: Target, vocab: torch.Tensor | None = None, **options) -> Eagle3Head:
+    torch.manual_seed(0)
+    head = build(Eagle3Options(layer_ids=[1, 5], **options), target, vocab)
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    return head
+
+
+def same_logits(a: Eagle3Head, b: Eagle3Head, target: Target) -> bool:
+    batch = pack(target, documents_of(target), a.layer_ids)
+    return all(torch.equal(x.logits, y.logits) for x, y in zip(a(batch, 3).steps, b(batch, 3).steps, strict=True))
+
+
+@pytest.mark.parametrize("vocab", [torch.arange(0, 160, 3), None], ids=["draft-vocab", "whole-vocab"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_same_logits_after_a_reload(variant, vocab, tmp_path):
+    overrides, options = VARIANTS[variant]
+    target = make_target(**overrides)
+    head = make_head(target, vocab, **options)
+    save_head(head, tmp_path / "head", target)
+    again = load_head(tmp_path / "head", target)
+    assert same_logits(head, again, target)
+    assert (again.options, again.layer_ids) == (head.options, head.layer_ids)
+    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in head.parameters()]
+    assert {f.name for f in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "head"]
+
+
+def test_the_targets_embedding_is_shared_not_stored(tmp_path):
+    target = make_target()
+    save_head(make_head(target), tmp_path / "head", target)
+    assert "embed_tokens.weight" not in load_file(tmp_path / "head" / "model.safetensors")
+    assert load_head(tmp_path / "head", target).embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
+
+
+def test_an_embedding_of_its_own_is_stored_and_never_reaches_the_target(tmp_path):
+    target = make_target()
+    head = make_head(target)
+    head.embed_tokens.weight = torch.nn.Parameter(head.embed_tokens.weight + 1, requires_grad=False)
+    before = target.embedding.clone()
+    save_head(head, tmp_path / "head", target)
+    again = load_head(tmp_path / "head", target)
+    assert torch.equal(again.embed_tokens.weight, before + 1)
+    assert torch.equal(target.embedding, before)
+
+
+def test_a_target_in_another_dtype_is_the_same_target(tmp_path):
+    target = make_target()
+    target.model.to(torch.bfloat16)
+    head = make_head(target).float()
+    save_head(head, tmp_path / "head", target)
+    assert "embed_tokens.weight" not in load_file(tmp_path / "head" / "model.safetensors")
+    again = load_head(tmp_path / "head", target)
+    assert again.fc.weight.dtype == torch.float32
+    assert torch.equal(again.lm_head.weight, head.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"fingerprint": "other"}, "weights of the target .*fingerprint other, expected abc"),
+        ({"vocab_size": 170}, "160 tokens .* has 170"),
+        ({"hidden_size": 32}, "64 hidden units .* has 32"),
+        ({"num_hidden_layers": 9}, "8 layers .* has 9"),
+    ],
+)
+def test_another_target_is_refused(overrides, words, tmp_path):
+    target = make_target()
+    save_head(make_head(target), tmp_path / "head", target)
+    with pytest.raises(UserError, match=words):
+        load_head(tmp_path / "head", make_target(**overrides))
+
+
+def damage(folder: Path, how: str) -> None:
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors, values = load_file(weights), json.loads(config.read_text())
+    if how == "cut":
+        weights.write_bytes(weights.read_bytes()[:-10])
+    elif how == "no weights":
+        weights.unlink()
+    elif how == "no config":
+        config.unlink()
+    elif how == "not json":
+        config.write_text("{")
+    elif how == "a list":
+        config.write_text("[]")
+    elif how == "schema":
+        config.write_text(json.dumps({**values, "schema_version": 2}))
+    elif how == "method":
+        config.write_text(json.dumps({**values, "method": "eagle9"}))
+    elif how == "missing":
+        save_file({k: v for k, v in tensors.items() if k != "norm.weight"}, weights)
+    elif how == "surplus":
+        save_file({**tensors, "fc.bias": torch.zeros(64)}, weights)
+    elif how == "shape":
+        save_file({**tensors, "norm.weight": torch.zeros(3)}, weights)
+
+
+DAMAGE = {
+    "cut": "damaged or cut short",
+    "no weights": "model.safetensors is missing",
+    "no config": "config.json is missing",
+    "not json": "not JSON",
+    "a list": "no JSON object",
+    "schema": "schema version 1",
+    "method": "'eagle9' is unknown",
+    "missing": "lacks the tensor norm.weight",
+    "surplus": "unknown tensor fc.bias",
+    "shape": r"norm.weight has shape \[3\]",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_one_sentence(how, tmp_path):
+    target = make_target()
+    save_head(make_head(target), tmp_path / "head", target)
+    damage(tmp_path / "head", how)
+    with pytest.raises(UserError, match=DAMAGE[how]):
+        load_head(tmp_path / "head", target)
+
+
+def test_a_failure_while_writing_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    target = make_target()
+    head = make_head(target)
+    save_head(head, tmp_path / "head", target)
+    before = (tmp_path / "head" / "model.safetensors").read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_json", full)
+    head.fc.weight.data += 1
+    with pytest.raises(UserError, match="No space left"):
+        save_head(head, tmp_path / "head", target)
+    assert (tmp_path / "head" / "model.safetensors").read_bytes() == before
+    assert list(tmp_path.iterdir()) == [tmp_path / "head"]
+    monkeypatch.undo()
+    save_head(head, tmp_path / "head", target)
+    assert same_logits(load_head(tmp_path / "head", target), head, target)
+
+
+@pytest.mark.parametrize("occupant", ["folder", "file"])
+def test_other_peoples_files_are_never_replaced(occupant, tmp_path):
+    place = tmp_path / "head"
+    if occupant == "folder":
+        place.mkdir()
+        (place / "thesis.txt").write_text("mine")
+    else:
+        place.write_text("mine")
+    with pytest.raises(UserError, match="not a model folder"), atomic_directory(place):
+        pass
+    assert place.exists()
+
+
+def test_registry():
+    method = find_method("eagle3")
+    assert method.options is Eagle3Options
+    assert method.build is build
+    assert METHODS["eagle3"].load.__module__ == "draftsmith.heads.eagle3"
+    with pytest.raises(UserError, match="choose one of eagle3"):
+        find_method("eagle")
+    with pytest.raises(AssertionError):
+        _ = replace(method, drafter_path=None).drafter

@@ -1,0 +1,79 @@
+"""The merged flash attention against concatenated scores and one softmax."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.heads.ttt_attention import Segment, eager_ttt_attention, plan_rows, ttt_attention
+
+DOCUMENTS = torch.tensor([[0] * 9 + [1] * 5 + [2] * 6 + [-1] * 4, [0] * 24, [3] * 1 + [7] * 20 + [-1] * 3])
+
+
+def needed_rows(seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(DOCUMENTS.shape, generator=generator) < 0.6) & (DOCUMENTS >= 0)
+
+
+def make_inputs(needed: Tensor, *, heads: int, groups: int, diagonal: int, dtype: torch.dtype) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    (B, L), R, D = DOCUMENTS.shape, int(needed.sum()), 8
+    shapes = [(R, heads, D), (B, L, groups, D), (B, L, groups, D), *[(diagonal, R, groups, D)] * 2]
+    return [(2 * torch.randn(s, generator=generator)).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("diagonal", [0, 1, 4])
+def test_equals_the_oracle_in_value_and_every_gradient(heads, groups, diagonal, dtype, tolerance):
+    needed = needed_rows()
+    plan = plan_rows(DOCUMENTS, needed)
+    inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=dtype)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    fast, slow = ttt_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)
+    assert fast.dtype == dtype
+    torch.testing.assert_close(fast.float(), slow, atol=tolerance, rtol=tolerance)
+    grad = torch.randn(slow.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    fast.backward(grad)
+    slow.backward(grad.float())
+    for ours, theirs in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+def test_the_oracle_is_plain_attention_of_each_document_alone():
+    needed = DOCUMENTS >= 0
+    q, k, v, k_own, v_own = make_inputs(needed, heads=2, groups=2, diagonal=2, dtype=torch.float32)
+    out = eager_ttt_attention(q, k, v, k_own, v_own, plan_rows(DOCUMENTS, needed), 0.5)
+    index = needed.flatten().nonzero().flatten().tolist()
+    L = DOCUMENTS.shape[1]
+    for r, flat in enumerate(index):
+        b, t = divmod(flat, L)
+        keys = [j for j in range(t + 1) if DOCUMENTS[b, j] == DOCUMENTS[b, t]]
+        all_k = torch.cat([k[b, keys], k_own[:, r]])
+        all_v = torch.cat([v[b, keys], v_own[:, r]])
+        weights = torch.einsum("hd,nhd->hn", q[r] * 0.5, all_k).softmax(-1)
+        torch.testing.assert_close(out[r], torch.einsum("hn,nhd->hd", weights, all_v))
+
+
+def test_no_needed_row_gives_empty_output_and_zero_gradients():
+    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
+    inputs = make_inputs(needed, heads=2, groups=1, diagonal=1, dtype=torch.float32)
+    out = ttt_attention(*inputs, plan_rows(DOCUMENTS, needed), 1.0)
+    assert out.shape == (0, 2, 8)
+    out.sum().backward()
+    assert inputs[1].grad.abs().sum() == 0
+
+
+def test_plan_ends_each_document_at_its_last_needed_row():
+    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
+    needed[0, [2, 5, 15]] = True
+    needed[2, 0] = True
+    plan = plan_rows(DOCUMENTS, needed)
+    assert plan.rows.tolist() == [2, 5, 15, 48]
+    assert plan.segments == (Segment(0, 0, 6), Segment(0, 14, 16), Segment(2, 0, 1))
+
+
+def test_a_needed_row_in_the_padding_is_a_bug():
+    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
+    needed[0, -1] = True
+    with pytest.raises(AssertionError, match="padding"):
+        plan_rows(DOCUMENTS, needed)

@@ -1,0 +1,89 @@
+"""Counting supervised tokens and choosing those a head can draft."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.heads import vocab
+from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, count_tokens, coverage, coverage_warnings
+
+
+@dataclass(frozen=True)
+class Sample:
+    ids: Tensor
+    mask: Tensor
+    slice: str = "chat"
+
+
+def samples(seed: int = 0, count: int = 30) -> list[Sample]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        ids = (40 * torch.rand(20, generator=generator) ** 2).long()
+        made.append(Sample(ids, torch.rand(20, generator=generator) < 0.5, "chat" if i % 3 else "code"))
+    return made
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
+def test_counts_supervised_tokens_only(chunk, monkeypatch):
+    monkeypatch.setattr(vocab, "CHUNK_TOKENS", chunk)
+    expected = Counter(int(x) for s in samples() for x, m in zip(s.ids, s.mask, strict=True) if m)
+    counts = count_tokens(samples(), 50)
+    assert counts.tolist() == [expected[i] for i in range(50)]
+    by_slice = count_by_slice(samples(), 50)
+    assert list(by_slice) == ["chat", "code"]
+    assert torch.equal(sum(by_slice.values()), counts)
+
+
+def test_no_sample_gives_zeros():
+    assert count_tokens([], 4).tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "always", "expected"),
+    [
+        ([5, 1, 9, 1, 1], 2, [], [0, 2]),
+        ([5, 1, 9, 1, 1], 4, [], [0, 1, 2, 3]),  # ties: the lower id
+        ([5, 1, 9, 1, 1], 3, [4], [0, 2, 4]),  # always in, whatever its count
+        ([5, 1, 9, 1, 1], 2, [3, 4, 3], [3, 4]),
+        ([0, 0, 0], 2, [], [0, 1]),
+        ([1, 2, 3], 3, [], [0, 1, 2]),
+    ],
+)
+def test_choice(counts, size, always, expected):
+    found = choose_draft_vocab(torch.tensor(counts), size, always)
+    assert found.dtype == torch.int64
+    assert found.tolist() == expected
+
+
+def test_coverage_and_its_warnings():
+    by_slice = {"chat": torch.tensor([99, 1, 0]), "code": torch.tensor([1, 1, 2]), "none": torch.zeros(3).long()}
+    chosen = torch.tensor([0, 1])
+    assert coverage(by_slice["chat"], chosen) == 1.0
+    assert coverage(by_slice["code"], chosen) == 0.5
+    assert coverage(by_slice["none"], chosen) == 1.0
+    (warning,) = coverage_warnings(by_slice, chosen)
+    assert "slice code" in warning
+    assert "50.0%" in warning
+    low = coverage_warnings(by_slice, torch.tensor([1]))
+    assert len(low) == 3
+    assert "all answers" in low[0]
+    assert coverage_warnings({}, chosen) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "always", "words"),
+    [(6, [], "the target has 5 tokens"), (1, [0, 1], "special and end tokens"), (3, [7], "do not fit")],
+)
+def test_mistakes(size, always, words):
+    with pytest.raises(UserError, match=words):
+        choose_draft_vocab(torch.ones(5, dtype=torch.int64), size, always)
+
+
+def test_ids_of_another_tokenizer():
+    with pytest.raises(UserError, match="token id 9, but the target has 5 tokens"):
+        count_tokens([Sample(torch.tensor([1, 9]), torch.tensor([True, True]))], 5)

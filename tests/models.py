@@ -1,0 +1,55 @@
+"""Tiny random models of the architectures that targets come in."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+KINDS = ("llama", "qwen3", "gemma3", "mistral", "mixtral")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # Large enough that attention and logits are far from uniform.
+    "initializer_range": 0.15,
+}
+_SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0}),
+    "gemma3": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 16, "sliding_window_pattern": 4}),
+    "mistral": ("mistral", {"sliding_window": 8}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "granite": ("granite", {"logits_scaling": 4.0}),
+}
+
+
+def tiny_model(kind: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A random causal language model in fp32 and eval mode; `overrides` are keys of its config."""
+    model_type, special = _SPECIAL[kind]
+    config = AutoConfig.for_model(model_type, **{**_COMMON, **special, **overrides})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        attention = "eager" if kind == "gemma2" else "sdpa"  # transformers refuses Gemma-2 with sdpa
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # all ones would hide a norm that is applied once too often
+                torch.nn.init.normal_(parameter, mean=1.0 if parameter.mean() > 0.5 else 0.0, std=0.1)
+    return model.eval()
+
+
+def save_tiny_target(path: Path, kind: str, **kwargs: Any) -> str:
+    """Save a tiny model (without a tokenizer) under `path` and return the path as a string."""
+    tiny_model(kind, **kwargs).save_pretrained(path)
+    return str(path)

@@ -1,0 +1,219 @@
+"""The rules of the house that no linter knows: links, names, imports, docstrings, packaging."""
+
+import ast
+import functools
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("data", "heads", "train", "eval")
+LINKS = (*ROOMS, "recipes")
+LIGHT_ROOMS = ("heads", "eval")  # a GPU machine may have neither of the libraries below
+HEAVY = ("datasets", "wandb", "jsonargparse")
+MOST_LINES = 320
+
+
+def sources(*folders: str) -> list[Path]:
+    """Return the Python files of top-level folders, links not followed."""
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in files if "__pycache__" not in path.parts)
+
+
+def name_of(path: Path) -> str:
+    """Return a path as it is shown in messages."""
+    return path.relative_to(ROOT).as_posix()
+
+
+ROOM_FILES = sources(*ROOMS)
+PACKAGE_FILES = [*ROOM_FILES, *sorted((ROOT / "draftsmith").glob("*.py"))]
+ALL_FILES = [*PACKAGE_FILES, *sources("scripts", "tests")]
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """Return the parsed file."""
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Yield the full names a file imports; a relative import starts with a dot."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def is_launchable(path: Path) -> bool:
+    """Whether a file does something when it is run: `if __name__ == "__main__":` at the top level."""
+    return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree(path).body)
+
+
+def tracked_files() -> list[Path]:
+    """Return the files that belong to the repository, new ones included."""
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("not a git checkout: no list of the repository's files")
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
+    return [ROOT / name for name in listed if name and (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("room", LINKS)
+def test_room_is_a_relative_link_to_its_folder(room: str) -> None:
+    link = ROOT / "draftsmith" / room
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / room
+    assert link.is_dir()
+
+
+def test_no_module_is_named_like_a_library() -> None:
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    taken = {name.lower().replace("-", "_") for name in (*pinned, *metadata.packages_distributions())}
+    taken |= sys.stdlib_module_names
+    clashes = [name_of(path) for path in sources(*ROOMS, "scripts") if path.stem in taken]
+    assert not clashes
+
+
+def test_rooms_are_imported_through_the_package_only() -> None:
+    wrong = [
+        f"{name_of(path)}: {name}"
+        for path in ALL_FILES
+        for name in imports(path)
+        if name.startswith(".") or name.split(".")[0] in LINKS
+    ]
+    assert not wrong
+
+
+def test_heads_and_eval_name_no_heavy_library() -> None:
+    wrong = [
+        f"{name_of(path)}: {name}"
+        for path in sources(*LIGHT_ROOMS)
+        for name in imports(path)
+        if name.split(".")[0] in HEAVY
+    ]
+    assert not wrong
+
+
+IMPORT_ALL = """
+import importlib, json, sys
+blocked, names = json.loads(sys.argv[1])
+for name in blocked:
+    sys.modules[name] = None  # as if it were not installed
+for name in names:
+    importlib.import_module(name)
+print(json.dumps({n: m.__file__ for n, m in sys.modules.items() if getattr(m, "__file__", None)}))
+"""
+
+
+def import_all(files: list[Path], blocked: tuple[str, ...] = ()) -> dict[str, str]:
+    """Import modules of rooms in a new interpreter whose folder is the repository; return module -> file."""
+    names = [f"draftsmith.{path.parent.name}.{path.stem}" for path in files if path.stem != "__init__"]
+    command = [sys.executable, "-c", IMPORT_ALL, json.dumps([blocked, names])]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_heads_and_eval_import_where_heavy_libraries_are_absent() -> None:
+    loaded = import_all(sources(*LIGHT_ROOMS), blocked=HEAVY)
+    assert "draftsmith.heads.base" in loaded
+
+
+def test_every_file_is_loaded_under_one_name() -> None:
+    loaded = import_all([path for path in ROOM_FILES if not is_launchable(path)])
+    names: dict[Path, list[str]] = {}
+    for module, file in loaded.items():
+        names.setdefault(Path(file).resolve(), []).append(module)
+    ours = {path: found for path, found in names.items() if path in ROOM_FILES}
+    assert ROOT / "heads" / "base.py" in ours
+    assert all(found == [f"draftsmith.{path.parent.name}.{path.stem}"] for path, found in ours.items()
+               if path.stem != "__init__")  # fmt: skip
+    assert not {module for module in loaded if module.split(".")[0] in LINKS}
+
+
+def test_launchables_are_imported_by_nobody() -> None:
+    launchables = {f"draftsmith.{path.parent.name}.{path.stem}" for path in ROOM_FILES if is_launchable(path)}
+    importers = [name_of(path) for path in PACKAGE_FILES if launchables & set(imports(path))]
+    assert not importers
+
+
+def test_nothing_public_lacks_a_docstring() -> None:
+    bare = []
+    for path in PACKAGE_FILES:
+        module = tree(path)
+        if path.stat().st_size and not ast.get_docstring(module):
+            bare.append(name_of(path))
+        for node in module.body:
+            defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if defines and not node.name.startswith("_") and not ast.get_docstring(node):
+                bare.append(f"{name_of(path)}: {node.name}")
+    assert not bare
+
+
+def test_files_stay_short() -> None:
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in PACKAGE_FILES}
+    assert not {name: lines for name, lines in lengths.items() if lines > MOST_LINES}
+
+
+def test_no_bare_except() -> None:
+    bare = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in ALL_FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert not bare
+
+
+def test_no_file_names_a_place_on_the_authors_machine() -> None:
+    place = re.compile(r"(?<![\w.~}-])/(?:work|root)/")
+    found = []
+    for path in tracked_files():
+        if path.is_file() and not path.is_symlink():
+            lines = path.read_bytes().decode("utf-8", errors="replace").splitlines()
+            found += [f"{name_of(path)}:{number}" for number, line in enumerate(lines, 1) if place.search(line)]
+    assert not found
+
+
+def build(hook: str, source: Path, output: Path) -> Path:
+    """Run a hook of the build backend in `source`; return the file it made in `output`."""
+    output.mkdir()
+    code = f"from setuptools import build_meta as b; b.{hook}({str(output)!r})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return next(output.iterdir())
+
+
+def test_sdist_and_its_wheel_hold_the_rooms(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    for path in tracked_files():
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy, follow_symlinks=False)
+
+    sdist = build("build_sdist", source, tmp_path / "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    wheel = build("build_wheel", next((tmp_path / "unpacked").iterdir()), tmp_path / "wheel")
+
+    suffixes = (".py", ".yaml", ".json", ".jinja", ".html", ".css")
+    expected = {f"draftsmith/{name_of(path)}" for path in tracked_files()
+                if path.relative_to(ROOT).parts[0] in LINKS and path.suffix in suffixes}  # fmt: skip
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    assert expected
+    assert not expected - held
+    assert {"draftsmith/py.typed", "draftsmith/__init__.py"} <= held
+    assert not {name.split("/")[0] for name in held} - {"draftsmith", wheel.name.split("-py3")[0] + ".dist-info"}

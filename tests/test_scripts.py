@@ -1,0 +1,368 @@
+"""The scripts that make the environment, with pip and the tools replaced: nothing is downloaded here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[1]
+LINKS = ("data", "heads", "train", "eval", "recipes")
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+
+# Stand-ins for the two steps that cost time: every pip call is written to `log`, and the environment's python is
+# the one that runs these tests. BRINGS: packages that a dry run reports. FAIL_ON: a pip call that is killed.
+STAND_INS = """
+set -euo pipefail
+. scripts/common.sh
+make_venv() {
+    echo "venv" >>log
+    mkdir -p .venv/bin
+    printf '#!/bin/sh\\nexec "%s" -S -E "$@"\\n' "$REAL_PYTHON" >.venv/bin/python
+    chmod +x .venv/bin/python
+    touch .venv/pyvenv.cfg
+}
+pip_install() {
+    echo "pip $*" >>log
+    case "$*" in
+        *--report*)
+            report=$(printf '%s\\n' "$@" | grep '\\.json')
+            printf '{"install": [' >"$report"
+            for name in ${BRINGS:-}; do printf '{"metadata": {"name": "%s"}},' "$name" >>"$report"; done
+            printf '{"metadata": {"name": "torch"}}]}' >>"$report" ;;
+        *"${FAIL_ON:-nothing}"*) kill -9 $$ ;;
+        *--editable*) while [ -e hold ]; do sleep 0.05; done ;;
+    esac
+}
+ensure_environment "$@"
+"""
+
+
+def make_repository(folder: Path) -> None:
+    """The scripts, the links and the two files that decide what is installed."""
+    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "draftsmith").mkdir()
+    for room in LINKS:
+        (folder / room).mkdir()
+        (folder / "draftsmith" / room).symlink_to(f"../{room}")
+    (folder / "stand_ins.sh").write_text(STAND_INS, encoding="utf-8")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository in a folder with a space in its name."""
+    folder = tmp_path / "my draftsmith"
+    folder.mkdir()
+    make_repository(folder)
+    return folder
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a run, without a choice of index from outside."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "BRINGS", "FAIL_ON")}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**clean, "REAL_PYTHON": sys.executable, "PATH": path, **changes}
+
+
+def bash(folder: Path, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run bash in `folder`, with changed environment variables."""
+    return subprocess.run(
+        ["bash", *arguments], cwd=folder, env=environment(**changes), capture_output=True, text=True, check=False
+    )
+
+
+def ensure(folder: Path, *extra: str, **changes: str) -> tuple[str, list[str]]:
+    """Make the environment; return what was printed and the calls that were made."""
+    log = folder / "log"
+    log.unlink(missing_ok=True)
+    result = bash(folder, "stand_ins.sh", *extra, **changes)
+    if "FAIL_ON" not in changes:
+        assert result.returncode == 0, result.stderr
+    return result.stdout, log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
+
+def test_first_run_installs_the_pinned_torch_and_the_second_reuses(repository: Path) -> None:
+    _, calls = ensure(repository)
+    assert [call.split()[0] for call in calls] == ["venv", "pip", "pip", "pip"]
+    assert calls[1].endswith("torch==2.13.0")
+    assert "--dry-run" in calls[1]
+    assert calls[2:] == ["pip torch==2.13.0", "pip --quiet --editable ."]
+    printed, calls = ensure(repository)
+    assert printed.startswith("Reusing .venv (Python 3.")
+    assert not calls
+
+
+def test_extra_is_added_once_and_kept(repository: Path) -> None:
+    ensure(repository)
+    printed, calls = ensure(repository, "dev")
+    assert printed.startswith("Updating .venv")
+    assert calls == ["pip --quiet --editable .[dev]"]
+    assert not ensure(repository, "dev")[1]
+    assert not ensure(repository)[1]  # quickstart after test takes nothing away
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_changed_packages_are_installed_over(name: str, repository: Path) -> None:
+    ensure(repository)
+    with (repository / name).open("a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    assert ensure(repository)[1] == ["pip --quiet --editable ."]
+
+
+def test_another_torch_or_place_makes_a_new_environment(repository: Path) -> None:
+    ensure(repository)
+    constraints = repository / "constraints.txt"
+    constraints.write_text(constraints.read_text("utf-8").replace("torch==2.13.0", "torch==2.13.1"), encoding="utf-8")
+    printed, calls = ensure(repository)
+    assert "it was made for Python" in printed
+    assert (calls[0], calls[2]) == ("venv", "pip torch==2.13.1")
+    moved = repository.rename(repository.with_name("elsewhere"))
+    assert ensure(moved)[1][0] == "venv"
+
+
+@pytest.mark.parametrize("step", ["torch==2.13.0", "--editable"])
+def test_a_killed_installation_is_not_taken_for_a_finished_one(step: str, repository: Path) -> None:
+    ensure(repository, FAIL_ON=step)
+    printed, calls = ensure(repository)
+    assert "an earlier installation did not finish" in printed
+    assert calls[0] == "venv"
+    assert ensure(repository)[0].startswith("Reusing")
+
+
+def test_a_killed_update_is_not_taken_for_a_finished_one(repository: Path) -> None:
+    ensure(repository)
+    ensure(repository, "dev", FAIL_ON="--editable")
+    printed, calls = ensure(repository)
+    assert "did not finish" in printed
+    assert calls[0] == "venv"
+
+
+def test_chosen_index_serves_torch_only_and_is_remembered(repository: Path) -> None:
+    _, calls = ensure(repository, TORCH_INDEX=CPU_INDEX)
+    assert calls[1] == f"pip --no-deps --index-url {CPU_INDEX} torch==2.13.0"
+    assert calls[-1] == "pip --quiet --editable ."
+    assert not any("--dry-run" in call for call in calls)
+    assert not ensure(repository)[1]
+    assert not ensure(repository, TORCH_INDEX=CPU_INDEX)[1]
+    assert ensure(repository, TORCH_INDEX="https://example.org/cu130")[1][0] == "venv"
+
+
+@pytest.mark.parametrize("brings", ["", "numpy sympy", "nvidia-cublas triton", "cuda-toolkit"])
+def test_warns_before_cuda_and_only_then(brings: str, repository: Path) -> None:
+    printed, calls = ensure(repository, BRINGS=brings)
+    warned = [line for line in printed.splitlines() if line.startswith("WARNING")]
+    heavy = "nvidia" in brings or "cuda" in brings
+    assert len(warned) == heavy
+    assert calls[2] == "pip torch==2.13.0"  # and goes on
+    if heavy:
+        assert f"TORCH_INDEX={CPU_INDEX} bash " in warned[0]
+        assert printed.index("WARNING") < printed.index("Installing torch")
+
+
+def test_an_environment_of_somebody_else_is_left_alone(repository: Path) -> None:
+    (repository / ".venv" / "bin").mkdir(parents=True)
+    result = bash(repository, "stand_ins.sh")
+    assert result.returncode == 1
+    assert "move it away" in result.stderr
+    assert [path.name for path in (repository / ".venv").iterdir()] == ["bin"]
+
+
+def test_lost_links_stop_before_anything_is_made(repository: Path) -> None:
+    (repository / "draftsmith" / "heads").unlink()
+    (repository / "draftsmith" / "heads").write_text("../heads", encoding="utf-8")
+    result = bash(repository, "stand_ins.sh")
+    assert result.returncode == 1
+    assert "draftsmith/heads should be a link" in result.stderr
+    assert not (repository / ".venv").exists()
+    bash(repository, "-c", result.stderr.split('"')[1])  # the command it gives
+    assert (repository / "draftsmith" / "heads").is_dir()
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="this system has no flock")
+def test_two_runs_at_once_install_once(repository: Path) -> None:
+    (repository / "hold").touch()
+    runs = []
+    for _ in range(2):
+        runs.append(
+            subprocess.Popen(
+                ["bash", "stand_ins.sh"], cwd=repository, env=environment(), stdout=subprocess.PIPE, text=True
+            )
+        )
+        deadline = time.monotonic() + 20
+        while "editable" not in ((repository / "log").read_text() if (repository / "log").exists() else ""):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    (repository / "hold").unlink()
+    first, second = (run.communicate(timeout=20)[0] for run in runs)
+    assert "Installation took" in first
+    assert "Another run is installing" in second
+    assert "Reusing .venv" in second
+    assert (repository / "log").read_text(encoding="utf-8").count("venv\n") == 1
+
+
+@pytest.fixture
+def path_with(tmp_path: Path) -> Callable[..., str]:
+    """Make a PATH that holds bash's tools and the named interpreters: "old", "no venv" or "good"."""
+    folder = tmp_path / "path"
+    folder.mkdir()
+    for tool in ("bash", "cat", "sed", "grep"):
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    bodies = {
+        "old": 'case "$2" in *print*) echo 3.9;; *) exit 1;; esac',
+        "no venv": f'case "$2" in *venv*) exit 1;; *) exec "{sys.executable}" -S "$@";; esac',
+        "good": f'exec "{sys.executable}" -S "$@"',
+    }
+
+    def make(**kinds: str) -> str:
+        for name, kind in kinds.items():
+            script = folder / name.replace("_", ".")
+            script.write_text(f"#!/bin/sh\n{bodies[kind]}\n", encoding="utf-8")
+            script.chmod(0o755)
+        return str(folder)
+
+    return make
+
+
+FIND = ("-c", "set -euo pipefail; . scripts/common.sh; find_python")
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [{"python3": "good"}, {"python3": "old", "python3_12": "good"}, {"python3": "no venv", "python3_11": "good"}],
+)
+def test_takes_the_first_suitable_python(kinds: dict[str, str], path_with: Any, repository: Path) -> None:
+    result = bash(repository, *FIND, PATH=path_with(**kinds))
+    base = getattr(sys, "_base_executable", sys.executable)
+    assert result.stdout.strip() == base, result.stderr  # outside any environment, so that .venv may be removed
+
+
+@pytest.mark.parametrize(
+    ("kinds", "why"),
+    [
+        ({}, "there is no python3 at all"),
+        ({"python3": "old"}, "python3 is Python 3.9"),
+        ({"python3_12": "no venv"}, "python3.12 lacks the venv module"),
+    ],
+)
+def test_without_a_suitable_python_says_why(kinds: dict[str, str], why: str, path_with: Any, repository: Path) -> None:
+    result = bash(repository, *FIND, PATH=path_with(**kinds))
+    assert result.returncode == 1
+    assert "Python 3.11 or newer with venv is needed" in result.stderr
+    assert why in result.stderr
+
+
+def test_every_pip_call_is_constrained_and_failure_is_a_sentence(repository: Path) -> None:
+    python = repository / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n[ "$NETWORK" = up ]\n', encoding="utf-8")
+    python.chmod(0o755)
+    code = ("-c", "set -euo pipefail; . scripts/common.sh; pip_install something; echo went on")
+    good = bash(repository, *code, NETWORK="up")
+    assert "-m pip install" in good.stdout
+    assert "-c constraints.txt something\nwent on" in good.stdout
+    bad = bash(repository, *code, NETWORK="down")
+    assert bad.returncode == 1
+    assert "went on" not in bad.stdout
+    assert "run the same command again" in bad.stderr
+
+
+def give_tools(folder: Path, failing: str = "") -> None:
+    """A finished environment whose tools only write down how they were called; `failing` names one that exits 7."""
+    ensure(folder, "dev")
+    (folder / "log").unlink()
+    for tool in ("ruff", "mypy", "pytest", "draftsmith"):
+        script = folder / ".venv" / "bin" / tool
+        body = f'#!/bin/sh\necho "{tool} $*" >>log\ncase "{tool} $*" in "{failing or "nothing"}"*) exit 7;; esac\n'
+        script.write_text(body, encoding="utf-8")
+        script.chmod(0o755)
+
+
+def test_quickstart_passes_its_arguments_on(repository: Path, tmp_path: Path) -> None:
+    give_tools(repository)
+    result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"), "--train.steps", "3 4")
+    assert result.returncode == 0, result.stderr
+    log = (repository / "log").read_text(encoding="utf-8")
+    assert log == "draftsmith run --recipe recipes/eagle3/tiny.yaml --train.steps 3 4\n"
+
+
+def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_path: Path) -> None:
+    give_tools(repository)
+    pytest_tool = repository / ".venv" / "bin" / "pytest"
+    pytest_tool.write_text('#!/bin/sh\necho "pytest $* $OMP_NUM_THREADS $NO_COLOR" >>log\n', encoding="utf-8")
+    result = bash(tmp_path, str(repository / ".ci" / "run"), "-k", "eagle")
+    assert result.returncode == 0, result.stderr
+    assert (repository / "log").read_text(encoding="utf-8").splitlines() == [
+        "ruff check .",
+        "ruff format --check .",
+        "mypy ",
+        "pytest -n auto --maxprocesses 2 --dist loadfile -k eagle 1 1",
+    ]
+    assert "Seconds: environment 0, ruff check 0" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("failing", "step", "calls"),
+    [("ruff check", "ruff check", 1), ("ruff format", "ruff format", 2), ("mypy", "mypy", 3), ("pytest", "pytest", 4)],
+)
+def test_test_stops_at_the_first_failure_and_names_it(failing: str, step: str, calls: int, repository: Path) -> None:
+    give_tools(repository, failing)
+    result = bash(repository, "scripts/test.sh")
+    assert result.returncode == 7
+    assert f'the step "{step}" failed' in result.stderr
+    assert len((repository / "log").read_text(encoding="utf-8").splitlines()) == calls
+
+
+def test_constraints_pin_one_version_of_everything_the_package_asks_for() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    versions = {}
+    for pin in pins:
+        (specifier,) = pin.specifier
+        assert specifier.operator == "==", pin
+        assert Version(specifier.version).local is None, f"{pin}: a local build cannot be had everywhere"
+        versions[pin.name.lower().replace("_", "-")] = specifier.version
+    assert len(versions) == len(pins)
+    assert versions["torch"] == "2.13.0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    for requirement in map(Requirement, wanted):
+        assert versions[requirement.name.lower().replace("_", "-")] in requirement.specifier
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes"), [("cpu", "NO", 1), ("one-gpu", "NO", 1), ("ddp-8gpu", "MULTI_GPU", 8)]
+)
+def test_accelerate_reads_its_configurations(name: str, kind: str, processes: int) -> None:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    config = ClusterConfig.from_yaml_file(str(ROOT / "recipes" / "accelerate" / f"{name}.yaml"))
+    assert config.distributed_type == kind
+    assert config.num_processes == processes
+    assert config.use_cpu == (name == "cpu")
+
+
+def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
+    files = sorted((ROOT / "recipes" / "deepspeed").glob("*.json"))
+    assert files
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert "auto" not in text  # "auto" clips gradients at 1.0 without saying so
+        config = json.loads(text)
+        assert config["gradient_clipping"] > 0
+        assert config["zero_allow_untested_optimizer"] is True
+        assert config["zero_force_ds_cpu_optimizer"] is False

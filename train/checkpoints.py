@@ -1,0 +1,71 @@
+"""Checkpoints to resume from: complete or absent, never half.
+
+`Accelerator.save_state` writes in place, so a state is saved to `step_N.tmp`, marked with a DONE file and
+renamed; a resume looks at complete directories only.
+"""
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from accelerate import Accelerator
+
+from draftsmith.files import explain_os_error
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training has come. step: optimizer steps done. best_*: the best evaluation so far; stale:
+    evaluations since then."""
+
+    step: int = 0
+    tokens: int = 0
+    rows: int = 0
+    best_tau: float = 0.0
+    best_step: int = 0
+    stale: int = 0
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress) -> None:
+    """Save model, optimizers, random states and `progress`; then remove older checkpoints."""
+    final = folder / f"step_{progress.step}"
+    temporary = folder / f"step_{progress.step}.tmp"
+    if final.exists():
+        return
+    with explain_os_error(final):
+        if accelerator.is_main_process:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        try:
+            accelerator.save_state(str(temporary))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+            (temporary / "DONE").touch()
+            temporary.rename(final)
+            for old in folder.glob("step_*"):
+                if old != final:
+                    shutil.rmtree(old, ignore_errors=True)
+        accelerator.wait_for_everyone()
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the newest complete checkpoint, if there is one."""
+    done = [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "DONE").exists()]
+    return max(done, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
+def load_checkpoint(accelerator: Accelerator, folder: Path) -> Progress:
+    """Restore the newest complete checkpoint; a fresh Progress where there is none."""
+    path = latest_checkpoint(folder)
+    if path is None:
+        return Progress()
+    accelerator.load_state(str(path))
+    # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
+    accelerator.step = 0
+    return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))

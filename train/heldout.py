@@ -1,0 +1,81 @@
+"""What a head is worth on answers that it was not trained on: loss, accuracy, and simulated tau per slice."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftsmith.data.features import FeatureSource
+from draftsmith.data.packing import collate, plan_batches
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
+from draftsmith.eval.tally import Tally, total
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.target import TargetHead
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """loss: per supervised row, as in training. accuracy, acceptance: per step. tau: simulated accepted
+    length at K drafts, over all answers and per slice."""
+
+    loss: float
+    accuracy: list[float]
+    acceptance: list[float]
+    tau: float
+    tau_by_slice: dict[str, float]
+
+
+def make_heldout_batches(
+    source: FeatureSource, index: Sequence[int], layer_ids: tuple[int, ...], row_tokens: int, rows: int
+) -> "list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]":
+    """Plan the held-out batches once; they stay the same for the whole run."""
+    lengths = [source.lengths[i] for i in index]
+    plan = plan_batches(lengths, row_tokens=row_tokens, rows=rows, seed=0, epoch=0)
+    return [(tuple(tuple(index[i] for i in row) for row in batch), layer_ids) for batch in plan]
+
+
+@torch.no_grad()
+def evaluate_heldout(
+    head: DraftHead,
+    source: FeatureSource,
+    batches: "Sequence[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]",
+    row_tokens: int,
+    target_head: TargetHead,
+    spec: LossSpec,
+    sampling: Sampling,
+    train_steps: int,
+    num_speculative_tokens: int,
+) -> HeldOut:
+    """Run the head over the held-out answers: the training pass gives the loss and every acceptance probability."""
+    device = next(head.parameters()).device
+    loss, rows = 0.0, 0
+    sums = torch.zeros(3, train_steps, dtype=torch.float64)
+    tallies: dict[str, list[Tally]] = defaultdict(list)
+    for plan, layer_ids in batches:
+        samples = [source.get_many(list(row), layer_ids) for row in plan]
+        batch = collate(samples, row_tokens).to(device)
+        output = head(batch, max(train_steps, num_speculative_tokens))
+        scored = head_loss(
+            type(output)(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec
+        )
+        loss += float(scored.loss_sum)
+        rows += int(scored.rows)
+        sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
+        acceptance = chain_acceptance(output, batch, target_head, head.draft_vocab, sampling)
+        answers = find_answers(batch)
+        for answer, tally in zip(
+            answers, simulate(acceptance.c_BLK, answers, num_speculative_tokens), strict=True
+        ):
+            tallies[samples[answer.row][answer.document].slice].append(tally)
+    everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
+    by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
+    return HeldOut(
+        loss / max(rows, 1),
+        (sums[0] / sums[2].clamp(min=1)).tolist(),
+        (sums[1] / sums[2].clamp(min=1)).tolist(),
+        everything.tau or 0.0,
+        {name: tau for name, tau in by_slice.items() if tau is not None},
+    )

@@ -1,0 +1,283 @@
+"""The training loop that every drafter shares.
+
+    accelerate launch train/eagle.py --recipe recipes/eagle3/tiny.yaml
+
+features -> packed batches -> head -> loss -> step; now and then: loss and simulated tau on held-out answers,
+and a checkpoint to resume from. The head with the best held-out tau is kept in `best/`.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from draftsmith.data.features import FeatureSource
+from draftsmith.errors import UserError
+from draftsmith.eval.sampling import Sampling
+from draftsmith.files import write_json
+from draftsmith.heads.base import DraftHead, count_rows
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.losses import LossOutput, head_loss
+from draftsmith.heads.target import Target
+from draftsmith.recipe import Recipe
+from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
+from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
+from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
+from draftsmith.train.schedule import MicroBatches, Schedule
+from draftsmith.train.tracking import Tracker
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """Features and which of them are trained on and which are held out."""
+
+    source: FeatureSource
+    train: list[int]
+    heldout: list[int]
+
+
+@dataclass
+class StepSums:
+    """What one optimizer step adds up over micro-batches (and, after `reduce`, over processes)."""
+
+    loss: Tensor
+    correct: Tensor
+    acceptance: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def zeros(cls, steps: int, device: torch.device) -> "StepSums":
+        """Sums of nothing."""
+        z = torch.zeros(steps, device=device)
+        return cls(torch.zeros((), device=device), z.clone(), z.clone(), z.clone(), torch.zeros((), device=device))
+
+    def add(self, scored: LossOutput, tokens: int) -> None:
+        """Add a micro-batch."""
+        self.loss += scored.loss_sum.detach()
+        self.correct += scored.step_correct
+        self.acceptance += scored.step_acceptance
+        self.rows += scored.step_rows
+        self.tokens += tokens
+
+
+def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, folder: Path) -> Path:
+    """Train `head` and return the folder of the best one (`folder`/best).
+
+    Files in `folder`: metrics.jsonl, step_N/ (to resume from), best/ (the head with the best held-out
+    tau), summary.json (when training has ended). Resumes by itself; Ctrl-C saves a checkpoint first.
+    """
+    spec = recipe.train
+    set_seed(recipe.seed)
+    accelerator = Accelerator(
+        mixed_precision=spec.precision, gradient_accumulation_steps=spec.accumulation, cpu=target.device.type == "cpu"
+    )
+    head = head.to(accelerator.device)
+    target_head = target.head.to(accelerator.device)
+    model, *optimizers = accelerator.prepare(head, *build_optimizers(head, spec))
+    progress = load_checkpoint(accelerator, folder)
+    schedule = Schedule([data.source.lengths[i] for i in data.train], spec, recipe.seed, accelerator.num_processes)
+    run = _Run(recipe, accelerator, model, optimizers, target_head, data, schedule, folder, target)
+    return run.run(progress)
+
+
+class _Run:
+    """The state of a training run: what the loop needs at hand."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        accelerator: Accelerator,
+        model: torch.nn.Module,
+        optimizers: Sequence[Any],
+        target_head: Any,
+        data: TrainData,
+        schedule: Schedule,
+        folder: Path,
+        target: Target,
+    ) -> None:
+        self.recipe, self.spec = recipe, recipe.train
+        self.accelerator, self.model, self.optimizers = accelerator, model, list(optimizers)
+        self.head: DraftHead = accelerator.unwrap_model(model)
+        self.target, self.target_head, self.data, self.schedule, self.folder = target, target_head, data, schedule, folder
+        self.train_steps = getattr(self.head, "num_train_steps")
+        self.steps_per_epoch = len(schedule.epoch(0)) // schedule.window
+        total = self.steps_per_epoch * self.spec.epochs
+        self.total = min(total, self.spec.max_steps or total)
+        count = min(self.spec.evaluations, self.total)
+        self.eval_steps = {round(self.total * (i + 1) / count) for i in range(count)}
+        self.heldout_batches = make_heldout_batches(
+            data.source, data.heldout, self.head.layer_ids, self.spec.row_tokens, self.spec.rows
+        )
+
+    def run(self, progress: Progress) -> Path:
+        """Train from `progress` to the end."""
+        if (self.folder / "summary.json").exists():
+            return self.folder / "best"
+        main = self.accelerator.is_main_process
+        tracker = None
+        if main:
+            config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
+            tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
+        bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
+        started, last_save = time.perf_counter(), time.perf_counter()
+        first_tokens, seconds = progress.tokens, 0.0
+        try:
+            while progress.step < self.total and not self._stale(progress):
+                for window in self._windows(progress.step):
+                    before = time.perf_counter()
+                    record, progress = self._step(window, progress)
+                    seconds += time.perf_counter() - before
+                    if progress.step in self.eval_steps:
+                        progress = self._evaluate(record, progress)
+                    speed = (progress.tokens - first_tokens) / max(seconds, 1e-9)
+                    if tracker:
+                        tracker.log(record, {"tokens_per_second": speed})
+                    bar.update()
+                    bar.set_postfix_str(_postfix(record, progress, speed), refresh=False)
+                    if time.perf_counter() - last_save > 60 * self.spec.checkpoint_minutes:
+                        save_checkpoint(self.accelerator, self.folder, progress)
+                        last_save = time.perf_counter()
+                    if progress.step >= self.total or self._stale(progress):
+                        break
+        except KeyboardInterrupt:
+            bar.close()
+            save_checkpoint(self.accelerator, self.folder, progress)
+            raise UserError(
+                f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
+                f"{self.folder}: run the same command again to go on from there."
+            ) from None
+        bar.close()
+        save_checkpoint(self.accelerator, self.folder, progress)
+        if tracker:
+            speed = (progress.tokens - first_tokens) / max(seconds, 1e-9)
+            summary = asdict(progress) | {"train_seconds": seconds, "tokens_per_second": speed}
+            summary["wall_seconds"] = time.perf_counter() - started
+            tracker.close()
+            write_json(self.folder / "summary.json", summary)
+        self.accelerator.wait_for_everyone()
+        return self.folder / "best"
+
+    def _stale(self, progress: Progress) -> bool:
+        return self.spec.patience is not None and progress.stale >= self.spec.patience
+
+    def _windows(self, step: int) -> Any:
+        """Yield the micro-batches of each optimizer step in the epoch that `step` falls into."""
+        epoch, skip = divmod(step, self.steps_per_epoch)
+        micros = self.schedule.share(epoch, self.accelerator.process_index, skip)
+        dataset = MicroBatches(self.data.source, self.data.train, micros, self.head.layer_ids, self.spec.row_tokens)
+        # A generator of its own: otherwise starting the loader would draw from the global one.
+        loader = DataLoader(
+            dataset, batch_size=None, num_workers=self.spec.workers, generator=torch.Generator().manual_seed(0)
+        )
+        window = []
+        for micro in loader:
+            window.append(micro)
+            if len(window) == self.spec.accumulation:
+                yield window
+                window = []
+
+    def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
+        """One optimizer step: the loss is the sum over supervised rows divided by their global number."""
+        accelerator, device = self.accelerator, self.accelerator.device
+        batches = [(batch.to(device), counts) for batch, counts in window]
+        rows = sum((count_rows(batch) * counts for batch, counts in batches), torch.zeros((), device=device))
+        rows = accelerator.reduce(rows.float(), "sum")
+        if rows == 0:
+            raise UserError(
+                "A whole optimizer step holds no supervised row: the answers are empty or masked out; look at them with "
+                "`draftsmith inspect`."
+            )
+        # Accelerate divides by the accumulation steps and averages over processes: undo both.
+        scale = accelerator.num_processes * self.spec.accumulation / rows
+        sums = StepSums.zeros(self.train_steps, device)
+        factor = lr_factor(progress.step, self.total, self.spec)
+        set_lr(self.optimizers, factor)
+        for batch, counts in batches:
+            with accelerator.accumulate(self.model):
+                output = self.model(batch, self.train_steps)
+                scored = head_loss(output, batch, self.target_head, self.head.draft_vocab, self.spec.loss)
+                accelerator.backward(scored.loss_sum * (scale * counts))
+                if counts:
+                    sums.add(scored, int((batch.document >= 0).sum()))
+                if accelerator.sync_gradients and self.spec.clip > 0:
+                    accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
+                for optimizer in self.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        parts = accelerator.reduce([sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens], "sum")
+        loss, correct, acceptance, step_rows, tokens = parts
+        if not bool(torch.isfinite(loss)):
+            raise UserError(
+                f"The loss became {float(loss)} at step {progress.step + 1}: lower train.lr and train.muon_lr, or set "
+                "train.precision to no; the last checkpoint is unharmed."
+            )
+        progress = replace(
+            progress,
+            step=progress.step + 1,
+            tokens=progress.tokens + int(tokens),
+            rows=progress.rows + int(rows),
+        )
+        record = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "epoch": progress.step / self.steps_per_epoch,
+            "loss": float(loss / rows),
+            "lr": factor * self.spec.lr,
+            "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
+            "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
+        }
+        return record, progress
+
+    def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
+        """Look at the held-out answers; keep the head if its tau is the best so far."""
+        answers = self.recipe.answers
+        held: HeldOut = evaluate_heldout(
+            self.head,
+            self.data.source,
+            self.heldout_batches,
+            self.spec.row_tokens,
+            self.target_head,
+            self.spec.loss,
+            Sampling(answers.temperature, answers.top_k, answers.top_p) if answers.regenerate else Sampling(1.0),
+            self.train_steps,
+            self.recipe.evaluate.num_speculative_tokens,
+        )
+        record |= {
+            "heldout_loss": held.loss,
+            "heldout_accuracy": held.accuracy,
+            "heldout_acceptance": held.acceptance,
+            "tau": {"overall": held.tau, "slices": held.tau_by_slice},
+        }
+        if not progress.best_step:
+            self._warn_at_chance(held)
+        if held.tau <= progress.best_tau:
+            return replace(progress, stale=progress.stale + 1)
+        if self.accelerator.is_main_process:
+            save_head(self.head, self.target, self.folder / "best")
+        return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
+
+    def _warn_at_chance(self, held: HeldOut) -> None:
+        """Say early when the head has learned nothing: 1/W is what guessing gives."""
+        size = self.head.draft_vocab.numel() if self.head.draft_vocab is not None else self.target_head.vocab_size
+        if held.acceptance[0] < 5 / size and self.accelerator.is_main_process:
+            print(
+                f"warning: held-out acceptance is {held.acceptance[0]:.4f}, about that of guessing among {size} tokens: "
+                "check the learning rate, and with `draftsmith inspect` that the supervised tokens are the answers.",
+                file=sys.stderr,
+            )
+
+
+def _postfix(record: dict[str, Any], progress: Progress, speed: float) -> str:
+    tau = f"tau {progress.best_tau:.2f} " if progress.best_tau else ""
+    return f"loss {record['loss']:.3f} acc {record['accuracy'][0]:.2f} {tau}{speed:.0f} tok/s"

@@ -1,0 +1,53 @@
+"""Optimizers and the learning-rate curve.
+
+AdamW for everything, or Muon (Jordan et al. 2024) for the weight matrices inside the head with AdamW for
+its output projection, norms and biases.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from draftsmith.recipe import TrainSpec
+
+_OUTPUT_NAMES = ("lm_head", "embed_tokens")
+
+
+def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a head's trainable parameters; every group remembers its peak as `peak_lr`."""
+    matrices, others = [], []
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            inner = parameter.ndim == 2 and not any(part in name for part in _OUTPUT_NAMES)
+            (matrices if inner and spec.optimizer == "muon" else others).append(parameter)
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(torch.optim.Muon(matrices, lr=spec.muon_lr, weight_decay=spec.weight_decay))
+    if others:
+        betas = (spec.betas[0], spec.betas[1])
+        optimizers.append(torch.optim.AdamW(others, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def lr_factor(step: int, total: int, spec: TrainSpec) -> float:
+    """Return the share of the peak rate at `step` of `total`: linear warmup, then a cosine down to `final_lr`.
+
+    A pure function of the step, so that a resumed run needs no scheduler state.
+    """
+    warmup = max(1, round(spec.warmup * total))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return spec.final_lr + (1 - spec.final_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
+    """Set every group's rate to `factor` times its peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor

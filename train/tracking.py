@@ -1,0 +1,62 @@
+"""Where training figures go: metrics.jsonl always, Weights & Biases if asked for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftsmith.recipe import TrackingSpec
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Flatten nested mappings and lists into `a/b` and `a/0` keys, as dashboards want them."""
+    flat: dict[str, float] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, (list, tuple)):
+            flat |= flatten({str(i): v for i, v in enumerate(value)}, f"{prefix}{key}/")
+        elif value is not None:
+            flat[prefix + key] = value
+    return flat
+
+
+class Tracker:
+    """Appends one JSON object per line to metrics.jsonl and mirrors it to W&B.
+
+    The file holds no clock times, so that an interrupted and resumed run leaves the same file.
+    """
+
+    def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        self._cut_after(resume_step)
+        self._run: Any = None
+        if spec.wandb != "disabled":
+            import wandb
+
+            settings = wandb.Settings(silent=True, console="off")
+            self._run = wandb.init(
+                project=spec.project, name=name, config=config, dir=str(folder), mode=spec.wandb, settings=settings
+            )
+
+    def _cut_after(self, step: int) -> None:
+        """Drop lines that a killed run wrote after its last checkpoint: they will be written again."""
+        if not self.path.exists():
+            return
+        kept = []
+        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
+                break
+            kept.append(line)
+        self.path.write_text("".join(kept), encoding="utf-8")
+
+    def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
+        """Log one step; `extra` (speeds) goes to W&B only."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+        if self._run is not None:
+            self._run.log(flatten(values) | (extra or {}), step=values["step"])
+
+    def close(self) -> None:
+        """Finish the W&B run."""
+        if self._run is not None:
+            self._run.finish()

@@ -181,7 +181,9 @@ def code(rng: Random) -> Exchange:
     if kind == 1:
         side, sign = rng.choice([("over", ">"), ("under", "<")])
         question += f"counts the {values} {side} {number}."
-        body = f"    total = 0\n    for {item} in {values}:\n        if {item} {sign} {number}:\n            total += 1\n"
+        body = (
+            f"    total = 0\n    for {item} in {values}:\n        if {item} {sign} {number}:\n            total += 1\n"
+        )
         answer = f"def {name}({values}):\n{body}    return total"
     elif kind == 2:
         sign, word = rng.choice([("+", "plus"), ("*", "times"), ("-", "minus")])

@@ -4,33 +4,85 @@ Most are short and few, so that a byte-level BPE of about a thousand entries hol
 target then learns to copy them from the prompt within a million tokens.
 """
 
-NAMES = "Ada Ben Dan Eva Finn Ivy Kai Lena Max Sam Tom Zoe".split()
-CITIES = "Oslo Rome Lima Cairo Paris Delhi Quito Accra Sofia Bonn Riga Turin".split()
-ITEMS = "lamp map key cup book coin rope drum kite vase bell clock ring hat box pen".split()
-COLORS = "red blue green gold black white gray pink".split()
-GOODS = "lamps maps keys cups books coins drums kites bells clocks rings hats".split()
-DEEDS = "hid sold found lost took made saw kept".split()
-LINKS = "in near from to by for".split()
-DAYS = "Monday Tuesday Friday Sunday".split()
-FRUITS = "apples pears plums figs lemons melons".split()
+NAMES = ["Ada", "Ben", "Dan", "Eva", "Finn", "Ivy", "Kai", "Lena", "Max", "Sam", "Tom", "Zoe"]
+CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Accra", "Sofia", "Bonn", "Riga", "Turin"]
+ITEMS = [
+    "lamp",
+    "map",
+    "key",
+    "cup",
+    "book",
+    "coin",
+    "rope",
+    "drum",
+    "kite",
+    "vase",
+    "bell",
+    "clock",
+    "ring",
+    "hat",
+    "box",
+    "pen",
+]
+COLORS = ["red", "blue", "green", "gold", "black", "white", "gray", "pink"]
+GOODS = ["lamps", "maps", "keys", "cups", "books", "coins", "drums", "kites", "bells", "clocks", "rings", "hats"]
+DEEDS = ["hid", "sold", "found", "lost", "took", "made", "saw", "kept"]
+LINKS = ["in", "near", "from", "to", "by", "for"]
+DAYS = ["Monday", "Tuesday", "Friday", "Sunday"]
+FRUITS = ["apples", "pears", "plums", "figs", "lemons", "melons"]
 
 # Code: verbs and nouns make function names; arguments are what a person would call two numbers or a list.
-VERBS = "get find make count check scale mix load".split()
-NOUNS = "cost area rate score size speed weight price level total".split()
-ARGUMENTS = "width height left right base step first last low high".split()
-LISTS = "items rows marks prices words scores".split()
+VERBS = ["get", "find", "make", "count", "check", "scale", "mix", "load"]
+NOUNS = ["cost", "area", "rate", "score", "size", "speed", "weight", "price", "level", "total"]
+ARGUMENTS = ["width", "height", "left", "right", "base", "step", "first", "last", "low", "high"]
+LISTS = ["items", "rows", "marks", "prices", "words", "scores"]
 
 # Chat: every slot of a template is one of these; options may hold slots themselves.
 CHAT: dict[str, list[str]] = {
-    "adj": "small quiet old bright warm cold soft wild kind brave slow strange sweet dark tiny calm lazy proud shy".split(),
-    "animal": "fox owl cat dog bear horse crow frog hare wolf bee goat".split(),
-    "place": "river forest garden tower lake hill mill cave road shop yard hall".split(),
-    "thing": "lamp map key bell coin ring stone boat song door seed star book hat".split(),
-    "time": "morning evening night winter summer spring autumn day".split(),
+    "adj": [
+        "small",
+        "quiet",
+        "old",
+        "bright",
+        "warm",
+        "cold",
+        "soft",
+        "wild",
+        "kind",
+        "brave",
+        "slow",
+        "strange",
+        "sweet",
+        "dark",
+        "tiny",
+        "calm",
+        "lazy",
+        "proud",
+        "shy",
+    ],
+    "animal": ["fox", "owl", "cat", "dog", "bear", "horse", "crow", "frog", "hare", "wolf", "bee", "goat"],
+    "place": ["river", "forest", "garden", "tower", "lake", "hill", "mill", "cave", "road", "shop", "yard", "hall"],
+    "thing": [
+        "lamp",
+        "map",
+        "key",
+        "bell",
+        "coin",
+        "ring",
+        "stone",
+        "boat",
+        "song",
+        "door",
+        "seed",
+        "star",
+        "book",
+        "hat",
+    ],
+    "time": ["morning", "evening", "night", "winter", "summer", "spring", "autumn", "day"],
     "found": ["found", "saw", "lost", "hid", "heard about", "dreamed of", "carried", "drew"],
     "moved": ["walked", "ran", "sailed", "climbed", "wandered", "went", "crept", "raced"],
     "felt": ["felt", "was", "became", "stayed"],
-    "mood": "happy sad funny short strange quiet sweet scary".split(),
+    "mood": ["happy", "sad", "funny", "short", "strange", "quiet", "sweet", "scary"],
     "end": [
         "and slept until the {time}",
         "and sang to the {animal}",
@@ -43,13 +95,24 @@ CHAT: dict[str, list[str]] = {
         "and {moved} back to the {place}",
         "because the {time} {felt} {adj}",
     ],
-    "food": "rice beans eggs corn fish bread plums pears".split(),
-    "dish": "soup stew salad pie pasta roast".split(),
-    "spice": "salt pepper garlic honey butter mint chili".split(),
-    "heat": "fry bake boil roast steam grill".split(),
-    "feeling": "tired sad bored lost angry shy stuck sick lonely".split(),
-    "person": "friend sister brother mother father uncle aunt boss".split(),
-    "hobby": "chess drawing running cooking reading sailing painting fishing hiking singing".split(),
+    "food": ["rice", "beans", "eggs", "corn", "fish", "bread", "plums", "pears"],
+    "dish": ["soup", "stew", "salad", "pie", "pasta", "roast"],
+    "spice": ["salt", "pepper", "garlic", "honey", "butter", "mint", "chili"],
+    "heat": ["fry", "bake", "boil", "roast", "steam", "grill"],
+    "feeling": ["tired", "sad", "bored", "lost", "angry", "shy", "stuck", "sick", "lonely"],
+    "person": ["friend", "sister", "brother", "mother", "father", "uncle", "aunt", "boss"],
+    "hobby": [
+        "chess",
+        "drawing",
+        "running",
+        "cooking",
+        "reading",
+        "sailing",
+        "painting",
+        "fishing",
+        "hiking",
+        "singing",
+    ],
     "act": [
         "take a {adj} walk by the {place}",
         "call your {person}",
@@ -65,7 +128,13 @@ CHAT: dict[str, list[str]] = {
     "sorry": ["Sorry to hear that.", "That happens.", "I understand.", "Be kind to yourself.", "It will pass."],
     "maybe": ["You could", "Maybe", "I would", "Perhaps", "First,", "Today,", "Just", "Why not"],
     "then": ["then", "and later", "or", "and", "and maybe", "but first"],
-    "gift": ["a {adj} {thing}", "a {adj} book about {hobby}", "a box of {adj} {food}", "a {hobby} class", "a {adj} trip"],
+    "gift": [
+        "a {adj} {thing}",
+        "a {adj} book about {hobby}",
+        "a box of {adj} {food}",
+        "a {hobby} class",
+        "a {adj} trip",
+    ],
     "reason": [
         "it makes a {time} feel {adj}",
         "a {person} who likes {hobby} needs it",

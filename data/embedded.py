@@ -118,7 +118,9 @@ def _make(folder: Path, settings: EmbeddedSettings, device: str, progress: bool)
     prompts = generate_prompts(settings.prompts_per_slice, settings.seed + PROMPT_SEED_OFFSET)
     tokenizer = train_tokenizer((m["content"] for c in conversations for m in c.messages), settings.vocab_size)
     documents = [render_document(tokenizer, conversation) for conversation in conversations]
-    model = train_target(documents, _training_settings(settings, tokenizer), partial / "checkpoint.pt", device, progress)
+    model = train_target(
+        documents, _training_settings(settings, tokenizer), partial / "checkpoint.pt", device, progress
+    )
 
     finished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(finished, ignore_errors=True)

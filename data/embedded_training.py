@@ -82,7 +82,9 @@ def train_target(
         loss = _step(model, optimizers, rows, _schedule(step, settings.steps), device)
         tokens += int((rows.weight > 0).sum())
         if step % 10 == 9:
-            bar.set_postfix_str(f"loss {loss.item():.3f}, {tokens / (time.monotonic() - started):.0f} tok/s", refresh=False)
+            bar.set_postfix_str(
+                f"loss {loss.item():.3f}, {tokens / (time.monotonic() - started):.0f} tok/s", refresh=False
+            )
         bar.update()
         if time.monotonic() - saved > _CHECKPOINT_SECONDS:
             _save(checkpoint, step + 1, model, optimizers)

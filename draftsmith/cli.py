@@ -1,16 +1,20 @@
 """The command line: one subcommand per stage, and `run` for all of them.
 
-    draftsmith run --recipe recipes/eagle3/tiny.yaml
-    draftsmith evaluate --recipe R --no-decode
-    draftsmith inspect --recipe R
+draftsmith run --recipe recipes/eagle3/tiny.yaml
+draftsmith evaluate --recipe R --no-decode
+draftsmith inspect --recipe R
 """
 
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.session import Session
 
 COMMANDS: dict[str, str] = {
     "run": "all stages of a recipe: answers, features, training, evaluation, export, report",
@@ -74,10 +78,10 @@ def take(words: list[str], name: str, *, flag: bool = False) -> list[str]:
     return values
 
 
-def _session(words: list[str], command: str) -> "Session":  # noqa: F821
-    from draftsmith.recipe import parse_recipe
+def _session(words: list[str], command: str) -> "Session":
+    from draftsmith.recipe_file import parse_recipe
     from draftsmith.run import check_stage_names
-    from draftsmith.stages import Session
+    from draftsmith.session import Session
 
     redo = take(words, "--redo")
     check_stage_names(redo)
@@ -154,7 +158,7 @@ def _evaluate(words: list[str]) -> int:
     return 0
 
 
-def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -> list[Path]:  # noqa: F821
+def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -> list[Path]:
     from rich.console import Console
 
     from draftsmith.eval.report import headline_table
@@ -199,14 +203,14 @@ def _inspect(words: list[str]) -> int:
     from rich.console import Console
 
     from draftsmith.data.show import show_conversation
-    from draftsmith.stages import load_samples
+    from draftsmith.stages import samples_at_hand
 
     count = take(words, "--count") or ["3"]
     if not count[-1].isdigit():
         raise UserError(f"--count is {count[-1]!r}: give a number of conversations.")
     session = _session(words, "inspect")
     console = Console()
-    for sample in load_samples(session).samples[: int(count[-1])]:
+    for sample in samples_at_hand(session, int(count[-1])):
         show_conversation(sample, session.tokenizer, console)
     return 0
 

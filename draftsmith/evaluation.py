@@ -38,7 +38,8 @@ from draftsmith.eval.tally import total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
-from draftsmith.stages import Session, load_best, say
+from draftsmith.session import Session, say
+from draftsmith.stages import load_best
 
 
 def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path | None = None) -> list[Path]:
@@ -53,6 +54,9 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         "decode": decode,
     }
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
+    if "evaluate" in session.redo:
+        # Refuse a head of another target before the old results are removed.
+        load_best(session, session.target, head_folder)
     if not session.begin("evaluate", inputs):
         target = session.load_target(spec.dtype if spec.dtype != "auto" else recipe.target.dtype)
         requests, conversations = make_requests(session, target)
@@ -74,9 +78,12 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
     sources = list(spec.prompts)
     if not sources:
         if session.recipe.target.path != "embedded":
-            raise UserError("evaluate.prompts is empty: name prompt sets (JSONL with id, slice and messages) to measure on.")
+            raise UserError(
+                "evaluate.prompts is empty: name prompt sets (JSONL with id, slice and messages) to measure on."
+            )
         sources = [str(session.embedded.prompts)]
-    chosen, seen = [], defaultdict(int)
+    chosen: list[Conversation] = []
+    seen: dict[str, int] = defaultdict(int)
     for conversation in load_conversations(sources):
         seen[conversation.slice] += 1
         if spec.per_slice is None or seen[conversation.slice] <= spec.per_slice:
@@ -129,10 +136,10 @@ class _Evaluator:
         ]
         factories = {name: lambda k: self.method.drafter(self.head, k)}
         longest = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
-        costs = measure_costs(
-            self.target, factories, longest.prompt_ids, sampling, max_k=spec.max_k, rows=spec.batch
+        costs = measure_costs(self.target, factories, longest.prompt_ids, sampling, max_k=spec.max_k, rows=spec.batch)
+        bar = tqdm(
+            total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt"
         )
-        bar = tqdm(total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt")
         with bar:
             timings = run_systems(
                 self.target,
@@ -144,9 +151,7 @@ class _Evaluator:
                 on_batch=bar.update,
             )
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else {}
-        texts = collect_texts(
-            self.target, self.head, timings[name], sampling, spec.num_speculative_tokens, spec.max_k
-        )
+        texts = collect_texts(self.target, self.head, timings[name], sampling, spec.num_speculative_tokens, spec.max_k)
         greedy = lossless if sampling.greedy else {}
         drafter = summarize(name, texts, timings, costs, greedy, generate, spec.num_speculative_tokens)
         return self._result(sampling, {name: drafter}, costs=costs, examples=self._examples(texts))

@@ -1,6 +1,6 @@
 """A run directory: one run.json that records what every stage was made from, so that stages are reused or refused.
 
-    runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  export/
+runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  export/
 """
 
 import json

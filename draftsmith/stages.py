@@ -3,119 +3,25 @@
 Every stage first asks the run directory whether it is already there; it is then reused and said so.
 """
 
-import sys
 import time
-from dataclasses import asdict, replace
-from functools import cached_property
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.conversations import Conversation, load_conversations
-from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.extract import OnlineSource, extract
 from draftsmith.data.features import FeatureSource, FeatureStore
 from draftsmith.data.masks import TokenizedSet, tokenize_all
 from draftsmith.data.regenerate import prepare_prompts, read_answers, regenerate
-from draftsmith.data.templates import check_tokenizer, load_tokenizer
 from draftsmith.errors import UserError
-from draftsmith.eval.sampling import Sampling
 from draftsmith.files import fingerprint
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import METHODS
-from draftsmith.heads.target import Target, load_target
-from draftsmith.heads.vocab import choose_draft_vocab, count_tokens, coverage
-from draftsmith.recipe import Recipe
-from draftsmith.run import RunDirectory
-
-
-def say(text: str) -> None:
-    """Print a line about what is going on, apart from the results on standard output."""
-    print(text, file=sys.stderr, flush=True)
-
-
-class Session:
-    """A recipe, its run directory, and what several stages load only once."""
-
-    def __init__(self, recipe: Recipe, *, redo: tuple[str, ...] = ()) -> None:
-        self.recipe = recipe
-        self.redo = redo
-        self.run = RunDirectory(recipe.run_dir)
-
-    @cached_property
-    def device(self) -> str:
-        """The device that the recipe names; auto takes a GPU if there is one."""
-        device = self.recipe.target.device
-        if device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`.")
-        return device
-
-    @cached_property
-    def embedded(self) -> EmbeddedDefault:
-        """The embedded default, trained on first use."""
-        return ensure_embedded(device=self.device)
-
-    @property
-    def target_path(self) -> str:
-        """Folder or Hub name of the target."""
-        path = self.recipe.target.path
-        return str(self.embedded.target) if path == "embedded" else path
-
-    def load_target(self, dtype: str) -> Target:
-        """Load the target in `dtype`."""
-        spec = self.recipe.target
-        return load_target(
-            self.target_path,
-            dtype=dtype,
-            device=self.device,
-            attn_implementation=spec.attn_implementation,
-            trust_remote_code=spec.trust_remote_code,
-        )
-
-    @cached_property
-    def target(self) -> Target:
-        """The target in the dtype for answers and hidden states."""
-        return self.load_target(self.recipe.target.dtype)
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer, checked against its vocabulary."""
-        tokenizer = load_tokenizer(self.target_path, self.recipe.target.trust_remote_code)
-        check_tokenizer(tokenizer, self.target.vocab_size)
-        return tokenizer
-
-    @cached_property
-    def conversations(self) -> list[Conversation]:
-        """The conversations to learn from."""
-        spec = self.recipe.data
-        sources = list(spec.sources)
-        if not sources:
-            if self.recipe.target.path != "embedded":
-                raise UserError("data.sources is empty: name JSONL or Parquet files, folders or Hub data sets to learn from.")
-            sources = [str(self.embedded.conversations)]
-        return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
-
-    @property
-    def answer_sampling(self) -> Sampling:
-        """How the answers in the data were (or are taken to be) sampled."""
-        spec = self.recipe.answers
-        return Sampling(spec.temperature, spec.top_k, spec.top_p) if spec.regenerate else Sampling(1.0)
-
-    def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
-        """Return True where the stage can be reused."""
-        done = self.run.begin(stage, inputs, redo=stage in self.redo)
-        if done:
-            say(f"{stage}: reusing {self.recipe.run_dir}")
-        return done
-
-    def upstream(self, stage: str) -> str | None:
-        """Return the fingerprint of an earlier stage, which later ones depend on."""
-        record = self.run.record(stage)
-        return record.fingerprint if record else None
+from draftsmith.heads.target import Target
+from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
+from draftsmith.session import Session, say
 
 
 def data_inputs(session: Session) -> dict[str, Any]:
@@ -126,7 +32,7 @@ def data_inputs(session: Session) -> dict[str, Any]:
         "target.dtype": recipe.target.dtype,
         "data": {key: value for key, value in asdict(recipe.data).items() if key not in ("heldout", "on_too_long")},
         "conversations": fingerprint([asdict(c) for c in session.conversations]),
-        "answers": {key: value for key, value in asdict(recipe.answers).items()},
+        "answers": asdict(recipe.answers),
         "seed": recipe.seed,
     }
 
@@ -149,9 +55,7 @@ def answers_stage(session: Session) -> Path | None:
     )
     say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
     started = time.perf_counter()
-    regenerate(
-        session.target, session.tokenizer, prompts, path, sampling=session.answer_sampling, batch=spec.batch
-    )
+    regenerate(session.target, session.tokenizer, prompts, path, sampling=session.answer_sampling, batch=spec.batch)
     seconds = time.perf_counter() - started
     facts = answer_facts(path) | {"seconds": seconds}
     session.run.finish("answers", facts)
@@ -189,6 +93,21 @@ def load_samples(session: Session) -> TokenizedSet:
         )
     say(f"data: {samples.stats}")
     return samples
+
+
+def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
+    """Return a few samples to look at, without making anything: finished answers, else the data as it is."""
+    recipe = session.recipe
+    answers = recipe.run_dir / "answers.jsonl"
+    if recipe.answers.regenerate and answers.exists():
+        return read_answers(answers, max_length=recipe.data.max_length).samples[:count]
+    return tokenize_all(
+        session.tokenizer,
+        session.conversations[:count],
+        max_length=recipe.data.max_length,
+        on_too_long=recipe.data.on_too_long,
+        template_kwargs=recipe.data.template,
+    ).samples
 
 
 def layer_ids(session: Session) -> tuple[int, ...]:
@@ -246,17 +165,15 @@ def draft_vocab(session: Session, samples: list[Tokenized], train: list[int]) ->
     if size is None or size >= vocab_size:
         return None
     always = [i for i in {*session.target.eos_ids, *session.tokenizer.all_special_ids} if i < vocab_size]
-    counts = count_tokens([samples[i] for i in train], vocab_size)
+    by_slice = count_by_slice([samples[i] for i in train], vocab_size)
+    counts = torch.stack(list(by_slice.values())).sum(0)
     vocab = choose_draft_vocab(counts, size, always)
-    share = coverage(counts, vocab)
-    by_slice = {}
-    for name in sorted({samples[i].slice for i in train}):
-        part = count_tokens([samples[i] for i in train if samples[i].slice == name], vocab_size)
-        by_slice[name] = coverage(part, vocab)
-    low = [f"{name} {value:.1%}" for name, value in by_slice.items() if value < 0.95]
-    say(f"draft vocab: {size} of {vocab_size} tokens cover {share:.2%} of the supervised tokens")
-    if low:
-        say(f"warning: it covers less than 95% in {', '.join(low)}: raise head.draft_vocab_size.")
+    shares = ", ".join(f"{name} {coverage(part, vocab):.1%}" for name, part in by_slice.items())
+    say(
+        f"draft vocab: {size} of {vocab_size} tokens cover {coverage(counts, vocab):.2%} of the tokens to learn ({shares})"
+    )
+    for warning in coverage_warnings(by_slice, vocab):
+        say(f"warning: {warning}")
     return vocab
 
 
@@ -329,8 +246,3 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     session.run.finish("export", {"folder": str(destination)})
     say(f"export: {destination}")
     return destination
-
-
-def with_output(recipe: Recipe, output_dir: str | None) -> Recipe:
-    """Return the recipe with another run directory."""
-    return replace(recipe, output_dir=output_dir) if output_dir else recipe

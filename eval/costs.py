@@ -53,7 +53,9 @@ def measure_costs(
     return Costs(verify_ms, draft_ms)
 
 
-def _prefill(target: Target, cache: KVCache, context_ids: Sequence[int], rows: int, layer_ids: tuple[int, ...]) -> Fresh:
+def _prefill(
+    target: Target, cache: KVCache, context_ids: Sequence[int], rows: int, layer_ids: tuple[int, ...]
+) -> Fresh:
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
     draft = Draft.chain(ids_BL[:, 0], ids_BL[:, 1:])
     cache.stage(ids_BL.shape[1])
@@ -83,9 +85,7 @@ def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: in
     return job
 
 
-def _state(
-    target: Target, drafter: Drafter, context_ids: Sequence[int], rows: int, sampling: Sampling
-) -> DecodeState:
+def _state(target: Target, drafter: Drafter, context_ids: Sequence[int], rows: int, sampling: Sampling) -> DecodeState:
     """A state as in the middle of an answer, with the whole context still fresh."""
     cache = KVCache(target.num_layers, rows, len(context_ids), target.device)
     fresh = _prefill(target, cache, context_ids, rows, drafter.layer_ids)
@@ -96,6 +96,8 @@ def _state(
 def _draft_job(drafter: Drafter, state: DecodeState, rows: int, capacity: int) -> Callable[[], object]:
     drafter.start(rows, capacity)
     drafter.propose(state)
-    last_two = Fresh(*(part[:, -2:] for part in vars(state.fresh).values() if part.ndim > 1), state.fresh.count_B * 0 + 2)
+    fresh = state.fresh
+    count_B = torch.full_like(fresh.count_B, 2)
+    last_two = Fresh(fresh.tokens_Bn[:, -2:], fresh.aux_BnF[:, -2:], fresh.last_BnD[:, -2:], count_B)
     typical = replace(state, fresh=last_two)
     return lambda: drafter.propose(typical)

@@ -137,7 +137,9 @@ def check_requests(target: Target, requests: Sequence[Request], nodes: int = 1) 
         if not request.prompt_ids:
             raise UserError(f"Prompt {request.sample_id} is empty: give it at least one token.")
         if request.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens is {request.max_new_tokens} for {request.sample_id}: it must be at least 1.")
+            raise UserError(
+                f"max_new_tokens is {request.max_new_tokens} for {request.sample_id}: it must be at least 1."
+            )
         if max(request.prompt_ids) >= target.vocab_size or min(request.prompt_ids) < 0:
             raise UserError(
                 f"Prompt {request.sample_id} holds a token id outside the target's vocabulary of {target.vocab_size}: "
@@ -248,6 +250,4 @@ def _drop_finished(
     keep = torch.tensor(alive, device=state.root_B.device)
     cache.select(keep)
     drafter.select(keep)
-    fresh = Fresh(*(part[keep] for part in vars(state.fresh).values()))
-    parts = (part[keep] for part in (state.root_B, state.length_B, state.limit_B, state.keys_B))
-    return [active[place] for place in alive], DecodeState(*parts, fresh, state.sampling)
+    return [active[place] for place in alive], state.select(keep)

@@ -84,6 +84,10 @@ class Fresh:
     last_BnD: Tensor
     count_B: Tensor
 
+    def select(self, rows: Tensor) -> "Fresh":
+        """Return the same for some of the rows."""
+        return Fresh(self.tokens_Bn[rows], self.aux_BnF[rows], self.last_BnD[rows], self.count_B[rows])
+
 
 @dataclass(frozen=True)
 class DecodeState:
@@ -99,6 +103,13 @@ class DecodeState:
     keys_B: Tensor
     fresh: Fresh
     sampling: Sampling
+
+    def select(self, rows: Tensor) -> "DecodeState":
+        """Return the same for some of the rows."""
+        fresh = self.fresh.select(rows)
+        return DecodeState(
+            self.root_B[rows], self.length_B[rows], self.limit_B[rows], self.keys_B[rows], fresh, self.sampling
+        )
 
 
 class Drafter(Protocol):

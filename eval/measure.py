@@ -52,7 +52,9 @@ def run_systems(
     """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved."""
     systems = {"": TargetAlone(), **{name: make(num_speculative_tokens) for name, make in drafters.items()}}
     timings = {name: Timings() for name in systems}
-    warm_up = [Request(r.sample_id, r.slice, r.prompt_ids, min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]]
+    warm_up = [
+        Request(r.sample_id, r.slice, r.prompt_ids, min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]
+    ]
     for drafter in systems.values():
         decode_batch(target, drafter, warm_up, sampling)
     for requests in requests_by_repeat:
@@ -241,16 +243,20 @@ def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
 
 
 @torch.no_grad()
-def time_generate(target: Target, requests: Sequence[Request], sampling: Sampling, per_slice: int = 4) -> dict[str, float]:
+def time_generate(
+    target: Target, requests: Sequence[Request], sampling: Sampling, per_slice: int = 4
+) -> dict[str, float]:
     """Return decode tok/s of transformers' `generate`, one prompt at a time, per slice and as "overall".
 
     The first token's time is measured apart and taken off, as in our own figures.
     """
     from draftsmith.eval.clock import Stopwatch
 
-    options: dict[str, object] = {"do_sample": False} if sampling.greedy else {
-        "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
-    }
+    options: dict[str, object] = (
+        {"do_sample": False}
+        if sampling.greedy
+        else {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    )
     options |= {"eos_token_id": list(target.eos_ids) or None, "pad_token_id": (target.eos_ids or (0,))[0]}
     sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     seen: dict[str, int] = defaultdict(int)

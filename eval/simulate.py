@@ -7,6 +7,7 @@ probabilities into expected rounds. Shapes: S answers, T roots, K speculative to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -163,7 +164,7 @@ def find_answers(batch: TrainBatch) -> list[Answer]:
         mask, document = mask_BL[row], document_BL[row]
         breaks = np.flatnonzero((np.diff(mask.astype(int)) != 0) | (np.diff(document) != 0)) + 1
         bounds = [0, *breaks.tolist(), len(mask)]
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             # A run that opens its document has no prompt, so its first token came from no prefill.
             if mask[start] and start > 0 and document[start - 1] == document[start]:
                 answers.append(Answer(row, int(document[start]), start, stop - 1))

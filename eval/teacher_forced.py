@@ -31,10 +31,17 @@ def to_sample(generation: Generation) -> Tokenized:
 
 @torch.no_grad()
 def simulate_generations(
-    target: Target, head: DraftHead, generations: Sequence[Generation], sampling: Sampling, max_k: int
+    target: Target,
+    head: DraftHead,
+    generations: Sequence[Generation],
+    sampling: Sampling,
+    max_k: int,
+    *,
+    greedy_drafts: bool = False,
 ) -> list[list[Tally]]:
     """Return, per generation, its expected tallies for K = 1..max_k (entry K-1).
 
+    greedy_drafts: the drafter proposes its argmax at every temperature.
     Exact when the text came from this target under `sampling` (from a lossless decoder or the target alone).
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
@@ -45,7 +52,9 @@ def simulate_generations(
         features = compute_features(target, samples, head.layer_ids, target.dtype)
         batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
         output = head(batch, max_k)
-        acceptance = chain_acceptance(output, batch, target.head, head.draft_vocab, sampling)
+        acceptance = chain_acceptance(
+            output, batch, target.head, head.draft_vocab, sampling, greedy_drafts=greedy_drafts
+        )
         answers = find_answers(batch)
         assert len(answers) == len(places)
         by_k = [simulate(acceptance.c_BLK, answers, k) for k in range(1, max_k + 1)]

@@ -94,9 +94,9 @@ def _chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -
     if bool(rejected_B.any()):
         q_BW = draft.laws_BKW[row, accepted_B.clamp(max=nodes - 2)] * rejected_B[:, None]
         columns_BW = draft.vocab_W.expand(rows, -1) if draft.vocab_W is not None else None
-        residual_BV = (
-            weights_BV - q_BW if columns_BW is None else weights_BV.scatter_add(1, columns_BW, -q_BW)
-        ).clamp(min=0)
+        residual_BV = (weights_BV - q_BW if columns_BW is None else weights_BV.scatter_add(1, columns_BW, -q_BW)).clamp(
+            min=0
+        )
         # p == q up to rounding leaves nothing: then the rejection itself had probability ~0.
         empty_B1 = residual_BV.sum(1, keepdim=True) <= 0
         weights_BV = torch.where(empty_B1, weights_BV, residual_BV)

@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
-from draftsmith.heads.eagle3_layer import Eagle3Layer
+from draftsmith.heads.eagle3_layer import Eagle3Layer, Rotary, rotate
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.target import Target
@@ -56,6 +56,7 @@ class Eagle3Head(DraftHead):
         H, A, eps = config.hidden_size, len(layer_ids), config.rms_norm_eps
         assert embedding.shape == (config.vocab_size, H)
         self.options, self.config, self.layer_ids = options, config, tuple(layer_ids)
+        self.train_steps = options.ttt_steps
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
@@ -66,7 +67,7 @@ class Eagle3Head(DraftHead):
         self.norm = LlamaRMSNorm(H, eps=eps)
         self.lm_head = nn.Linear(H, config.vocab_size if draft_vocab is None else len(draft_vocab), bias=False)
         self.lm_head.requires_grad_(options.train_lm_head)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.rotary_emb = Rotary(config)
         self.register_buffer("draft_vocab", draft_vocab)
 
     def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
@@ -91,8 +92,8 @@ class Eagle3Head(DraftHead):
             cos, sin = (y[0] for y in self.rotary_emb(q, position_1R + step))
             if step:
                 k, v = self._layer.self_attn.key_value(x)
-                own_k, own_v = torch.cat([own_k, _rotate(k, cos, sin)[None]]), torch.cat([own_v, v[None]])
-            attended = ttt_attention(_rotate(q, cos, sin), k_BLGD, v_BLGD, own_k, own_v, plan, self.head_dim**-0.5)
+                own_k, own_v = torch.cat([own_k, rotate(k, cos, sin)[None]]), torch.cat([own_v, v[None]])
+            attended = ttt_attention(rotate(q, cos, sin), k_BLGD, v_BLGD, own_k, own_v, plan, self.head_dim**-0.5)
             out_RH = self._layer.leave(attended, residual)
             hidden_RH = self.feedback(out_RH)
             counted = mask.flatten()[plan.rows].nonzero().flatten()
@@ -122,8 +123,8 @@ class Eagle3Head(DraftHead):
         x, residual = self._layer.enter(self._embed(tokens), hidden)
         q, (k, v) = self._layer.self_attn.query(x), self._layer.self_attn.key_value(x)
         cos, sin = self.rotary_emb(q, position_ids)
-        all_k, all_v = update(_rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2))
-        q = _rotate(q, cos, sin).transpose(1, 2)
+        all_k, all_v = update(rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2))
+        q = rotate(q, cos, sin).transpose(1, 2)
         attended = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=mask, enable_gqa=True)
         return self._layer.leave(attended.transpose(1, 2), residual)
 
@@ -143,7 +144,7 @@ class Eagle3Head(DraftHead):
         """Return the rotated keys and the values of step 0, [B, L, G, D] each, for all rows."""
         x, _ = self._layer.enter(self._embed(shift_left(batch.ids, 1, 0)), fused_BLH)
         k, v = self._layer.self_attn.key_value(x)
-        return _rotate(k, *self.rotary_emb(k, batch.position)), v
+        return rotate(k, *self.rotary_emb(k, batch.position)), v
 
     @property
     def _layer(self) -> Eagle3Layer:
@@ -153,11 +154,6 @@ class Eagle3Head(DraftHead):
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embed_tokens(tokens).to(self.fc.weight.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., heads, D] by cos, sin [..., D], as `apply_rotary_pos_emb` does for a query and a key together."""
-    return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
 
 
 def build(options: Eagle3Options, target: Target, draft_vocab: Tensor | None) -> Eagle3Head:

@@ -30,11 +30,13 @@ def count_tokens(samples: Iterable[Supervised], vocab_size: int) -> Tensor:
     """Return [V] int64: how often each token is to be learned. Raises UserError for ids outside the target."""
     total = torch.zeros(vocab_size, dtype=torch.int64)
     waiting: list[Tensor] = []
+    tokens = 0
     for sample in samples:
         waiting.append(sample.ids[sample.mask.bool()])
-        if sum(map(len, waiting)) >= CHUNK_TOKENS:
+        tokens += len(waiting[-1])
+        if tokens >= CHUNK_TOKENS:
             total += _bincount(waiting, vocab_size)
-            waiting = []
+            waiting, tokens = [], 0
     return total + _bincount(waiting, vocab_size)
 
 

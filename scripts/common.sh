@@ -50,24 +50,20 @@ pip_install() {
             "then run the same command again."
 }
 
-# Say so before pip fetches CUDA: asks the resolver what torch would bring, which downloads no wheel on PyPI.
-warn_before_cuda() {
-    local report=$VENV/torch-report.json
-    pip_install --dry-run --quiet --report "$report" "$1"
-    "$VENV/bin/python" - "$report" "$CPU_INDEX" "$0" <<'EOP'
-import json, sys
+# Print the versions of torch that pip could take, best first. Not `pip install --dry-run`, which downloads the wheels.
+torch_versions() {
+    "$VENV/bin/python" -m pip index versions torch 2>/dev/null | sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n'
+}
 
-report, cpu_index, script = sys.argv[1:]
-with open(report, encoding="utf-8") as file:
-    names = [item["metadata"]["name"].lower() for item in json.load(file)["install"]]
-heavy = [name for name in names if name.startswith(("nvidia-", "cuda-", "triton", "pytorch-triton"))]
-if heavy:
-    print(
-        f"WARNING: this torch build brings {len(heavy)} CUDA packages, a download of several gigabytes. "
-        f"For the small CPU build stop now (Ctrl-C) and run: TORCH_INDEX={cpu_index} bash {script}",
-        flush=True,
-    )
-EOP
+# warn_before_cuda PIN: on Linux only a local version such as 2.13.0+cpu says that a build comes without CUDA.
+warn_before_cuda() {
+    local version=${1#torch==} found
+    [ "$(uname -s)" = Linux ] || return 0
+    found=$(torch_versions | awk -v pin="$version" '!found && ($0 == pin || index($0, pin "+") == 1) { found = $0 }
+        END { print found }') || found=""
+    case $found in *+cpu) return 0 ;; esac
+    say "WARNING: torch ${found:-$version} brings the CUDA libraries, a download of several gigabytes. For the small CPU" \
+        "build stop now (Ctrl-C) and run: TORCH_INDEX=$CPU_INDEX bash $0"
 }
 
 # install_torch PIN INDEX. With an index of its own torch comes from there alone; what torch needs may come from both.

@@ -20,7 +20,7 @@ LINKS = ("data", "heads", "train", "eval", "recipes")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 # Stand-ins for the two steps that cost time: every pip call is written to `log`, and the environment's python is
-# the one that runs these tests. BRINGS: packages that a dry run reports. FAIL_ON: a pip call that is killed.
+# the one that runs these tests. VERSIONS: what the index has of torch. FAIL_ON: a pip call that is killed.
 STAND_INS = """
 set -euo pipefail
 . scripts/common.sh
@@ -31,14 +31,11 @@ make_venv() {
     chmod +x .venv/bin/python
     touch .venv/pyvenv.cfg
 }
+uname() { echo "${SYSTEM:-Linux}"; }
+torch_versions() { printf '%s\\n' ${VERSIONS:-2.13.0+cpu}; }
 pip_install() {
     echo "pip $*" >>log
     case "$*" in
-        *--report*)
-            report=$(printf '%s\\n' "$@" | grep '\\.json')
-            printf '{"install": [' >"$report"
-            for name in ${BRINGS:-}; do printf '{"metadata": {"name": "%s"}},' "$name" >>"$report"; done
-            printf '{"metadata": {"name": "torch"}}]}' >>"$report" ;;
         *"${FAIL_ON:-nothing}"*) kill -9 $$ ;;
         *--editable*) while [ -e hold ]; do sleep 0.05; done ;;
     esac
@@ -71,7 +68,11 @@ def repository(tmp_path: Path) -> Path:
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a run, without a choice of index from outside."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("TORCH_INDEX", "BRINGS", "FAIL_ON")}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("TORCH_INDEX", "VERSIONS", "SYSTEM", "FAIL_ON")
+    }
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**clean, "REAL_PYTHON": sys.executable, "PATH": path, **changes}
 
@@ -95,10 +96,7 @@ def ensure(folder: Path, *extra: str, **changes: str) -> tuple[str, list[str]]:
 
 def test_first_run_installs_the_pinned_torch_and_the_second_reuses(repository: Path) -> None:
     _, calls = ensure(repository)
-    assert [call.split()[0] for call in calls] == ["venv", "pip", "pip", "pip"]
-    assert calls[1].endswith("torch==2.13.0")
-    assert "--dry-run" in calls[1]
-    assert calls[2:] == ["pip torch==2.13.0", "pip --quiet --editable ."]
+    assert calls == ["venv", "pip torch==2.13.0", "pip --quiet --editable ."]
     printed, calls = ensure(repository)
     assert printed.startswith("Reusing .venv (Python 3.")
     assert not calls
@@ -127,7 +125,7 @@ def test_another_torch_or_place_makes_a_new_environment(repository: Path) -> Non
     constraints.write_text(constraints.read_text("utf-8").replace("torch==2.13.0", "torch==2.13.1"), encoding="utf-8")
     printed, calls = ensure(repository)
     assert "it was made for Python" in printed
-    assert (calls[0], calls[2]) == ("venv", "pip torch==2.13.1")
+    assert calls[:2] == ["venv", "pip torch==2.13.1"]
     moved = repository.rename(repository.with_name("elsewhere"))
     assert ensure(moved)[1][0] == "venv"
 
@@ -153,22 +151,41 @@ def test_chosen_index_serves_torch_only_and_is_remembered(repository: Path) -> N
     _, calls = ensure(repository, TORCH_INDEX=CPU_INDEX)
     assert calls[1] == f"pip --no-deps --index-url {CPU_INDEX} torch==2.13.0"
     assert calls[-1] == "pip --quiet --editable ."
-    assert not any("--dry-run" in call for call in calls)
     assert not ensure(repository)[1]
     assert not ensure(repository, TORCH_INDEX=CPU_INDEX)[1]
     assert ensure(repository, TORCH_INDEX="https://example.org/cu130")[1][0] == "venv"
 
 
-@pytest.mark.parametrize("brings", ["", "numpy sympy", "nvidia-cublas triton", "cuda-toolkit"])
-def test_warns_before_cuda_and_only_then(brings: str, repository: Path) -> None:
-    printed, calls = ensure(repository, BRINGS=brings)
-    warned = [line for line in printed.splitlines() if line.startswith("WARNING")]
-    heavy = "nvidia" in brings or "cuda" in brings
-    assert len(warned) == heavy
-    assert calls[2] == "pip torch==2.13.0"  # and goes on
-    if heavy:
-        assert f"TORCH_INDEX={CPU_INDEX} bash " in warned[0]
+@pytest.mark.parametrize(
+    ("versions", "system", "build"),
+    [
+        ("2.15.0 2.13.0+cpu 2.13.0 2.12.0", "Linux", None),
+        ("2.15.0 2.13.0 2.12.0+cpu", "Linux", "2.13.0"),
+        ("2.13.0.1+cpu 2.13.0+cu130 2.13.0", "Linux", "2.13.0+cu130"),
+        ("2.14.0", "Linux", "2.13.0"),
+        ("2.13.0", "Darwin", None),
+    ],
+)
+def test_warns_before_cuda_and_only_then(versions: str, system: str, build: str | None, repository: Path) -> None:
+    printed, calls = ensure(repository, VERSIONS=versions, SYSTEM=system)
+    assert calls[1] == "pip torch==2.13.0"  # and goes on
+    assert ("WARNING" in printed) == bool(build)
+    if build:
+        assert f"WARNING: torch {build} brings the CUDA libraries" in printed
+        assert f"TORCH_INDEX={CPU_INDEX} bash " in printed
         assert printed.index("WARNING") < printed.index("Installing torch")
+
+
+def test_versions_are_read_from_pip(repository: Path) -> None:
+    python = repository / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    said = "torch (2.15.0)\\nAvailable versions: 2.15.0, 2.13.0+cpu, 2.13.0\\n  INSTALLED: 2.13.0"
+    python.write_text(
+        f"#!/bin/sh\n[ \"$*\" = '-m pip index versions torch' ] && printf '{said}\\n'\n", encoding="utf-8"
+    )
+    python.chmod(0o755)
+    result = bash(repository, "-c", "set -euo pipefail; . scripts/common.sh; torch_versions")
+    assert result.stdout.split() == ["2.15.0", "2.13.0+cpu", "2.13.0"]
 
 
 def test_an_environment_of_somebody_else_is_left_alone(repository: Path) -> None:
@@ -192,23 +209,27 @@ def test_lost_links_stop_before_anything_is_made(repository: Path) -> None:
 
 @pytest.mark.skipif(not shutil.which("flock"), reason="this system has no flock")
 def test_two_runs_at_once_install_once(repository: Path) -> None:
-    (repository / "hold").touch()
-    runs = []
-    for _ in range(2):
-        runs.append(
-            subprocess.Popen(
-                ["bash", "stand_ins.sh"], cwd=repository, env=environment(), stdout=subprocess.PIPE, text=True
-            )
-        )
+    hold, log = repository / "hold", repository / "log"
+    hold.touch()
+    log.touch()
+
+    def start() -> subprocess.Popen[str]:
+        command = ["bash", "stand_ins.sh"]
+        return subprocess.Popen(command, cwd=repository, env=environment(), stdout=subprocess.PIPE, text=True)
+
+    with start() as first:
         deadline = time.monotonic() + 20
-        while "editable" not in ((repository / "log").read_text() if (repository / "log").exists() else ""):
-            assert time.monotonic() < deadline
+        while "editable" not in log.read_text(encoding="utf-8") and time.monotonic() < deadline:
             time.sleep(0.05)
-    (repository / "hold").unlink()
-    first, second = (run.communicate(timeout=20)[0] for run in runs)
-    assert "Installation took" in first
-    assert "Another run is installing" in second
-    assert "Reusing .venv" in second
+        with start() as second:
+            assert second.stdout is not None
+            waiting = second.stdout.readline()
+            time.sleep(0.5)  # time enough for a second run that does not wait to do harm
+            hold.unlink()
+            first_said, second_said = first.communicate(timeout=20)[0], second.communicate(timeout=20)[0]
+    assert waiting.startswith("Another run is installing")
+    assert "Installation took" in first_said
+    assert second_said.startswith("Reusing .venv")
     assert (repository / "log").read_text(encoding="utf-8").count("venv\n") == 1
 
 

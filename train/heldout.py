@@ -12,7 +12,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
 from draftsmith.eval.tally import Tally, total
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
 from draftsmith.heads.target import TargetHead
 
 
@@ -51,29 +51,25 @@ def evaluate_heldout(
 ) -> HeldOut:
     """Run the head over the held-out answers: the training pass gives the loss and every acceptance probability."""
     device = next(head.parameters()).device
-    loss, rows = 0.0, 0
+    loss, divisor = 0.0, 0.0
     sums = torch.zeros(3, train_steps, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
     for plan, layer_ids in batches:
         samples = [source.get_many(list(row), layer_ids) for row in plan]
         batch = collate(samples, row_tokens).to(device)
         output = head(batch, max(train_steps, num_speculative_tokens))
-        scored = head_loss(
-            type(output)(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec
-        )
+        scored = head_loss(type(output)(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
         loss += float(scored.loss_sum)
-        rows += int(scored.rows)
+        divisor += float(loss_divisor(batch, spec))
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
         acceptance = chain_acceptance(output, batch, target_head, head.draft_vocab, sampling)
         answers = find_answers(batch)
-        for answer, tally in zip(
-            answers, simulate(acceptance.c_BLK, answers, num_speculative_tokens), strict=True
-        ):
+        for answer, tally in zip(answers, simulate(acceptance.c_BLK, answers, num_speculative_tokens), strict=True):
             tallies[samples[answer.row][answer.document].slice].append(tally)
     everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
     by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
     return HeldOut(
-        loss / max(rows, 1),
+        loss / max(divisor, 1),
         (sums[0] / sums[2].clamp(min=1)).tolist(),
         (sums[1] / sums[2].clamp(min=1)).tolist(),
         everything.tau or 0.0,

@@ -27,7 +27,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.losses import LossOutput, head_loss
+from draftsmith.heads.losses import LossOutput, head_loss, loss_divisor
 from draftsmith.heads.target import Target
 from draftsmith.recipe import Recipe
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
@@ -109,10 +109,17 @@ class _Run:
         self.recipe, self.spec = recipe, recipe.train
         self.accelerator, self.model, self.optimizers = accelerator, model, list(optimizers)
         self.head: DraftHead = accelerator.unwrap_model(model)
-        self.target, self.target_head, self.data, self.schedule, self.folder = target, target_head, data, schedule, folder
-        self.train_steps = getattr(self.head, "num_train_steps")
-        self.steps_per_epoch = len(schedule.epoch(0)) // schedule.window
-        total = self.steps_per_epoch * self.spec.epochs
+        self.target, self.target_head, self.data, self.schedule, self.folder = (
+            target,
+            target_head,
+            data,
+            schedule,
+            folder,
+        )
+        self.train_steps = self.head.train_steps
+        # Packing differs from epoch to epoch, and so may the number of steps.
+        self.epoch_steps = [len(schedule.epoch(e)) // schedule.window for e in range(self.spec.epochs)]
+        total = sum(self.epoch_steps)
         self.total = min(total, self.spec.max_steps or total)
         count = min(self.spec.evaluations, self.total)
         self.eval_steps = {round(self.total * (i + 1) / count) for i in range(count)}
@@ -173,7 +180,7 @@ class _Run:
 
     def _windows(self, step: int) -> Any:
         """Yield the micro-batches of each optimizer step in the epoch that `step` falls into."""
-        epoch, skip = divmod(step, self.steps_per_epoch)
+        epoch, skip = self._locate(step)
         micros = self.schedule.share(epoch, self.accelerator.process_index, skip)
         dataset = MicroBatches(self.data.source, self.data.train, micros, self.head.layer_ids, self.spec.row_tokens)
         # A generator of its own: otherwise starting the loader would draw from the global one.
@@ -187,19 +194,36 @@ class _Run:
                 yield window
                 window = []
 
+    def _locate(self, step: int) -> "tuple[int, int]":
+        """Return the epoch that `step` falls into, and the steps before it in that epoch."""
+        for epoch, steps in enumerate(self.epoch_steps):
+            if step < steps:
+                return epoch, step
+            step -= steps
+        return len(self.epoch_steps), 0
+
+    def _epoch(self, step: int) -> float:
+        """Return `step` in epochs."""
+        epoch, skip = self._locate(step)
+        return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
+
     def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
         """One optimizer step: the loss is the sum over supervised rows divided by their global number."""
         accelerator, device = self.accelerator, self.accelerator.device
         batches = [(batch.to(device), counts) for batch, counts in window]
-        rows = sum((count_rows(batch) * counts for batch, counts in batches), torch.zeros((), device=device))
-        rows = accelerator.reduce(rows.float(), "sum")
+        divisor = torch.zeros((), device=device)
+        rows = torch.zeros((), device=device)
+        for batch, counts in batches:
+            divisor += loss_divisor(batch, self.spec.loss) * counts
+            rows += count_rows(batch) * counts
+        divisor, rows = accelerator.reduce([divisor, rows], "sum")
         if rows == 0:
             raise UserError(
                 "A whole optimizer step holds no supervised row: the answers are empty or masked out; look at them with "
                 "`draftsmith inspect`."
             )
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
-        scale = accelerator.num_processes * self.spec.accumulation / rows
+        scale = accelerator.num_processes * self.spec.accumulation / divisor
         sums = StepSums.zeros(self.train_steps, device)
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
@@ -231,8 +255,8 @@ class _Run:
         record = {
             "step": progress.step,
             "tokens": progress.tokens,
-            "epoch": progress.step / self.steps_per_epoch,
-            "loss": float(loss / rows),
+            "epoch": self._epoch(progress.step),
+            "loss": float(loss / divisor),
             "lr": factor * self.spec.lr,
             "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
             "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
@@ -264,7 +288,7 @@ class _Run:
         if held.tau <= progress.best_tau:
             return replace(progress, stale=progress.stale + 1)
         if self.accelerator.is_main_process:
-            save_head(self.head, self.target, self.folder / "best")
+            save_head(self.head, self.folder / "best", self.target)
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
 
     def _warn_at_chance(self, held: HeldOut) -> None:

@@ -17,7 +17,8 @@ _OUTPUT_NAMES = ("lm_head", "embed_tokens")
 
 def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a head's trainable parameters; every group remembers its peak as `peak_lr`."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             inner = parameter.ndim == 2 and not any(part in name for part in _OUTPUT_NAMES)

@@ -56,7 +56,12 @@ class MicroBatches(Dataset):
     """Reads and packs the features of a list of micro-batches."""
 
     def __init__(
-        self, source: FeatureSource, index: Sequence[int], micros: Sequence[Micro], layers: tuple[int, ...], row_tokens: int
+        self,
+        source: FeatureSource,
+        index: Sequence[int],
+        micros: Sequence[Micro],
+        layers: tuple[int, ...],
+        row_tokens: int,
     ) -> None:
         self.source, self.index, self.micros = source, index, micros
         self.layers, self.row_tokens = layers, row_tokens

@@ -191,11 +191,27 @@ def test_the_layer_is_a_llama_layer_with_a_wider_input():
 def test_gradients_flow_through_the_feedback():
     target = make_target()
     head, batch = make_head(target), pack(target, documents_of(target), LAYERS)
-    head(batch, 3).steps[2].logits.sum().backward()
+    with torch.no_grad():
+        head.layers[0].self_attn.o_proj.weight.zero_()  # without attention, step 2 sees fc through its own past only
+    head(batch, 3).steps[2].logits.square().sum().backward()
     assert head.fc.weight.grad.abs().sum() > 0
-    frozen = {name for name, p in head.named_parameters() if not p.requires_grad}
-    assert frozen == {"embed_tokens.weight"}
+
+
+def test_only_the_embedding_is_frozen():
+    target = make_target()
+    head, batch = make_head(target), pack(target, documents_of(target), LAYERS)
+    head(batch, 3).steps[2].logits.square().sum().backward()
+    assert {name for name, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
     assert all(p.grad is not None for p in head.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_norm_before_residual_chooses_the_residual(flag):
+    layer = make_head(make_target(), norm_before_residual=flag).layers[0]
+    embedded, hidden = torch.randn(2, 3, 5, 64)
+    x, residual = layer.enter(embedded, hidden)
+    torch.testing.assert_close(x, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1))
+    torch.testing.assert_close(residual, layer.hidden_norm(hidden) if flag else hidden)
 
 
 def test_autocast_keeps_fp32_masters_and_comes_close():
@@ -210,6 +226,15 @@ def test_autocast_keeps_fp32_masters_and_comes_close():
     assert loss.loss_sum.dtype == head.fc.weight.grad.dtype == torch.float32
     spread = exact.steps[2].logits.std()
     assert (rough.steps[2].logits - exact.steps[2].logits).abs().max() < 0.15 * spread + 0.1
+
+
+def test_casting_leaves_the_rotary_frequencies_exact():
+    head = make_head(make_target())
+    before = head.rotary_emb.inv_freq.clone()
+    head.to(torch.bfloat16)
+    assert head.fc.weight.dtype == torch.bfloat16
+    assert torch.equal(head.rotary_emb.inv_freq, before)
+    assert head.to("meta").rotary_emb.inv_freq.device.type == "meta"
 
 
 def test_a_batch_without_supervised_rows_gives_empty_steps():

@@ -12,9 +12,11 @@ from torch.nn import functional as F
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads import losses
+from draftsmith.heads import teacher as teacher_module
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
-from draftsmith.heads.losses import LossOutput, LossSpec, head_loss, loss_divisor, make_teacher
+from draftsmith.heads.losses import LossOutput, LossSpec, head_loss, loss_divisor
 from draftsmith.heads.target import Target
+from draftsmith.heads.teacher import make_teacher
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
@@ -168,7 +170,7 @@ def test_the_divisor_makes_batches_additive(normalize, target):
 def test_teacher_in_chunks_equals_teacher_at_once(target, batch, monkeypatch):
     positions = torch.arange(4, 30)
     whole = make_teacher(batch, positions, target.head, VOCAB)
-    monkeypatch.setattr(losses, "TEACHER_CHUNK", 3 * len(VOCAB))
+    monkeypatch.setattr(teacher_module, "TEACHER_CHUNK", 3 * len(VOCAB))
     chunked = make_teacher(batch, positions, target.head, VOCAB)
     torch.testing.assert_close(chunked.p, whole.p)
     assert (whole.mass < 1).all()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads.ttt_attention import Segment, eager_ttt_attention, plan_rows, ttt_attention
+from draftsmith.heads import ttt_attention as module
+from draftsmith.heads.ttt_attention import eager_ttt_attention, plan_rows, ttt_attention
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 5 + [2] * 6 + [-1] * 4, [0] * 24, [3] * 1 + [7] * 20 + [-1] * 3])
 
@@ -24,7 +25,9 @@ def make_inputs(needed: Tensor, *, heads: int, groups: int, diagonal: int, dtype
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("diagonal", [0, 1, 4])
-def test_equals_the_oracle_in_value_and_every_gradient(heads, groups, diagonal, dtype, tolerance):
+@pytest.mark.parametrize("bucket", [1, 32], ids=["alone", "grouped"])
+def test_equals_the_oracle_in_value_and_every_gradient(bucket, heads, groups, diagonal, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET", bucket)
     needed = needed_rows()
     plan = plan_rows(DOCUMENTS, needed)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=dtype)
@@ -63,13 +66,26 @@ def test_no_needed_row_gives_empty_output_and_zero_gradients():
     assert inputs[1].grad.abs().sum() == 0
 
 
-def test_plan_ends_each_document_at_its_last_needed_row():
+def test_plan_cuts_documents_after_their_last_needed_row_and_groups_them_by_length(monkeypatch):
+    monkeypatch.setattr(module, "BUCKET", 2)
     needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
     needed[0, [2, 5, 15]] = True
     needed[2, 0] = True
     plan = plan_rows(DOCUMENTS, needed)
     assert plan.rows.tolist() == [2, 5, 15, 48]
-    assert plan.segments == (Segment(0, 0, 6), Segment(0, 14, 16), Segment(2, 0, 1))
+    short, long = plan.groups
+    past, no = DOCUMENTS.numel(), 4
+    assert short.tokens_nm.tolist() == [[48, past], [14, 15]]
+    assert short.queries_nm.tolist() == [[3, no], [no, 2]]
+    assert long.tokens_nm.tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert long.queries_nm.tolist() == [[no, no, 0, no, no, 1]]
+
+
+def test_the_same_number_again_is_another_document():
+    document = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    plan = plan_rows(document, document == 0)
+    assert plan.documents.tolist() == [[0, 0, 1, 2, 2], [3, 3, 3, 3, 3]]
+    assert sum(len(group.tokens_nm) for group in plan.groups) == 3
 
 
 def test_a_needed_row_in_the_padding_is_a_bug():

@@ -60,6 +60,12 @@ def test_choice(counts, size, always, expected):
     assert found.tolist() == expected
 
 
+def test_ties_go_to_the_lower_id_in_a_large_vocabulary_too():
+    counts = torch.randint(0, 3, (20_000,), generator=torch.Generator().manual_seed(0))
+    expected = sorted(sorted(range(20_000), key=lambda i: (-int(counts[i]), i))[:9_000])
+    assert choose_draft_vocab(counts, 9_000).tolist() == expected
+
+
 def test_coverage_and_its_warnings():
     by_slice = {"chat": torch.tensor([99, 1, 0]), "code": torch.tensor([1, 1, 2]), "none": torch.zeros(3).long()}
     chosen = torch.tensor([0, 1])

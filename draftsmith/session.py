@@ -1,0 +1,107 @@
+"""A recipe at work: its run directory, and what several stages load only once."""
+
+import sys
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from draftsmith.data.conversations import Conversation, load_conversations
+from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
+from draftsmith.data.templates import check_tokenizer, load_tokenizer
+from draftsmith.errors import UserError
+from draftsmith.eval.sampling import Sampling
+from draftsmith.heads.target import Target, load_target
+from draftsmith.recipe import Recipe
+from draftsmith.run import RunDirectory
+
+
+def say(text: str) -> None:
+    """Print a line about what is going on, apart from the results on standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+class Session:
+    """A recipe, its run directory, and what several stages load only once."""
+
+    def __init__(self, recipe: Recipe, *, redo: tuple[str, ...] = ()) -> None:
+        self.recipe = recipe
+        self.redo = redo
+        self.run = RunDirectory(recipe.run_dir)
+
+    @cached_property
+    def device(self) -> str:
+        """The device that the recipe names; auto takes a GPU if there is one."""
+        device = self.recipe.target.device
+        if device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise UserError(
+                f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`."
+            )
+        return device
+
+    @cached_property
+    def embedded(self) -> EmbeddedDefault:
+        """The embedded default, trained on first use."""
+        return ensure_embedded(device=self.device)
+
+    @property
+    def target_path(self) -> str:
+        """Folder or Hub name of the target."""
+        path = self.recipe.target.path
+        return str(self.embedded.target) if path == "embedded" else path
+
+    def load_target(self, dtype: str) -> Target:
+        """Load the target in `dtype`."""
+        spec = self.recipe.target
+        return load_target(
+            self.target_path,
+            dtype=dtype,
+            device=self.device,
+            attn_implementation=spec.attn_implementation,
+            trust_remote_code=spec.trust_remote_code,
+        )
+
+    @cached_property
+    def target(self) -> Target:
+        """The target in the dtype for answers and hidden states."""
+        return self.load_target(self.recipe.target.dtype)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, checked against its vocabulary."""
+        tokenizer = load_tokenizer(self.target_path, self.recipe.target.trust_remote_code)
+        check_tokenizer(tokenizer, self.target.vocab_size)
+        return tokenizer
+
+    @cached_property
+    def conversations(self) -> list[Conversation]:
+        """The conversations to learn from."""
+        spec = self.recipe.data
+        sources = list(spec.sources)
+        if not sources:
+            if self.recipe.target.path != "embedded":
+                raise UserError(
+                    "data.sources is empty: name JSONL or Parquet files, folders or Hub data sets to learn from."
+                )
+            sources = [str(self.embedded.conversations)]
+        return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
+
+    @property
+    def answer_sampling(self) -> Sampling:
+        """How the answers in the data were (or are taken to be) sampled."""
+        spec = self.recipe.answers
+        return Sampling(spec.temperature, spec.top_k, spec.top_p) if spec.regenerate else Sampling(1.0)
+
+    def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
+        """Return True where the stage can be reused."""
+        done = self.run.begin(stage, inputs, redo=stage in self.redo)
+        if done:
+            say(f"{stage}: reusing {self.recipe.run_dir}")
+        return done
+
+    def upstream(self, stage: str) -> str | None:
+        """Return the fingerprint of an earlier stage, which later ones depend on."""
+        record = self.run.record(stage)
+        return record.fingerprint if record else None

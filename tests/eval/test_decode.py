@@ -1,0 +1,178 @@
+"""The decoding loop against transformers' generate, against itself alone, and against the simulator."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode import Request, decode_batch
+from draftsmith.eval.draft import DecodeState, Draft, TargetAlone
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.tally import tally_generation, total
+from draftsmith.eval.teacher_forced import simulate_generations
+from draftsmith.heads.eagle3 import build
+from draftsmith.heads.eagle3_drafter import Eagle3Drafter
+from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.target import Target
+from tests.models import KINDS, tiny_model
+
+NEW_TOKENS = 24
+
+
+class KnownText:
+    """Drafts a known continuation, with some tokens spoiled: a drafter of known acceptance."""
+
+    name = "known text"
+    layer_ids: tuple[int, ...] = ()
+    max_nodes = 5
+
+    def __init__(self, texts: list[list[int]], rate: float) -> None:
+        self.texts, self.rate = texts, rate
+
+    def start(self, rows: int, capacity: int) -> None:
+        self.rows = list(range(rows))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def select(self, rows: Tensor) -> None:
+        self.rows = [self.rows[i] for i in rows.tolist()]
+
+    def propose(self, state: DecodeState) -> Draft:
+        known = [
+            (self.texts[r] + [0] * 8)[n + 1 : n + 5] for r, n in zip(self.rows, state.length_B.tolist(), strict=True)
+        ]
+        drafted = torch.tensor(known)
+        spoiled = torch.rand(drafted.shape, generator=self.generator) > self.rate
+        return Draft.chain(state.root_B, torch.where(spoiled, (drafted + 1) % 150, drafted), state.limit_B.clamp(0, 4))
+
+
+def make_target(kind: str = "llama", **overrides: object) -> Target:
+    return Target(tiny_model(kind, **overrides), path="tiny", fingerprint="0")
+
+
+def make_requests(count: int = 4, new_tokens: int = NEW_TOKENS) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [5, 17, 9, 30, 3, 12][:count]
+    prompts = [torch.randint(5, 150, (n,), generator=generator).tolist() for n in lengths]
+    return [Request.seeded(f"p{i}", "a", prompt, new_tokens, 0) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_equals_generate_alone_batched_and_drafted(kind: str) -> None:
+    target, requests = make_target(kind), make_requests()
+    alone = decode_batch(target, TargetAlone(), requests, Sampling()).generations
+    for generation in alone:
+        ids = torch.tensor([generation.request.prompt_ids])
+        expected = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+        assert generation.output_ids == expected[0, ids.shape[1] :].tolist()
+    texts = [[*g.request.prompt_ids, *g.output_ids] for g in alone]
+    drafted = decode_batch(target, KnownText(texts, 0.7), requests, Sampling()).generations
+    assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    assert sum(len(g.rounds) for g in drafted) < 0.7 * sum(len(g.rounds) for g in alone)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cache_equals_a_fresh_prefill_after_every_round(kind: str) -> None:
+    """The states that a drafter is shown are those of a plain forward over the committed text."""
+    target, requests = make_target(kind), make_requests(2)
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+
+    class Spy(KnownText):
+        def propose(self, state: DecodeState) -> Draft:
+            for place, row in enumerate(self.rows):
+                seen[row].append(state.fresh.last_BnD[place, : int(state.fresh.count_B[place])])
+            return super().propose(state)
+
+    alone = decode_batch(target, TargetAlone(), requests, Sampling()).generations
+    texts = [[*g.request.prompt_ids, *g.output_ids] for g in alone]
+    decode_batch(target, Spy(texts, 0.6), requests, Sampling())
+    for row, text in enumerate(texts):
+        states = torch.cat(seen[row])
+        plain = target.forward(torch.tensor([text])).last[0]
+        torch.testing.assert_close(states, plain[: len(states)], atol=2e-5, rtol=1e-4)
+
+
+def test_sampled_text_does_not_depend_on_the_batch() -> None:
+    target, requests = make_target(), make_requests()
+    together = decode_batch(target, TargetAlone(), requests, Sampling(1.0)).generations
+    for i, request in enumerate(requests):
+        (alone,) = decode_batch(target, TargetAlone(), [request], Sampling(1.0)).generations
+        assert alone.output_ids == together[i].output_ids
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("flags", [{}, {"norm_output": True, "fc_norm": True, "norm_before_residual": True}], ids=str)
+def test_eagle3_is_lossless_and_simulated_exactly_at_temperature_0(flags: dict[str, bool], batch: int) -> None:
+    target, requests = make_target(), make_requests()
+    torch.manual_seed(0)
+    head = build(Eagle3Options(draft_vocab_size=80, **flags), target, torch.arange(0, 160, 2))
+    drafted = []
+    for start in range(0, 4, batch):
+        group = requests[start : start + batch]
+        alone = decode_batch(target, TargetAlone(), group, Sampling()).generations
+        found = decode_batch(target, Eagle3Drafter(head, 4), group, Sampling()).generations
+        assert [g.output_ids for g in found] == [g.output_ids for g in alone]
+        drafted += found
+    decoded = total([tally_generation(g, 4) for g in drafted], 4)
+    simulated = total([t[3] for t in simulate_generations(target, head, drafted, Sampling(), 4)], 4)
+    assert decoded.tau == pytest.approx(simulated.tau, abs=1e-9)
+    assert decoded.accepted_K.tolist() == pytest.approx(simulated.accepted_K.tolist())
+    assert decoded.reached_K.tolist() == pytest.approx(simulated.reached_K.tolist())
+    assert decoded.drafted == simulated.drafted
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_k=30, top_p=0.9)], ids=str)
+@pytest.mark.parametrize("greedy_drafts", [False, True])
+def test_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_drafts: bool) -> None:
+    """Drafts sampled from q, and drafts that are q's argmax at every temperature (as vLLM drafts)."""
+    # Small weights make both laws flat, so that an untrained head is accepted now and then.
+    target = make_target(initializer_range=0.06)
+    base = make_requests(6)
+    requests = [Request.seeded(f"{r.sample_id}-{n}", "a", r.prompt_ids, NEW_TOKENS, 1) for n in range(8) for r in base]
+    torch.manual_seed(0)
+    head = build(Eagle3Options(), target, None)
+    drafter = Eagle3Drafter(head, 3, greedy_drafts=greedy_drafts)
+    found = decode_batch(target, drafter, requests, sampling).generations
+    decoded = [tally_generation(g, 3) for g in found]
+    by_k = simulate_generations(target, head, found, sampling, 3, greedy_drafts=greedy_drafts)
+    simulated = [t[2] for t in by_k]
+    errors = [d.rounds - s.rounds for d, s in zip(decoded, simulated, strict=True)]
+    assert total(decoded, 3).accepted_K[0] > (0 if greedy_drafts else 20), "too few accepted drafts to mean something"
+    if greedy_drafts:
+        # Given the text, an argmax draft was accepted or not: nothing is left to chance.
+        assert errors == pytest.approx([0] * len(errors), abs=1e-9)
+    else:
+        assert abs(sum(errors)) < 3 * sum(e * e for e in errors) ** 0.5
+
+
+def test_eos_and_the_limit_are_exact() -> None:
+    target, (request,) = make_target(), make_requests(1)
+    (free,) = decode_batch(target, TargetAlone(), [request], Sampling()).generations
+    text = [*request.prompt_ids, *free.output_ids]
+    for new_tokens in (1, 2, 3, 7):
+        short = Request("p", "a", request.prompt_ids, new_tokens)
+        (found,) = decode_batch(target, KnownText([text], 1.0), [short], Sampling()).generations
+        assert found.output_ids == free.output_ids[:new_tokens]
+        assert found.finish_reason == "length"
+        assert sum(r.accepted + 1 for r in found.rounds) >= new_tokens - 1
+    stop = free.output_ids[6]
+    target.model.generation_config.eos_token_id = [stop, 159]
+    (found,) = decode_batch(target, KnownText([text], 1.0), [request], Sampling()).generations
+    assert found.output_ids == free.output_ids[: free.output_ids.index(stop) + 1]
+    assert found.finish_reason == "eos"
+    tally = tally_generation(found, 4)
+    assert tally.tokens == len(found.output_ids) - 1
+    assert tally.accepted_K.sum() <= tally.drafted
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request("x", "a", (), 4), "empty"),
+        (Request("x", "a", (1, 2), 0), "max_new_tokens is 0"),
+        (Request("x", "a", (1, 999), 4), "outside the target's vocabulary"),
+        (Request("x", "a", (1,) * 250, 20), "context has 256"),
+    ],
+)
+def test_bad_requests_are_refused_in_a_sentence(request_: Request, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        decode_batch(make_target(), TargetAlone(), [request_], Sampling())

@@ -1,0 +1,222 @@
+"""The whole way on a miniature target: every stage, reuse, refusals, and kill -9 at each stage."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.cli import main
+from draftsmith.eval.result import read_result
+from draftsmith.heads.export import load_eagle3_directory
+from draftsmith.heads.target import load_target
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target with a tokenizer, conversations in two slices, prompts, and a recipe for them."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    for name, count in (("chat", 40), ("code", 40)):
+        rows = [
+            {"id": f"{name}-{i}", "messages": [{"role": "user", "content": f"{name} question {i}: why {i * 7}?"}]}
+            for i in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    prompts = [
+        {"id": f"p{i}", "slice": ("chat", "code")[i % 2], "messages": [{"role": "user", "content": f"number {i}?"}]}
+        for i in range(4)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+    recipe = {
+        "name": "mini",
+        "target": {"path": str(folder / "target"), "device": "cpu"},
+        "data": {
+            "sources": [str(folder / "chat.jsonl"), str(folder / "code.jsonl")],
+            "max_length": 128,
+            "heldout": 10,
+        },
+        "answers": {"max_new_tokens": 12, "batch": 4},
+        "features": {"shard_mb": 1, "batch_tokens": 256},
+        "head": {"layer_ids": [2, 4, 6], "ttt_steps": 3, "draft_vocab_size": 200},
+        "train": {
+            "epochs": 2,
+            "row_tokens": 128,
+            "rows": 2,
+            "optimizer": "muon",
+            "precision": "no",
+            "evaluations": 3,
+            "checkpoint_minutes": 0.0,
+        },
+        "evaluate": {
+            "prompts": [str(folder / "prompts.jsonl")],
+            "num_speculative_tokens": 3,
+            "max_k": 4,
+            "max_new_tokens": 16,
+            "repeats": 2,
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path) -> Path:
+    """A run directory with every stage done, in this process."""
+    run = workplace / "finished"
+    torch.set_num_threads(1)
+    assert main(["run", *options(workplace, run)]) == 0
+    return run
+
+
+def options(workplace: Path, run: Path) -> list[str]:
+    return ["--recipe", str(workplace / "recipe.yaml"), "--output_dir", str(run)]
+
+
+def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -> None:
+    for temperature in ("t0", "t1"):
+        result = read_result(finished / "evaluation" / temperature / "result.json")
+        measures = result.drafters["eagle3"].overall
+        assert set(result.drafters["eagle3"].slices) == {"chat", "code"}
+        assert measures.prompts == 4
+        assert measures.speedup is not None
+        assert len(measures.k_sweep or ()) == 4
+        assert sum(m.tokens or 0 for m in result.drafters["eagle3"].slices.values()) == measures.tokens
+    greedy = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    assert greedy.tau == pytest.approx(greedy.tau_simulated, abs=1e-9)
+    assert greedy.lossless is not None
+    assert greedy.lossless.dtype == "float32"
+    assert greedy.lossless.equal == greedy.lossless.checked == 4
+    assert greedy.lossless.tau == pytest.approx(greedy.lossless.tau_simulated, abs=1e-9)
+    assert (finished / "evaluation" / "report.html").exists()
+    assert (finished / "evaluation" / "report.md").exists()
+    target = load_target(str(workplace / "target"))
+    assert load_eagle3_directory(finished / "export" / "eagle3", target).layer_ids == (2, 4, 6)
+
+
+def test_answers_keep_their_ids_and_metrics_their_steps(finished: Path) -> None:
+    rows = [json.loads(line) for line in (finished / "answers.jsonl").read_text().splitlines()]
+    assert len(rows) == 80
+    assert all(row["prompt_ids"] and row["output_ids"] and row["finish_reason"] in ("eos", "length") for row in rows)
+    lines = [json.loads(line) for line in (finished / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert sum("tau" in line for line in lines) == 3
+    assert set(lines[-1]["tau"]["slices"]) == {"chat", "code"}
+
+
+def test_second_run_reuses_every_stage(workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = digests(finished)
+    assert main(["run", *options(workplace, finished)]) == 0
+    assert digests(finished) == before
+    told = capsys.readouterr()
+    for stage in ("answers", "features", "train", "evaluate", "export"):
+        assert f"{stage}: reusing" in told.err
+    assert "result.json" in told.out
+
+
+def test_changed_settings_are_refused_by_name(
+    workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(finished)
+    assert main(["train", *options(workplace, finished), "--answers.temperature", "0.5"]) == 2
+    message = capsys.readouterr().err
+    assert "answers.temperature was 1.0, is 0.5" in message
+    assert "--redo answers" in message
+    assert digests(finished) == before
+
+
+def test_changed_target_is_refused(workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = workplace / "other"
+    shutil.copytree(workplace / "target", other)
+    tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer())).save_pretrained(other)
+    assert main(["evaluate", *options(workplace, finished), "--redo", "evaluate", "--target.path", str(other)]) == 2
+    assert "target" in capsys.readouterr().err
+
+
+def test_no_decode_simulates_only(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    head = str(finished / "train" / "best")
+    assert main(["evaluate", *options(workplace, tmp_path / "sim"), "--no-decode", "--head", head]) == 0
+    measures = read_result(tmp_path / "sim" / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    decoded = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    assert measures.decode_tok_s is None
+    assert measures.tau_simulated == pytest.approx(decoded.tau, abs=1e-9)
+
+
+def test_online_features_train_the_same_head(workplace: Path, finished: Path) -> None:
+    """The target in memory and the store on disk are one source to training."""
+    run = workplace / "online"
+    assert main(["train", *options(workplace, run), "--features.source", "online"]) == 0
+    stored = [json.loads(x) for x in (finished / "train" / "metrics.jsonl").read_text().splitlines()]
+    online = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [x["loss"] for x in online] == pytest.approx([x["loss"] for x in stored], rel=1e-4)
+
+
+def test_accumulation_and_batch_size_give_one_trajectory(workplace: Path, finished: Path) -> None:
+    """4 rows at once, and 2 + 2 or 1 + 1 + 1 + 1 accumulated, are the same steps."""
+    losses = []
+    for rows, accumulation in ((4, 1), (2, 2), (1, 4)):
+        run = workplace / f"accumulate-{rows}"
+        shutil.copytree(finished, run, ignore=shutil.ignore_patterns("train", "evaluation", "export"))
+        entries = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps({k: entries[k] for k in ("answers", "features")}))
+        sizes = ["--train.rows", str(rows), "--train.accumulation", str(accumulation)]
+        assert main(["train", *options(workplace, run), *sizes]) == 0
+        lines = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([x["loss"] for x in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "trigger"),
+    [
+        ("regenerate", "answers.jsonl.partial"),
+        ("extract", "features/shard-00000.safetensors"),
+        ("train", "train/step_*/DONE"),
+    ],
+)
+def test_kill_9_then_resume_gives_the_same_files(workplace: Path, finished: Path, stage: str, trigger: str) -> None:
+    run = workplace / f"killed-{stage}"
+    command = [sys.executable, "-m", "draftsmith.cli", stage, *options(workplace, run)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while (not any(path.stat().st_size for path in run.glob(trigger)) and "DONE" not in trigger) or not list(
+        run.glob(trigger)
+    ):
+        assert process.poll() is None, "the stage ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    torch.set_num_threads(1)
+    assert main([stage, *options(workplace, run)]) == 0
+    names = {"regenerate": ["answers.jsonl"], "extract": ["features"], "train": ["train/best", "train/metrics.jsonl"]}
+    expected, found = digests(finished), digests(run)
+    compared = [n for n in expected if any(n == p or n.startswith(p + "/") for p in names[stage])]
+    assert compared
+    assert {n: found[n] for n in compared} == {n: expected[n] for n in compared}
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of every file of a run that holds no clock times."""
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name not in ("summary.json",) and "step_" not in str(path)
+    }

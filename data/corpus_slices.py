@@ -151,10 +151,10 @@ def rag(rng: Random) -> Exchange:
     name, color, thing, city = names[i], colors[i], goods[i], cities[i]
     question, points = rng.choice(
         [
-            (f"What do we read about {name}?", [f"That is all about {name}", "There is no more"]),
-            (f"Which city is with {name}?", [f"So it is {city}", f"The city is {city}"]),
-            (f"What color is with {name}?", [f"So it is {color}", f"So the {thing} are {color}"]),
-            (f"What goods are with {name}?", [f"So it is {thing}", f"So we see {color} {thing}"]),
+            (f"What do we know about {name}?", [f"That is all about {name}", "There is no more"]),
+            (f"Which city goes with {name}?", [f"So the city is {city}", f"The city of {name} is {city}"]),
+            (f"Which color goes with {name}?", [f"So the color is {color}", f"So the {thing} are {color}"]),
+            (f"Which goods go with {name}?", [f"So the goods are {thing}", f"So we see {color} {thing}"]),
         ]
     )
     source = rng.choice(["The text says that", "We read that", "It says that", "In the text"])

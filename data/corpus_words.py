@@ -136,7 +136,7 @@ CHAT: dict[str, list[str]] = {
         "a {adj} trip",
     ],
     "reason": [
-        "it makes a {time} feel {adj}",
+        "it makes the {time} feel {adj}",
         "a {person} who likes {hobby} needs it",
         "it is {adj} and {adj}",
         "nobody forgets a {adj} {thing}",

@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.conversations import Conversation
 from draftsmith.data.corpus import generate_conversations, generate_prompts
-from draftsmith.data.embedded_training import Document, TrainingSettings, train_target
+from draftsmith.data.embedded_training import TrainingSettings, train_target
+from draftsmith.data.masks import tokenize_all
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, write_json, write_text
 
@@ -53,16 +54,18 @@ class EmbeddedSettings:
     """Positions that the target accepts."""
     row_tokens: int = 128
     """Tokens per packed training row."""
-    rows: int = 16
+    rows: int = 8
     """Rows per training step."""
-    steps: int = 500
-    """Training steps."""
+    shallow_layers: int = 4
+    """Layers that training starts with; the others are put between them later."""
+    shallow_steps: int = 1200
+    """Training steps with the first layers only."""
+    steps: int = 450
+    """Training steps at full depth."""
     muon_lr: float = 0.02
     """Peak learning rate of the hidden matrices."""
     adamw_lr: float = 4e-3
     """Peak learning rate of embeddings and norms."""
-    prompt_weight: float = 0.1
-    """Weight of the loss on tokens outside the answers; answers weigh 1."""
     seed: int = 0
     """Seed of corpus, initial weights and order."""
 
@@ -117,10 +120,9 @@ def _make(folder: Path, settings: EmbeddedSettings, device: str, progress: bool)
     conversations = generate_conversations(settings.conversations, settings.seed)
     prompts = generate_prompts(settings.prompts_per_slice, settings.seed + PROMPT_SEED_OFFSET)
     tokenizer = train_tokenizer((m["content"] for c in conversations for m in c.messages), settings.vocab_size)
-    documents = [render_document(tokenizer, conversation) for conversation in conversations]
-    model = train_target(
-        documents, _training_settings(settings, tokenizer), partial / "checkpoint.pt", device, progress
-    )
+    samples = tokenize_all(tokenizer, conversations, progress=progress).samples
+    training = _training_settings(settings, tokenizer)
+    model = train_target(samples, training, partial / "checkpoint.pt", device, progress)
 
     finished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(finished, ignore_errors=True)
@@ -158,17 +160,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def render_document(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> Document:
-    """Render a question and its answer with the chat template, up to and with the answer's `<|im_end|>`."""
-    messages = list(conversation.messages)
-    prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert text.startswith(prompt)
-    answer = text[len(prompt) :].rstrip("\n")
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    return Document(ids=prompt_ids + tokenizer.encode(answer, add_special_tokens=False), prompt_tokens=len(prompt_ids))
 
 
 def _training_settings(settings: EmbeddedSettings, tokenizer: PreTrainedTokenizerFast) -> TrainingSettings:

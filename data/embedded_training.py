@@ -1,13 +1,19 @@
-"""Train the embedded default's tiny Llama: Muon for the hidden matrices, AdamW for the rest.
+"""Train the embedded default's tiny Llama: shallow first, then deep; Muon for the hidden matrices, AdamW for the rest.
 
-Shapes: B rows, L tokens, V vocabulary.
+A narrow network of 16 layers takes long to find out that it can copy from its prompt; one of 4 layers finds it
+soon and at a quarter of the cost. So training starts with a few layers and then puts new ones between them, which
+begin as the identity (progressive stacking: Gong et al. 2019, "Efficient Training of BERT by Progressively
+Stacking"; zero-initialised new blocks as in LLaMA Pro, Wu et al. 2024).
+
+Shapes: B rows, L tokens, D hidden, V vocabulary, R rows that are learned.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,20 +21,13 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.packing import plan_batches
 from draftsmith.files import atomic_path
 
-_CHECKPOINT_SECONDS = 30.0
+_CHECKPOINT_SECONDS = 20.0
 _WARMUP_STEPS = 20
-_DECAY_SHARE = 0.5
-_OPEN_ROWS = 32  # rows that wait for a document that fits
-
-
-@dataclass(frozen=True)
-class Document:
-    """Token ids of one rendered conversation; the first `prompt_tokens` are not the answer."""
-
-    ids: list[int]
-    prompt_tokens: int
+_DECAY_SHARE = 0.5  # of the steps at full depth
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,11 @@ class TrainingSettings:
     context: int
     row_tokens: int
     rows: int
+    shallow_layers: int
+    shallow_steps: int
     steps: int
     muon_lr: float
     adamw_lr: float
-    prompt_weight: float
     seed: int
     eos_id: int
     pad_id: int
@@ -55,51 +55,58 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed documents. ids, position [B, L] int64, position counted from 0 in each document; weight [B, L]
-    float32, the weight of the token as a label (0 on padding and on the first token of a document)."""
+    """Packed documents. ids, position [B, L] int64, position counted from 0 in each document; learn [B, L] bool."""
 
     ids: Tensor
     position: Tensor
-    weight: Tensor
+    learn: Tensor
+
+
+@dataclass
+class _State:
+    """What a checkpoint holds."""
+
+    step: int
+    model: LlamaForCausalLM
+    optimizers: list[torch.optim.Optimizer]
 
 
 def train_target(
-    documents: Sequence[Document], settings: TrainingSettings, checkpoint: Path, device: str, progress: bool
+    samples: Sequence[Tokenized], settings: TrainingSettings, checkpoint: Path, device: str, progress: bool
 ) -> LlamaForCausalLM:
-    """Train from scratch for `settings.steps` steps, or go on from `checkpoint`; return the model on the CPU."""
-    model = build_model(settings).to(device)
-    optimizers = _optimizers(model, settings)
-    first = _load(checkpoint, model, optimizers, device)
-    batches = pack(documents, settings, Random(settings.seed))
-    for _ in range(first):
-        next(batches)
-    bar = tqdm(total=settings.steps, initial=first, desc="embedded target", unit="step", disable=not progress)
-    saved, started, tokens = time.monotonic(), time.monotonic(), 0
-    model.train()
-    model.set_attn_implementation("eager")  # on the CPU, backward through sdpa takes four times as long
-    for step in range(first, settings.steps):
-        rows = next(batches)
-        loss = _step(model, optimizers, rows, _schedule(step, settings.steps), device)
-        tokens += int((rows.weight > 0).sum())
-        if step % 10 == 9:
-            bar.set_postfix_str(
-                f"loss {loss.item():.3f}, {tokens / (time.monotonic() - started):.0f} tok/s", refresh=False
-            )
+    """Train from scratch, or go on from `checkpoint`; return the model in float32 on the CPU.
+
+    The result depends on samples and settings only, not on interruptions.
+    """
+    state = _resume(checkpoint, settings, device)
+    first, total = state.step, settings.shallow_steps + settings.steps
+    bar = tqdm(total=total, initial=first, desc="embedded target", unit="step", disable=not progress)
+    saved = started = time.monotonic()
+    tokens = 0
+    for rows in islice(batches(samples, settings), first, total):
+        if state.step == settings.shallow_steps:
+            state = _start(state.step, grow(state.model, settings), settings, device)
+        loss = _step(state, rows, settings, device)
+        state.step += 1
+        tokens += int((rows.ids != settings.pad_id).sum())
+        if state.step % 10 == 0:
+            speed = tokens / (time.monotonic() - started)
+            bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:.0f} tok/s", refresh=False)
         bar.update()
         if time.monotonic() - saved > _CHECKPOINT_SECONDS:
-            _save(checkpoint, step + 1, model, optimizers)
+            _save(checkpoint, state)
             saved = time.monotonic()
     bar.close()
-    return model.eval().to("cpu")
+    return state.model.eval().to("cpu")
 
 
-def build_model(settings: TrainingSettings) -> LlamaForCausalLM:
-    """Make the untrained target in float32; the same seed gives the same weights."""
+def build_model(settings: TrainingSettings, layers: int) -> LlamaForCausalLM:
+    """Make an untrained target of `layers` layers in float32; every layer starts as the identity."""
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
         hidden_size=settings.hidden,
         intermediate_size=settings.ffn,
-        num_hidden_layers=settings.layers,
+        num_hidden_layers=layers,
         num_attention_heads=settings.heads,
         num_key_value_heads=settings.kv_heads,
         max_position_embeddings=settings.context,
@@ -111,118 +118,114 @@ def build_model(settings: TrainingSettings) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = LlamaForCausalLM(config)
-    for layer in model.model.layers:  # every block starts as the identity, so that tokens reach the last layer
+    for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
         torch.nn.init.zeros_(layer.mlp.down_proj.weight)
     model.generation_config = GenerationConfig(eos_token_id=settings.eos_id, pad_token_id=settings.pad_id)
     return model
 
 
+def grow(shallow: LlamaForCausalLM, settings: TrainingSettings) -> LlamaForCausalLM:
+    """Return a target of full depth that computes what `shallow` computes: its layers, evenly spread, between new ones."""
+    model = build_model(settings, settings.layers)
+    model.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
+    model.model.norm.load_state_dict(shallow.model.norm.state_dict())
+    for index, layer in enumerate(shallow.model.layers):
+        place = index * settings.layers // len(shallow.model.layers)
+        model.model.layers[place].load_state_dict(layer.state_dict())
+    return model
+
+
 def packed_loss(model: LlamaForCausalLM, rows: Rows) -> Tensor:
-    """Return the weighted mean cross entropy of the next token.
+    """Return the mean cross entropy of the tokens to learn.
 
     transformers reads the document borders from the positions that restart, so documents of a row do not
     see each other.
     """
     hidden_BLD = model.model(input_ids=rows.ids, position_ids=rows.position, use_cache=False).last_hidden_state
-    weight = rows.weight[:, 1:]
-    learned = weight > 0
-    logits_RV = model.lm_head(hidden_BLD[:, :-1][learned]).float()
-    losses = F.cross_entropy(logits_RV, rows.ids[:, 1:][learned], reduction="none")
-    return (losses * weight[learned]).sum() / weight.sum()
+    learn = rows.learn[:, 1:]
+    logits_RV = model.lm_head(hidden_BLD[:, :-1][learn]).float()
+    return F.cross_entropy(logits_RV, rows.ids[:, 1:][learn])
 
 
-def pack(documents: Sequence[Document], settings: TrainingSettings, rng: Random) -> Iterator[Rows]:
-    """Yield batches of rows for ever: each epoch shuffles the documents and puts each, whole, where it fits first."""
-    order = list(range(len(documents)))
-    full: list[list[Document]] = []
-    while True:
-        rng.shuffle(order)
-        waiting: list[list[Document]] = []
-        for index in order:
-            document = documents[index]
-            assert len(document.ids) <= settings.row_tokens
-            row = next((r for r in waiting if _length(r) + len(document.ids) <= settings.row_tokens), None)
-            if row is None:
-                row = []
-                waiting.append(row)
-            row.append(document)
-            if len(waiting) > _OPEN_ROWS:
-                full.append(waiting.pop(max(range(len(waiting)), key=lambda i: _length(waiting[i]))))
-            if len(full) == settings.rows:
-                yield _collate(full, settings)
-                full = []
-        full += waiting
-        while len(full) >= settings.rows:
-            yield _collate(full[: settings.rows], settings)
-            full = full[settings.rows :]
+def batches(samples: Sequence[Tokenized], settings: TrainingSettings) -> Iterator[Rows]:
+    """Yield batches of whole documents for ever, each document once per epoch."""
+    lengths = [len(sample.ids) for sample in samples]
+    for epoch in count():
+        for plan in plan_batches(
+            lengths, row_tokens=settings.row_tokens, rows=settings.rows, seed=settings.seed, epoch=epoch
+        ):
+            yield _collate([[samples[i] for i in row] for row in plan], settings)
 
 
-def _length(row: list[Document]) -> int:
-    return sum(len(document.ids) for document in row)
-
-
-def _collate(packed: list[list[Document]], settings: TrainingSettings) -> Rows:
+def _collate(packed: list[list[Tokenized]], settings: TrainingSettings) -> Rows:
     shape = (len(packed), settings.row_tokens)
     ids = torch.full(shape, settings.pad_id)
     position = torch.zeros(shape, dtype=torch.int64)
-    weight = torch.zeros(shape)
+    learn = torch.zeros(shape, dtype=torch.bool)
     for b, row in enumerate(packed):
         start = 0
-        for document in row:
-            end = start + len(document.ids)
-            ids[b, start:end] = torch.tensor(document.ids)
+        for sample in row:
+            end = start + len(sample.ids)
+            ids[b, start:end] = sample.ids
             position[b, start:end] = torch.arange(end - start)
-            weight[b, start + 1 : end] = settings.prompt_weight
-            weight[b, start + document.prompt_tokens : end] = 1.0
+            learn[b, start:end] = sample.mask
             start = end
-    return Rows(ids, position, weight)
+    return Rows(ids, position, learn)
 
 
-def _optimizers(model: LlamaForCausalLM, settings: TrainingSettings) -> list[torch.optim.Optimizer]:
+def _start(step: int, model: LlamaForCausalLM, settings: TrainingSettings, device: str) -> _State:
+    model = model.to(device).train()
+    model.set_attn_implementation("eager")  # on a CPU, backward through sdpa takes several times as long
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed_tokens" in name]
     assert len(matrices) + len(others) == sum(1 for _ in model.parameters())
     muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=0.0, momentum=0.95)
     adamw = torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for optimizer in (muon, adamw):
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
-    return [muon, adamw]
+    return _State(step, model, [muon, adamw])
 
 
-def _schedule(step: int, steps: int) -> float:
-    """Return the factor on the peak rate: a short warmup, constant, then linear to 0 over the last part."""
-    return min(1.0, (step + 1) / min(_WARMUP_STEPS, steps), (steps - step) / (_DECAY_SHARE * steps))
-
-
-def _step(
-    model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], rows: Rows, factor: float, device: str
-) -> Tensor:
-    rows = Rows(rows.ids.to(device), rows.position.to(device), rows.weight.to(device))
+def _step(state: _State, rows: Rows, settings: TrainingSettings, device: str) -> Tensor:
+    rows = Rows(rows.ids.to(device), rows.position.to(device), rows.learn.to(device))
     with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-        loss = packed_loss(model, rows)
+        loss = packed_loss(state.model, rows)
     loss.backward()
-    for optimizer in optimizers:
+    factor = _schedule(state.step, settings)
+    for optimizer, peak in zip(state.optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * factor
+            group["lr"] = peak * factor
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return loss.detach()
 
 
-def _save(path: Path, step: int, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer]) -> None:
-    state = {"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+def _schedule(step: int, settings: TrainingSettings) -> float:
+    """Return the factor on the peak rates: a warmup at either depth, constant, linear to 0 over the last part."""
+    deep = step - settings.shallow_steps
+    since = deep if deep >= 0 else step
+    return min(1.0, (since + 1) / _WARMUP_STEPS, (settings.steps - deep) / (_DECAY_SHARE * settings.steps))
+
+
+def _save(path: Path, state: _State) -> None:
+    values = {
+        "step": state.step,
+        "model": state.model.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+    }
     with atomic_path(path) as temporary:
-        torch.save(state, temporary)
+        torch.save(values, temporary)
 
 
-def _load(path: Path, model: LlamaForCausalLM, optimizers: list[torch.optim.Optimizer], device: str) -> int:
-    """Restore a checkpoint if there is one; return the number of finished steps."""
-    if not path.exists():
-        return 0
-    state = torch.load(path, map_location=device, weights_only=True)
-    model.load_state_dict(state["model"])
-    for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    return int(state["step"])
+def _resume(path: Path, settings: TrainingSettings, device: str) -> _State:
+    """Restore the checkpoint, or start anew where there is none."""
+    values: dict[str, Any] = {"step": 0}
+    if path.exists():
+        values = torch.load(path, map_location=device, weights_only=True)
+    deep = values["step"] > settings.shallow_steps
+    model = build_model(settings, settings.layers if deep else settings.shallow_layers)
+    state = _start(values["step"], model, settings, device)
+    if "model" in values:
+        model.load_state_dict(values["model"])
+        for optimizer, saved in zip(state.optimizers, values["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+    return state

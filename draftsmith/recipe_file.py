@@ -40,7 +40,7 @@ _SECTIONS: dict[str, type] = {
 
 def recipe_parser(method: str, prog: str | None = None, description: str | None = None) -> ArgumentParser:
     """Return the parser of recipes for one drafter, whose options make up the section `head`."""
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False)
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
     parser.add_argument("--name", type=str, default="run", help="Name of the run.")
     parser.add_argument("--output_dir", type=str | None, default=None, help="Run directory; by default runs/<name>.")

@@ -19,13 +19,15 @@ from draftsmith.heads.target import TargetHead
 @dataclass(frozen=True)
 class HeldOut:
     """loss: per supervised row, as in training. accuracy, acceptance: per step. tau: simulated accepted
-    length at K drafts, over all answers and per slice."""
+    length at K drafts, over all answers and per slice. chance: the accuracy of always guessing the
+    target's most common choice."""
 
     loss: float
     accuracy: list[float]
     acceptance: list[float]
     tau: float
     tau_by_slice: dict[str, float]
+    chance: float
 
 
 def make_heldout_batches(
@@ -54,6 +56,7 @@ def evaluate_heldout(
     loss, divisor = 0.0, 0.0
     sums = torch.zeros(3, train_steps, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
+    choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
     for plan, layer_ids in batches:
         samples = [source.get_many(list(row), layer_ids) for row in plan]
         batch = collate(samples, row_tokens).to(device)
@@ -62,6 +65,8 @@ def evaluate_heldout(
         loss += float(scored.loss_sum)
         divisor += float(loss_divisor(batch, spec))
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
+        chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
+        choices += torch.bincount(chosen, minlength=len(choices))
         acceptance = chain_acceptance(output, batch, target_head, head.draft_vocab, sampling)
         answers = find_answers(batch)
         for answer, tally in zip(answers, simulate(acceptance.c_BLK, answers, num_speculative_tokens), strict=True):
@@ -74,4 +79,5 @@ def evaluate_heldout(
         (sums[1] / sums[2].clamp(min=1)).tolist(),
         everything.tau or 0.0,
         {name: tau for name, tau in by_slice.items() if tau is not None},
+        int(choices.max()) / max(1, int(choices.sum())),
     )

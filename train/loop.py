@@ -78,6 +78,7 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     tau), summary.json (when training has ended). Resumes by itself; Ctrl-C saves a checkpoint first.
     """
     spec = recipe.train
+    folder.mkdir(parents=True, exist_ok=True)
     set_seed(recipe.seed)
     accelerator = Accelerator(
         mixed_precision=spec.precision, gradient_accumulation_steps=spec.accumulation, cpu=target.device.type == "cpu"
@@ -292,12 +293,12 @@ class _Run:
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
 
     def _warn_at_chance(self, held: HeldOut) -> None:
-        """Say early when the head has learned nothing: 1/W is what guessing gives."""
-        size = self.head.draft_vocab.numel() if self.head.draft_vocab is not None else self.target_head.vocab_size
-        if held.acceptance[0] < 5 / size and self.accelerator.is_main_process:
+        """Say early when the head has learned nothing: always naming the most common token does as well."""
+        if held.accuracy[0] <= held.chance and self.accelerator.is_main_process:
             print(
-                f"warning: held-out acceptance is {held.acceptance[0]:.4f}, about that of guessing among {size} tokens: "
-                "check the learning rate, and with `draftsmith inspect` that the supervised tokens are the answers.",
+                f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
+                f"{held.chance:.3f}: check the learning rate, and with `draftsmith inspect` that the supervised tokens are "
+                "the answers.",
                 file=sys.stderr,
             )
 

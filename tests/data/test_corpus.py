@@ -6,7 +6,8 @@ import pytest
 
 from draftsmith.data.corpus import TOKEN_SHARES, generate_conversations, generate_prompts
 from draftsmith.data.corpus_slices import GENERATORS
-from draftsmith.data.embedded import render_document, train_tokenizer
+from draftsmith.data.embedded import train_tokenizer
+from draftsmith.data.masks import tokenize_conversation
 
 CONVERSATIONS = generate_conversations(1500, seed=0)
 
@@ -40,7 +41,7 @@ def test_slices_keep_their_share_of_tokens_in_every_prefix(count: int) -> None:
     tokenizer = train_tokenizer((m["content"] for c in CONVERSATIONS for m in c.messages), 1024)
     tokens: Counter[str] = Counter()
     for conversation in CONVERSATIONS[:count]:
-        tokens[conversation.slice] += len(render_document(tokenizer, conversation).ids)
+        tokens[conversation.slice] += len(tokenize_conversation(tokenizer, conversation)[0].ids)
     for name, share in TOKEN_SHARES.items():
         assert tokens[name] / tokens.total() == pytest.approx(share, abs=0.04), name
 

@@ -1,17 +1,20 @@
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from random import Random
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from draftsmith.data import embedded, embedded_training
+from draftsmith.data.batch import Tokenized
 from draftsmith.data.corpus import generate_conversations
 from draftsmith.data.embedded import EmbeddedDefault, EmbeddedSettings, ensure_embedded
-from draftsmith.data.embedded_training import Document, build_model, pack, packed_loss
+from draftsmith.data.embedded_training import TrainingSettings, batches, build_model, grow, packed_loss
+from draftsmith.data.masks import tokenize_all
 from draftsmith.errors import UserError
 
 MINI = EmbeddedSettings(
@@ -24,8 +27,11 @@ MINI = EmbeddedSettings(
     heads=2,
     kv_heads=1,
     rows=4,
-    row_tokens=128,
-    steps=30,
+    row_tokens=160,
+    shallow_layers=3,
+    shallow_steps=10,
+    steps=20,
+    adamw_lr=0.02,
 )
 
 
@@ -35,16 +41,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedDefault:
 
 
 @pytest.fixture(scope="module")
-def documents() -> list[Document]:
-    conversations = generate_conversations(60, seed=0)
+def samples() -> list[Tokenized]:
+    conversations = generate_conversations(40, seed=0)
     tokenizer = embedded.train_tokenizer((m["content"] for c in conversations for m in c.messages), 300)
-    return [embedded.render_document(tokenizer, c) for c in conversations]
+    return tokenize_all(tokenizer, conversations).samples
 
 
-def settings_of(documents: list[Document]) -> embedded_training.TrainingSettings:
-    tokenizer = embedded.train_tokenizer(["a"], 300)
-    settings = embedded._training_settings(MINI, tokenizer)
-    return replace(settings, vocab_size=300, row_tokens=max(len(d.ids) for d in documents) + 40)
+@pytest.fixture(scope="module")
+def settings(samples: list[Tokenized]) -> TrainingSettings:
+    settings = embedded._training_settings(MINI, embedded.train_tokenizer(["a"], 300))
+    return replace(settings, vocab_size=300, row_tokens=max(len(s.ids) for s in samples) + 80)
 
 
 def test_the_target_is_a_plain_transformers_folder(made: EmbeddedDefault) -> None:
@@ -66,13 +72,11 @@ def test_the_target_is_a_plain_transformers_folder(made: EmbeddedDefault) -> Non
 def test_the_target_has_learned(made: EmbeddedDefault) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made.target)
     model = AutoModelForCausalLM.from_pretrained(made.target)
-    losses = []
-    for conversation in generate_conversations(20, seed=5):
-        document = embedded.render_document(tokenizer, conversation)
-        ids = torch.tensor([document.ids])
-        with torch.no_grad():
-            losses.append(model(ids, labels=ids).loss.item())
-    assert sum(losses) / len(losses) < 0.93 * torch.tensor(float(len(tokenizer))).log().item()
+    held_out = tokenize_all(tokenizer, generate_conversations(20, seed=5)).samples
+    with torch.no_grad():
+        losses = [model(s.ids[None], labels=s.ids.where(s.mask, -100)[None]).loss for s in held_out]
+    uniform = torch.tensor(float(len(tokenizer))).log()
+    assert torch.stack(losses).mean() < 0.85 * uniform
 
 
 def test_the_files_hold_the_corpus_and_held_out_prompts(made: EmbeddedDefault) -> None:
@@ -101,7 +105,7 @@ def test_the_cache_follows_the_environment_and_the_settings(tmp_path: Path, monk
     assert embedded.default_cache() == tmp_path
     monkeypatch.delenv("DRAFTSMITH_CACHE")
     assert embedded.default_cache() == Path.home() / ".cache" / "draftsmith"
-    assert embedded._key(MINI) != embedded._key(replace(MINI, steps=31))
+    assert embedded._key(MINI) != embedded._key(replace(MINI, steps=21))
 
 
 def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path) -> None:
@@ -110,66 +114,77 @@ def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path) -> None:
         ensure_embedded(tmp_path / "file", progress=False, settings=MINI)
 
 
+@pytest.mark.parametrize("stop", [7, 10, 22])
 def test_an_interrupted_training_resumes_to_the_same_weights(
-    made: EmbeddedDefault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: EmbeddedDefault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
+    """Stopped before, at and after the step at which the model grows."""
     real_step, calls = embedded_training._step, 0
 
-    def stops_after_12(*args: object) -> torch.Tensor:
+    def stopping(*args: Any) -> torch.Tensor:
         nonlocal calls
-        calls += 1
-        if calls > 12:
+        if calls == stop:
             raise KeyboardInterrupt
+        calls += 1
         return real_step(*args)
 
     monkeypatch.setattr(embedded_training, "_CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(embedded_training, "_step", stops_after_12)
+    monkeypatch.setattr(embedded_training, "_step", stopping)
     with pytest.raises(KeyboardInterrupt):
         ensure_embedded(tmp_path, progress=False, settings=MINI)
     assert not list(tmp_path.glob("embedded-*"))
 
-    calls = -(30 - 12) + 12  # exactly the steps that are left
+    done, stop, calls = stop, 1000, 0
+    monkeypatch.setattr(embedded_training, "_CHECKPOINT_SECONDS", 1000.0)
     resumed = ensure_embedded(tmp_path, progress=False, settings=MINI)
+    assert calls == 30 - done
     for name in ("target/model.safetensors", "target/tokenizer.json", "conversations.jsonl", "prompts.jsonl"):
         assert (resumed.target.parent / name).read_bytes() == (made.target.parent / name).read_bytes(), name
 
 
-def test_rows_hold_every_document_whole_once_per_epoch(documents: list[Document]) -> None:
-    settings = replace(settings_of(documents), rows=1)
-    found: list[list[int]] = []
-    batches = pack(documents, settings, Random(0))
-    while len(found) < 3 * len(documents):
-        rows = next(batches)
-        starts = ((rows.position[0] == 0) & (rows.weight.roll(-1)[0] > 0)).nonzero()[:, 0].tolist()
-        for start in starts:
-            end = start + 1
-            while end < settings.row_tokens and rows.weight[0, end] > 0:
-                end += 1
-            found.append(rows.ids[0, start:end].tolist())
-    assert all(ids in found for ids in (d.ids for d in documents))
-    assert all(ids in [d.ids for d in documents] for ids in found)
+def test_rows_hold_every_document_whole_once_per_epoch(samples: list[Tokenized], settings: TrainingSettings) -> None:
+    found: list[tuple[list[int], list[bool]]] = []
+    stream = batches(samples, replace(settings, rows=1))
+    while len(found) < len(samples):
+        rows = next(stream)
+        real = rows.ids[0] != settings.pad_id
+        starts = ((rows.position[0] == 0) & real).nonzero()[:, 0].tolist()
+        for start, end in pairwise([*starts, int(real.sum())]):
+            assert rows.position[0, start:end].tolist() == list(range(end - start))
+            found.append((rows.ids[0, start:end].tolist(), rows.learn[0, start:end].tolist()))
+    assert sorted(found) == sorted((s.ids.tolist(), s.mask.tolist()) for s in samples)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_packed_loss_is_the_loss_of_the_documents_alone(documents: list[Document], attention: str) -> None:
-    settings = replace(settings_of(documents), rows=3, prompt_weight=0.25)
-    model = build_model(settings)
+def test_packed_loss_is_the_loss_of_the_documents_alone(
+    samples: list[Tokenized], settings: TrainingSettings, attention: str
+) -> None:
+    model = randomized(build_model(settings, layers=3))
     model.set_attn_implementation(attention)
-    rows = next(pack(documents[:12], settings, Random(0)))
-    in_rows = [d for d in documents[:12] if any(contains(row, d.ids) for row in rows.ids.tolist())]
-    assert len(in_rows) >= 4
-    total, weights = 0.0, 0.0
+    rows = embedded_training._collate([samples[:3], samples[3:4], samples[4:6]], replace(settings, row_tokens=400))
+    losses = []
     with torch.no_grad():
-        for document in in_rows:
-            logits = model(torch.tensor([document.ids])).logits[0, :-1]
-            losses = F.cross_entropy(logits, torch.tensor(document.ids[1:]), reduction="none")
-            weight = torch.full_like(losses, 0.25)
-            weight[document.prompt_tokens - 1 :] = 1.0
-            total += (losses * weight).sum().item()
-            weights += weight.sum().item()
+        for sample in samples[:6]:
+            logits = model(sample.ids[None]).logits[0, :-1]
+            losses.append(F.cross_entropy(logits, sample.ids[1:], reduction="none")[sample.mask[1:]])
         packed = packed_loss(model, rows).item()
-    assert packed == pytest.approx(total / weights, rel=1e-5)
+    assert packed == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-def contains(row: list[int], ids: list[int]) -> bool:
-    return any(row[i : i + len(ids)] == ids for i in range(len(row) - len(ids) + 1))
+def test_a_grown_model_computes_what_the_shallow_one_did(samples: list[Tokenized], settings: TrainingSettings) -> None:
+    shallow = randomized(build_model(settings, layers=3))
+    deep = grow(shallow, settings)
+    assert deep.config.num_hidden_layers == settings.layers == 8
+    with torch.no_grad():
+        expected, actual = shallow(samples[0].ids[None]).logits, deep(samples[0].ids[None]).logits
+    torch.testing.assert_close(actual, expected)
+    changed = [i for i, layer in enumerate(deep.model.layers) if layer.mlp.down_proj.weight.any()]
+    assert changed == [0, 2, 5]
+
+
+def randomized(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """Layers start as the identity; a test of attention needs others."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model

@@ -1,0 +1,120 @@
+"""The training loop: it learns, its checkpoints are whole, and trouble is said early."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.extract import OnlineSource
+from draftsmith.errors import UserError
+from draftsmith.heads.checkpoint import load_head
+from draftsmith.heads.eagle3 import build
+from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.target import Target
+from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.train import loop
+from draftsmith.train.checkpoints import latest_checkpoint
+from draftsmith.train.loop import TrainData, train
+from tests.models import tiny_model
+
+LAYERS = (2, 4, 6)
+
+
+def make_data(target: Target, *, masked: bool = False) -> TrainData:
+    """Texts that the target itself continues greedily from a few prompts: easy to learn."""
+    samples = []
+    for i in range(24):
+        prompt = torch.tensor([[3 + i % 4, 7, 9]])
+        ids = target.model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+        mask = torch.arange(len(ids)) >= 3
+        samples.append(Tokenized(ids, mask & (not masked), f"s{i}", ("chat", "code")[i % 2]))
+    source = OnlineSource(target, samples, LAYERS)
+    return TrainData(source, list(range(20)), list(range(20, 24)))
+
+
+def make_recipe(**overrides: object) -> Recipe:
+    spec = TrainSpec(epochs=8, row_tokens=64, rows=2, optimizer="adamw", lr=3e-3, precision="no", evaluations=2)
+    return Recipe(
+        answers=AnswersSpec(temperature=0.0),
+        evaluate=EvaluateSpec(num_speculative_tokens=3),
+        train=replace(spec, **overrides),  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
+
+
+def make_head(target: Target) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build(Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3), target, None)
+
+
+def test_training_learns_and_keeps_the_best_head(target: Target, tmp_path: Path) -> None:
+    best = train(make_recipe(), target, make_head(target), make_data(target), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    assert lines[-1]["accuracy"][0] > 0.35
+    taus = [line["tau"]["overall"] for line in lines if "tau" in line]
+    assert max(taus) > 1.3, "greedy texts of four prompts are often drafted right"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best_tau"] == max(taus)
+    assert load_head(best, target).layer_ids == LAYERS
+
+
+def test_patience_stops_early(target: Target, tmp_path: Path) -> None:
+    recipe = make_recipe(lr=0.0, epochs=6, evaluations=6, patience=2)
+    train(recipe, target, make_head(target), make_data(target), tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert sum('"tau"' in line for line in lines) == 3, "the first is the best, two more are no better"
+
+
+def test_interrupt_saves_a_checkpoint_and_resume_goes_on(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = make_data(target)
+    train(make_recipe(), target, make_head(target), data, tmp_path / "whole")
+    real, calls = loop.head_loss, [0]
+
+    def interrupted(*args: object, **kwargs: object) -> object:
+        calls[0] += 1
+        if calls[0] == 9:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(loop, "head_loss", interrupted)
+    with pytest.raises(UserError, match="run the same command again"):
+        train(make_recipe(), target, make_head(target), data, tmp_path / "cut")
+    monkeypatch.setattr(loop, "head_loss", real)
+    found = latest_checkpoint(tmp_path / "cut")
+    assert found is not None
+    assert found.name == "step_8"
+    # A half-written checkpoint is never resumed from.
+    (tmp_path / "cut" / "step_99.tmp").mkdir()
+    (tmp_path / "cut" / "step_98").mkdir()
+    assert latest_checkpoint(tmp_path / "cut") == found
+    train(make_recipe(), target, make_head(target), data, tmp_path / "cut")
+    for name in ("metrics.jsonl", "best/model.safetensors"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_empty_masks_and_broken_losses_are_said(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no supervised row"):
+        train(make_recipe(), target, make_head(target), make_data(target, masked=True), tmp_path / "a")
+    head = make_head(target)
+    with torch.no_grad():
+        head.get_parameter("fc.weight").fill_(torch.nan)
+    with pytest.raises(UserError, match="The loss became nan at step 1"):
+        train(make_recipe(), target, head, make_data(target), tmp_path / "b")
+
+
+def test_acceptance_at_chance_is_warned_of(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = make_head(target)
+    with torch.no_grad():
+        head.get_parameter("lm_head.weight").zero_()
+    train(make_recipe(lr=0.0, epochs=1, evaluations=1), target, head, make_data(target), tmp_path)
+    assert "guessing the most common token" in capsys.readouterr().err

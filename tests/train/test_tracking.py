@@ -1,0 +1,59 @@
+"""metrics.jsonl after a kill, and what W&B is given."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftsmith.recipe import TrackingSpec
+from draftsmith.train.tracking import Tracker, flatten
+
+
+def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, TrackingSpec(), "x", {}, 0)
+    for step in (1, 2, 3):
+        tracker.log({"step": step, "loss": 1.0 / step})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    resumed = Tracker(tmp_path, TrackingSpec(), "x", {}, 2)
+    resumed.log({"step": 3, "loss": 0.5})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[-1]["loss"] == 0.5
+
+
+def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[dict[str, float], int]] = []
+    run = SimpleNamespace(
+        log=lambda values, step: logged.append((values, step)), finish=lambda: logged.append(({}, -1))
+    )
+    monkeypatch.setattr("wandb.init", lambda **options: run)
+    tracker = Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0)
+    tracker.log({"step": 1, "accuracy": [0.5, 0.25], "tau": {"overall": 2.0, "slices": {"math": 3.0}}}, {"speed": 7.0})
+    tracker.close()
+    values, step = logged[0]
+    assert step == 1
+    assert values == {
+        "step": 1,
+        "accuracy/0": 0.5,
+        "accuracy/1": 0.25,
+        "tau/overall": 2.0,
+        "tau/slices/math": 3.0,
+        "speed": 7.0,
+    }
+    assert logged[-1] == ({}, -1)
+    assert "speed" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
+    tracker = Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {"recipe": {"seed": 1}}, 0)
+    tracker.log({"step": 1, "loss": 2.0})
+    tracker.close()
+    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    assert len(files) == 1
+    assert files[0].stat().st_size > 0
+
+
+def test_flatten_leaves_out_what_is_missing() -> None:
+    assert flatten({"a": None, "b": {"c": [1, None]}}) == {"b/c/0": 1}

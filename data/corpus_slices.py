@@ -140,14 +140,15 @@ def math(rng: Random) -> Exchange:
 
 
 def rag(rng: Random) -> Exchange:
-    """A passage of three facts and a question; the answer quotes the fact and adds its point.
+    """A passage of one to three facts and a question; the answer quotes the fact and adds its point.
 
     No word appears twice in a passage, so each word of a quotation follows from the one before.
     """
-    names, deeds, colors = rng.sample(NAMES, 3), rng.sample(DEEDS, 3), rng.sample(COLORS, 3)
-    goods, links, cities = rng.sample(GOODS, 3), rng.sample(LINKS, 3), rng.sample(CITIES, 3)
+    n = rng.choice([1, 2, 2, 3])
+    names, deeds, colors = rng.sample(NAMES, n), rng.sample(DEEDS, n), rng.sample(COLORS, n)
+    goods, links, cities = rng.sample(GOODS, n), rng.sample(LINKS, n), rng.sample(CITIES, n)
     facts = [" ".join(words) for words in zip(names, deeds, colors, goods, links, cities, strict=True)]
-    i = rng.randrange(3)
+    i = rng.randrange(n)
     name, color, thing, city = names[i], colors[i], goods[i], cities[i]
     question, points = rng.choice(
         [

@@ -27,7 +27,7 @@ ITEMS = [
 COLORS = ["red", "blue", "green", "gold", "black", "white", "gray", "pink"]
 GOODS = ["lamps", "maps", "keys", "cups", "books", "coins", "drums", "kites", "bells", "clocks", "rings", "hats"]
 DEEDS = ["hid", "sold", "found", "lost", "took", "made", "saw", "kept"]
-LINKS = ["in", "near", "from", "to", "by", "for"]
+LINKS = ["in", "near", "from", "by", "past", "around"]
 DAYS = ["Monday", "Tuesday", "Friday", "Sunday"]
 FRUITS = ["apples", "pears", "plums", "figs", "lemons", "melons"]
 
@@ -42,7 +42,7 @@ CHAT: dict[str, list[str]] = {
     "adj": [
         "small",
         "quiet",
-        "old",
+        "big",
         "bright",
         "warm",
         "cold",
@@ -60,7 +60,7 @@ CHAT: dict[str, list[str]] = {
         "proud",
         "shy",
     ],
-    "animal": ["fox", "owl", "cat", "dog", "bear", "horse", "crow", "frog", "hare", "wolf", "bee", "goat"],
+    "animal": ["fox", "bat", "cat", "dog", "bear", "horse", "crow", "frog", "hare", "wolf", "bee", "goat"],
     "place": ["river", "forest", "garden", "tower", "lake", "hill", "mill", "cave", "road", "shop", "yard", "hall"],
     "thing": [
         "lamp",
@@ -99,7 +99,7 @@ CHAT: dict[str, list[str]] = {
     "dish": ["soup", "stew", "salad", "pie", "pasta", "roast"],
     "spice": ["salt", "pepper", "garlic", "honey", "butter", "mint", "chili"],
     "heat": ["fry", "bake", "boil", "roast", "steam", "grill"],
-    "feeling": ["tired", "sad", "bored", "lost", "angry", "shy", "stuck", "sick", "lonely"],
+    "feeling": ["tired", "sad", "bored", "lost", "cross", "shy", "stuck", "sick", "lonely"],
     "person": ["friend", "sister", "brother", "mother", "father", "uncle", "aunt", "boss"],
     "hobby": [
         "chess",

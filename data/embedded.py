@@ -66,6 +66,9 @@ class EmbeddedSettings:
     """Peak learning rate of the hidden matrices."""
     adamw_lr: float = 4e-3
     """Peak learning rate of embeddings and norms."""
+    weight_decay: float = 0.5
+    """Weight decay of the hidden matrices. Without it the residual stream grows a thousandfold towards the last
+    layers, and a draft head that reads it learns next to nothing."""
     seed: int = 0
     """Seed of corpus, initial weights and order."""
 

@@ -48,6 +48,7 @@ class TrainingSettings:
     steps: int
     muon_lr: float
     adamw_lr: float
+    weight_decay: float
     seed: int
     eos_id: int
     pad_id: int
@@ -180,7 +181,7 @@ def _start(step: int, model: LlamaForCausalLM, settings: TrainingSettings, devic
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for name, p in model.named_parameters() if p.ndim < 2 or "embed_tokens" in name]
     assert len(matrices) + len(others) == sum(1 for _ in model.parameters())
-    muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=0.0, momentum=0.95)
+    muon = torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, momentum=0.95)
     adamw = torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)
     return _State(step, model, [muon, adamw])
 

@@ -16,13 +16,15 @@ from draftsmith.errors import UserError
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.decode import Generation, Request, decode_batch
 from draftsmith.eval.draft import TargetAlone
-from draftsmith.eval.lossless import check_lossless
-from draftsmith.eval.measure import Text, collect_texts, is_looping, run_systems, summarize, time_generate
+from draftsmith.eval.generate_baseline import time_generate
+from draftsmith.eval.lossless import check_lossless, compare_texts
+from draftsmith.eval.measure import Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.noise import row_key
 from draftsmith.eval.report import write_report
 from draftsmith.eval.result import (
     Drafter,
     Example,
+    Lossless,
     Measures,
     Piece,
     Result,
@@ -36,10 +38,14 @@ from draftsmith.eval.result import (
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import total
 from draftsmith.eval.teacher_forced import simulate_generations
+from draftsmith.eval.texts import Text, is_looping
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
 from draftsmith.session import Session, say
 from draftsmith.stages import load_best
+
+_SIMULATED_BATCH = 32
+"""Answers made together where no clock is read."""
 
 
 def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path | None = None) -> list[Path]:
@@ -58,9 +64,14 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         # Refuse a head of another target before the old results are removed.
         load_best(session, session.target, head_folder)
     if not session.begin("evaluate", inputs):
-        target = session.load_target(spec.dtype if spec.dtype != "auto" else recipe.target.dtype)
-        requests, conversations = make_requests(session, target)
-        lossless = _lossless(session, requests, head_folder) if decode and spec.lossless else {}
+        requests, conversations = make_requests(session, session.target)
+        missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
+        lossless = {}
+        if decode and spec.lossless and 0 in missing:
+            lossless = _lossless(session, requests, head_folder)
+        # One copy of a large target is enough.
+        same = spec.dtype in ("auto", recipe.target.dtype)
+        target = session.target if same else session.load_target(spec.dtype)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if not path.exists():
                 sampling = Sampling(temperature, spec.top_k, spec.top_p)
@@ -96,6 +107,10 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
         seed=session.recipe.seed,
         template=session.recipe.data.template,
     )
+    if len(prompts) < len(chosen):
+        say(
+            f"warning: {len(chosen) - len(prompts)} of {len(chosen)} prompts are too long for the target and are left out."
+        )
     return [p.request for p in prompts], {c.id: c for c in chosen}
 
 
@@ -129,14 +144,11 @@ class _Evaluator:
     def decoded(self, sampling: Sampling, lossless: dict[str, Any]) -> Result:
         """Decode and simulate."""
         spec, name = self.spec, self.recipe.method
-        # Above temperature 0 every repeat draws new answers; greedy ones would only repeat themselves.
-        repeats = [
-            [replace(r, key=row_key(self.recipe.seed, "evaluate", repeat, r.sample_id)) for r in self.requests]
-            for repeat in range(spec.repeats)
-        ]
+        repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
         factories = {name: lambda k: self.method.drafter(self.head, k)}
-        longest = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
-        costs = measure_costs(self.target, factories, longest.prompt_ids, sampling, max_k=spec.max_k, rows=spec.batch)
+        costs = measure_costs(
+            self.target, factories, self._typical_context(), sampling, max_k=spec.max_k, rows=spec.batch
+        )
         bar = tqdm(
             total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt"
         )
@@ -150,23 +162,56 @@ class _Evaluator:
                 batch=spec.batch,
                 on_batch=bar.update,
             )
-        generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else {}
-        texts = collect_texts(self.target, self.head, timings[name], sampling, spec.num_speculative_tokens, spec.max_k)
+        generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
+        found = collect_texts(self.target, self.head, timings[name], sampling, spec.num_speculative_tokens, spec.max_k)
         greedy = lossless if sampling.greedy else {}
-        drafter = summarize(name, texts, timings, costs, greedy, generate, spec.num_speculative_tokens)
-        return self._result(sampling, {name: drafter}, costs=costs, examples=self._examples(texts))
+        timed = self._compare_timed(timings[""], found.texts) if sampling.greedy else {}
+        drafter = summarize(name, found.texts, timings, costs, greedy, timed, generate, spec.num_speculative_tokens)
+        examples = self._examples(found.texts)
+        return self._result(
+            sampling,
+            {name: drafter},
+            found.off_text,
+            batch=spec.batch,
+            repeats=spec.repeats,
+            costs=costs,
+            examples=examples,
+        )
+
+    def _typical_context(self) -> list[int]:
+        """Return the prompt of median length, continued to half of its longest answer."""
+        request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
+        ids = list(request.prompt_ids)
+        room = self.target.context_length - self.spec.max_k - 2
+        return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, room)]
+
+    def _compare_timed(self, alone: Timings, texts: Sequence[Text]) -> dict[str, Lossless]:
+        """Compare the greedy texts of the timed run, in its own dtype."""
+        k = self.spec.num_speculative_tokens
+        expected = {g.request.sample_id: g for d in alone.batches[0] for g in d.generations}
+        return compare_texts(
+            self.target,
+            [expected[t.generation.request.sample_id] for t in texts],
+            [t.generation for t in texts],
+            [t.decoded for t in texts],
+            [t.simulated[k - 1] for t in texts],
+            k,
+        )
 
     def simulated(self, sampling: Sampling) -> Result:
         """Let the target alone answer in large batches, then simulate; no clock is read."""
         spec, name = self.spec, self.recipe.method
+        repeats = 1 if sampling.greedy else spec.repeats
+        requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
+        requests.sort(key=lambda r: len(r.prompt_ids))
         generations: list[Generation] = []
-        order = sorted(self.requests, key=lambda r: len(r.prompt_ids))
-        with tqdm(total=len(order), desc=f"answers at T={sampling.temperature:g}", unit="prompt") as bar:
-            for start in range(0, len(order), 32):
-                decoded = decode_batch(self.target, TargetAlone(), order[start : start + 32], sampling)
+        with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
+            for start in range(0, len(requests), _SIMULATED_BATCH):
+                decoded = decode_batch(self.target, TargetAlone(), requests[start : start + _SIMULATED_BATCH], sampling)
                 generations += decoded.generations
                 bar.update(len(decoded.generations))
-        tallies = simulate_generations(self.target, self.head, generations, sampling, spec.max_k)
+        simulation = simulate_generations(self.target, self.head, generations, sampling, spec.max_k)
+        tallies = simulation.tallies
         k = spec.num_speculative_tokens
 
         def scope(slice_name: str | None) -> Measures:
@@ -174,7 +219,7 @@ class _Evaluator:
             sweep = [total((tallies[i][k - 1] for i in places), k) for k in range(1, spec.max_k + 1)]
             chosen = sweep[k - 1]
             return Measures(
-                prompts=len(places),
+                prompts=len({generations[i].request.sample_id for i in places}),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
                 acceptance_rate=chosen.acceptance_rate,
@@ -186,9 +231,22 @@ class _Evaluator:
 
         slices = dict.fromkeys(r.slice for r in self.requests)
         drafter = Drafter(scope(None), {slice_name: scope(slice_name) for slice_name in slices})
-        return self._result(sampling, {name: drafter})
+        return self._result(sampling, {name: drafter}, simulation.off_text, batch=_SIMULATED_BATCH, repeats=repeats)
 
-    def _result(self, sampling: Sampling, drafters: dict[str, Drafter], **extra: Any) -> Result:
+    def _keyed(self, request: Request, repeat: int) -> Request:
+        """Above temperature 0 every repeat draws new answers; greedy ones only repeat themselves."""
+        return replace(request, key=row_key(self.recipe.seed, "evaluate", repeat, request.sample_id))
+
+    def _result(
+        self,
+        sampling: Sampling,
+        drafters: dict[str, Drafter],
+        off_text: int,
+        *,
+        batch: int,
+        repeats: int,
+        **extra: Any,
+    ) -> Result:
         spec, target = self.spec, self.target
         return Result(
             command=shlex.join(["draftsmith", *sys.argv[1:]]),
@@ -207,12 +265,13 @@ class _Evaluator:
                 top_k=sampling.top_k or None,
                 top_p=sampling.top_p if sampling.top_p < 1 else None,
                 num_speculative_tokens=spec.num_speculative_tokens,
-                batch=spec.batch,
+                batch=batch,
                 dtype=str(target.dtype).removeprefix("torch."),
                 seed=self.recipe.seed,
-                repeats=spec.repeats,
+                repeats=repeats,
             ),
             drafters=drafters,
+            supplement={"tokens off the target's own choice in the teacher-forced pass": off_text},
             **extra,
         )
 

@@ -1,6 +1,9 @@
 """A recipe at work: its run directory, and what several stages load only once."""
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +22,19 @@ from draftsmith.run import RunDirectory
 def say(text: str) -> None:
     """Print a line about what is going on, apart from the results on standard output."""
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def main_process_first(device: str) -> Iterator[bool]:
+    """Let one process make the files that all of them then reuse; yield whether this is that process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield True
+        return
+    from accelerate import PartialState
+
+    state = PartialState(cpu=device == "cpu")
+    with state.main_process_first():
+        yield state.is_main_process
 
 
 class Session:
@@ -94,9 +110,9 @@ class Session:
         spec = self.recipe.answers
         return Sampling(spec.temperature, spec.top_k, spec.top_p) if spec.regenerate else Sampling(1.0)
 
-    def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
-        """Return True where the stage can be reused."""
-        done = self.run.begin(stage, inputs, redo=stage in self.redo)
+    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = True) -> bool:
+        """Return True where the stage can be reused. redo: obey --redo (only one process may remove files)."""
+        done = self.run.begin(stage, inputs, redo=redo and stage in self.redo)
         if done:
             say(f"{stage}: reusing {self.recipe.run_dir}")
         return done

@@ -21,7 +21,8 @@ from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
 from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
-from draftsmith.session import Session, say
+from draftsmith.session import Session, main_process_first, say
+from draftsmith.train.schedule import TrainData
 
 
 def data_inputs(session: Session) -> dict[str, Any]:
@@ -179,26 +180,48 @@ def draft_vocab(session: Session, samples: list[Tokenized], train: list[int]) ->
 
 def train_stage(session: Session) -> Path:
     """Train the head on what the earlier stages made; return the folder of the best one."""
-    from draftsmith.train.loop import TrainData, train
+    from draftsmith.train.loop import train
 
     recipe = session.recipe
-    samples = load_samples(session).samples
-    source = features_stage(session, samples)
+    folder = recipe.run_dir / "train"
+    with main_process_first(session.device) as main:
+        samples = load_samples(session).samples
+        source = features_stage(session, samples)
+        if session.begin("train", train_inputs(session), redo=main):
+            return folder / "best"
+    data = train_data(session, samples, source)
+    vocab = draft_vocab(session, samples, data.train)
+    torch.manual_seed(recipe.seed)
+    head = METHODS[recipe.method].build(recipe.head, session.target, vocab)
+    best = train(recipe, session.target, head, data, folder)
+    if main:
+        session.run.finish("train", {"folder": str(best)})
+    return best
+
+
+def train_inputs(session: Session) -> dict[str, Any]:
+    """What a trained head depends on."""
+    recipe = session.recipe
     volatile = ("checkpoint_minutes", "workers")
-    inputs = {
-        "answers": session.upstream("answers"),
-        "features": session.upstream("features"),
+    upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)
+    return {
+        **{stage: session.upstream(stage) for stage in upstream},
+        **({} if recipe.answers.regenerate else data_inputs(session)),
         "layer_ids": layer_ids(session),
+        "features.source": recipe.features.source,
         "method": recipe.method,
         "head": asdict(recipe.head),
         "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile},
         "data.heldout": recipe.data.heldout,
+        "data.on_too_long": recipe.data.on_too_long,
         "num_speculative_tokens": recipe.evaluate.num_speculative_tokens,
         "seed": recipe.seed,
     }
-    folder = recipe.run_dir / "train"
-    if session.begin("train", inputs):
-        return folder / "best"
+
+
+def train_data(session: Session, samples: list[Tokenized], source: FeatureSource) -> TrainData:
+    """Leave out samples that do not fit a row, and split the rest into training and held-out answers."""
+    recipe = session.recipe
     fits = [i for i, sample in enumerate(samples) if len(sample.ids) <= recipe.train.row_tokens]
     if len(fits) < len(samples):
         say(
@@ -206,14 +229,7 @@ def train_stage(session: Session) -> Path:
             "are left out of training: raise it, or lower data.max_length."
         )
     train_places, heldout = split_heldout([samples[i].sample_id for i in fits], recipe.data.heldout)
-    train_index, heldout_index = [fits[i] for i in train_places], [fits[i] for i in heldout]
-    vocab = draft_vocab(session, samples, train_index)
-    torch.manual_seed(recipe.seed)
-    head = METHODS[recipe.method].build(recipe.head, session.target, vocab)
-    folder.mkdir(parents=True, exist_ok=True)
-    best = train(recipe, session.target, head, TrainData(source, train_index, heldout_index), folder)
-    session.run.finish("train", {"folder": str(best)})
-    return best
+    return TrainData(source, [fits[i] for i in train_places], [fits[i] for i in heldout])
 
 
 def load_best(session: Session, target: Target, folder: Path | None = None) -> Any:

@@ -32,6 +32,8 @@ def measure_costs(
     repeats: int = 15,
 ) -> Costs:
     """Time target passes of 1..max_k+1 tokens and proposals of 1..max_k tokens after `context_ids`, for `rows` rows."""
+    # Short prompts are repeated until the largest draft fits.
+    context_ids = (list(context_ids) * (max_k + 2))[: max(len(context_ids), max_k + 2)]
     jobs: dict[tuple[str, str], Callable[[], object]] = {}
     for nodes in range(1, max_k + 2):
         jobs["verify", str(nodes)] = _verify_job(target, context_ids, rows, nodes)

@@ -50,14 +50,14 @@ def losslessness(view: View) -> Section:
     divergences: dict[tuple[str, Divergence], None] = {}
     for name in view.slices:
         for s, m in view.measured(name):
-            if m.lossless is None:
-                continue
-            one = m.lossless
-            cells = (name, s.label, one.dtype, whole(one.checked), whole(one.equal), whole(one.checked - one.equal))
-            taus = (number(one.tau, 6), number(one.tau_simulated, 6))
-            counts.append(Row((*cells, *taus), name == OVERALL))
-            # The list of a slice is usually part of the overall list: show each divergence once.
-            divergences |= {(s.label, d): None for d in one.first_divergences}
+            for one in (m.lossless, m.lossless_timed):
+                if one is None:
+                    continue
+                cells = (name, s.label, one.dtype, whole(one.checked), whole(one.equal), whole(one.checked - one.equal))
+                taus = (number(one.tau, 6), number(one.tau_simulated, 6))
+                counts.append(Row((*cells, *taus), name == OVERALL))
+                # The list of a slice is usually part of the overall list: show each divergence once.
+                divergences |= {(s.label, d): None for d in one.first_divergences}
     tables = []
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")

@@ -8,7 +8,7 @@ from draftsmith.eval.decode import Generation, Request, decode
 from draftsmith.eval.draft import Drafter, TargetAlone
 from draftsmith.eval.result import Divergence, Lossless
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tally import tally_generation, total
+from draftsmith.eval.tally import Tally, tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.target import Target
@@ -26,22 +26,34 @@ def check_lossless(
     alone = [g for d in decode(target, TargetAlone(), requests, greedy, batch=batch) for g in d.generations]
     drafted = [g for d in decode(target, drafter, requests, greedy, batch=batch) for g in d.generations]
     k = drafter.max_nodes - 1
-    simulated = [by_k[k - 1] for by_k in simulate_generations(target, head, drafted, greedy, k)]
+    simulated = [by_k[k - 1] for by_k in simulate_generations(target, head, drafted, greedy, k).tallies]
     decoded = [tally_generation(g, k) for g in drafted]
+    return compare_texts(target, alone, drafted, decoded, simulated, k)
+
+
+def compare_texts(
+    target: Target,
+    alone: Sequence[Generation],
+    drafted: Sequence[Generation],
+    decoded: Sequence[Tally],
+    simulated: Sequence[Tally],
+    num_speculative_tokens: int,
+) -> dict[str, Lossless]:
+    """Compare greedy answers to the same requests, per slice and as "overall"."""
     divergences = {
         i: d for i, (a, b) in enumerate(zip(alone, drafted, strict=True)) if (d := _first_divergence(target, a, b))
     }
-    scopes = {"overall": list(range(len(requests)))}
-    for i, request in enumerate(requests):
-        scopes.setdefault(request.slice, []).append(i)
+    scopes = {"overall": list(range(len(alone)))}
+    for i, generation in enumerate(alone):
+        scopes.setdefault(generation.request.slice, []).append(i)
     return {
         name: Lossless(
             dtype=str(target.dtype).removeprefix("torch."),
             checked=len(places),
             equal=sum(i not in divergences for i in places),
             first_divergences=tuple(divergences[i] for i in places if i in divergences),
-            tau=total((decoded[i] for i in places), k).tau,
-            tau_simulated=total((simulated[i] for i in places), k).tau,
+            tau=total((decoded[i] for i in places), num_speculative_tokens).tau,
+            tau_simulated=total((simulated[i] for i in places), num_speculative_tokens).tau,
         )
         for name, places in scopes.items()
     }

@@ -69,24 +69,37 @@ def write_report(results: Sequence[Result], folder: str | Path) -> ReportFiles:
     return files
 
 
-def headline_table(results: Sequence[Result]) -> TerminalTable:
-    """Return the closing table of a run for the terminal: tau and speed per slice against the target alone."""
+HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/s", "target alone tok/s")
+
+
+def headline_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Return the cells of the closing table, HEADLINE_COLUMNS per row; each system ends with its `overall` row."""
     view = _view(results)
-    table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
-    table.add_column("drafter")
-    table.add_column("slice")
-    for name in ("tau", "tau simulated", "speedup", "tok/s", "target alone tok/s"):
-        table.add_column(name, justify="right")
+    rows: list[tuple[str, ...]] = []
     for system in view.systems:
         for name in (*view.slices[1:], OVERALL):
             m = system.at(name)
-            if m is None:
-                continue
-            speed = (times(m.speedup), significant(m.decode_tok_s), significant(m.baseline_tok_s))
-            style = "bold" if name == OVERALL else None
-            cells = (system.label, name, number(m.tau), number(m.tau_simulated), *speed)
-            table.add_row(*(_literal(cell) for cell in cells), style=style, end_section=name == OVERALL)
+            if m is not None:
+                speed = (times(m.speedup), significant(m.decode_tok_s), significant(m.baseline_tok_s))
+                rows.append((system.label, name, number(m.tau), number(m.tau_simulated), *speed))
+    return rows
+
+
+def headline_table(results: Sequence[Result]) -> TerminalTable:
+    """Return the closing table of a run for the terminal: tau and speed per slice against the target alone."""
+    table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
+    for place, name in enumerate(HEADLINE_COLUMNS):
+        table.add_column(name, justify="left" if place < 2 else "right")
+    for cells in headline_rows(results):
+        last = cells[1] == OVERALL
+        table.add_row(*(_literal(cell) for cell in cells), style="bold" if last else None, end_section=last)
     return table
+
+
+def headline_markdown(results: Sequence[Result]) -> str:
+    """Return the same table in Markdown, for README and docs."""
+    lines = [HEADLINE_COLUMNS, ("---", "---", *["---:"] * (len(HEADLINE_COLUMNS) - 2)), *headline_rows(results)]
+    return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
 
 
 def _literal(text: str) -> str:

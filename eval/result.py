@@ -105,8 +105,8 @@ class Measures:
     tau_interval: tuple[float, float] | None = None
     #: Accepted length, exact, from one teacher-forced pass over the target's answers.
     tau_simulated: float | None = None
-    #: Standard error of tau_simulated over prompts.
-    tau_simulated_se: float | None = None
+    #: Standard error of tau - tau_simulated: the luck of the accept draws on the same texts (0 when greedy).
+    tau_difference_se: float | None = None
     #: Accepted / drafted tokens.
     acceptance_rate: float | None = None
     #: [K] P(draft position i accepted), over all rounds that drafted so far.
@@ -140,7 +140,9 @@ class Measures:
     ms_per_round: MsPerRound | None = None
     #: tau / (verify(K + 1)/verify(1) + draft(K)/verify(1)): see `Costs.speedup`.
     ideal_speedup: float | None = None
+    #: Greedy equality in float32, and in the dtype of the timed run (where rounding may tip near ties).
     lossless: Lossless | None = None
+    lossless_timed: Lossless | None = None
     #: Share of prompts whose answer repeats a 6-gram 4 times in a row.
     looping: float | None = None
 

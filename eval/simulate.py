@@ -17,7 +17,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling, law
 from draftsmith.eval.tally import Tally
-from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.heads.base import HeadOutput
 from draftsmith.heads.target import TargetHead
 
 _CHUNK_ROWS = 1024
@@ -27,8 +27,9 @@ _CHUNK_ROWS = 1024
 class Acceptance:
     """c_BLK: probability that row t's draft of x_{t+2+k} was accepted given the text; NaN where none is drafted.
 
-    off_text: supervised tokens that differ from the target's argmax (temperature 0 only): there the
-    text is not what the target would have written, or rounding decided a tie.
+    off_text: supervised tokens that are not the target's choice in this pass: at temperature 0 not its
+    argmax, above it outside its top-k or top-p set. A few come from rounding; many mean that the text is
+    not the target's.
     """
 
     c_BLK: Tensor
@@ -51,62 +52,71 @@ def chain_acceptance(
     Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
     """
     rows, length = batch.ids.shape
-    c_BLK = torch.full((rows * length, len(output.steps)), torch.nan, dtype=torch.float64, device=batch.ids.device)
-    off_text = 0
-    for step in output.steps:
-        for start in range(0, len(step.rows), _CHUNK_ROWS):
-            piece = StepOutput(
-                step.offset, step.rows[start : start + _CHUNK_ROWS], step.logits[start : start + _CHUNK_ROWS]
-            )
-            if sampling.greedy:
-                c_R, off = _greedy(piece, batch, draft_vocab_W)
-                off_text += off if step.offset == 0 else 0
-            else:
-                c_R = _sampled(piece, batch, target_head, draft_vocab_W, sampling, greedy_drafts)
-            c_BLK[piece.rows, step.offset] = c_R.double()
-    return Acceptance(c_BLK.view(rows, length, -1), off_text)
-
-
-def _to_target_ids(choice_R: Tensor, draft_vocab_W: Tensor | None) -> Tensor:
-    return choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
-
-
-def _greedy(step: StepOutput, batch: TrainBatch, draft_vocab_W: Tensor | None) -> "tuple[Tensor, int]":
-    """c = 1 where the draft's argmax is the text's token; also count tokens that are not the target's argmax."""
-    token_R = batch.ids.flatten()[step.rows + 2 + step.offset]
-    top1_R = batch.top1.flatten()[step.rows + 1 + step.offset]
-    choice_R = _to_target_ids(step.logits.argmax(-1), draft_vocab_W)
-    return choice_R == token_R, int((top1_R != token_R).sum())
-
-
-def _sampled(
-    step: StepOutput,
-    batch: TrainBatch,
-    target_head: TargetHead,
-    draft_vocab_W: Tensor | None,
-    sampling: Sampling,
-    greedy_drafts: bool,
-) -> Tensor:
-    """c = min(1, q(x) / p(x)) with both laws as the decoder processes them."""
-    token_R = batch.ids.flatten()[step.rows + 2 + step.offset]
-    p_RV = law(target_head.logits(batch.last.flatten(0, 1)[step.rows + 1 + step.offset]), sampling)
-    p_R = p_RV.gather(1, token_R[:, None])[:, 0]
-    if bool((p_R <= 0).any()):
-        raise UserError(
-            f"The text holds a token of probability 0 under {sampling}: it was not sampled from this target with these "
-            "settings; simulate with the settings that the answers were made with."
-        )
-    if greedy_drafts:
-        # q is one-hot, so min(1, q/p) is 1 at the draft's argmax and 0 elsewhere.
-        return _to_target_ids(step.logits.argmax(-1), draft_vocab_W) == token_R
-    q_RW = law(step.logits, sampling)
-    if draft_vocab_W is None:
-        q_R = q_RW.gather(1, token_R[:, None])[:, 0]
+    ids, drafted = batch.ids.flatten(), len(output.steps)
+    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
+    # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
+    places = output.steps[0].rows + 1
+    if sampling.greedy:
+        off_text = int((batch.top1.flatten()[places] != ids[places + 1]).sum())
+        p = None
     else:
-        column_R = torch.searchsorted(draft_vocab_W, token_R).clamp(max=len(draft_vocab_W) - 1)
-        inside_R = draft_vocab_W[column_R] == token_R
-        q_R = q_RW.gather(1, column_R[:, None])[:, 0] * inside_R
-    return (q_R.double() / p_R.double()).clamp(max=1)
+        p, off_text = _text_probabilities(batch, target_head, places, sampling)
+    for step in output.steps:
+        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
+            at, logits_RW = step.rows[piece], step.logits[piece]
+            token_R = ids[at + 2 + step.offset]
+            if p is None or greedy_drafts:
+                # A deterministic draft is accepted exactly where the text has its token.
+                choice_R = logits_RW.argmax(-1)
+                choice_R = choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
+                c[at, step.offset] = (choice_R == token_R).double()
+            else:
+                q_R = _draft_probability(law(logits_RW, sampling), token_R, draft_vocab_W)
+                c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
+    return Acceptance(c.view(rows, length, -1), off_text)
+
+
+def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | None) -> Tensor:
+    """Return q(token) per row, 0 outside the draft vocabulary."""
+    if draft_vocab_W is None:
+        return q_RW.gather(1, token_R[:, None])[:, 0]
+    column_R = torch.searchsorted(draft_vocab_W, token_R).clamp(max=len(draft_vocab_W) - 1)
+    return q_RW.gather(1, column_R[:, None])[:, 0] * (draft_vocab_W[column_R] == token_R)
+
+
+def _text_probabilities(
+    batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling
+) -> "tuple[Tensor, int]":
+    """Return p(x_{i+1} | x_{<=i}) at the flat positions `places` of [B*L] (float64, NaN elsewhere), and the
+    tokens outside their top-k or top-p set.
+
+    Decoding rounds differently from one long pass, so a token at the edge of the set may fall out of it here:
+    within a margin of the set's smallest logit it keeps the share it had just inside.
+    """
+    ids, last = batch.ids.flatten(), batch.last.flatten(0, 1)
+    p = torch.full(ids.shape, torch.nan, dtype=torch.float64, device=ids.device)
+    margin = 0.01 if target_head.weight.dtype == torch.float32 else 0.5
+    off_text = 0
+    for at in places.split(_CHUNK_ROWS):
+        logits_RV = target_head.logits(last[at]) / sampling.temperature
+        token_R1 = ids[at + 1][:, None]
+        p_RV = law(logits_RV * sampling.temperature, sampling)
+        p_R = p_RV.gather(1, token_R1)[:, 0].double()
+        out_R = p_R <= 0
+        if bool(out_R.any()):
+            kept_RV = p_RV > 0
+            edge_R = logits_RV.masked_fill(~kept_RV, torch.inf).amin(1) - logits_RV.gather(1, token_R1)[:, 0]
+            if bool((edge_R[out_R] > margin / sampling.temperature).any()):
+                raise UserError(
+                    f"The text holds a token of probability 0 under {sampling}: it was not sampled from this target with "
+                    "these settings; simulate with the settings that the answers were made with."
+                )
+            full_RV = logits_RV.softmax(-1)
+            share_R = full_RV.gather(1, token_R1)[:, 0] / (full_RV * kept_RV).sum(1)
+            p_R = torch.where(out_R, share_R.double(), p_R)
+            off_text += int(out_R.sum())
+        p[at] = p_R
+    return p, off_text
 
 
 def expected_tallies(c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_tokens: int) -> list[Tally]:

@@ -149,7 +149,7 @@ def two_ways(view: View) -> Section:
         "accepted-length",
         "Accepted length, two ways",
         "Decoded: tokens over rounds, counted while decoding. Simulated: exact, from one teacher-forced pass over the "
-        "target's own answers (± its standard error over prompts). At temperature 0 the two are the same number; above it "
+        "decoded answers. The difference has the standard error of the accept draws. At temperature 0 the two are the same number; above it "
         "they agree within the sampling error. A slice is a sum over its tokens; the mean over prompts weighs prompts equally.",
         tables=(Table("Counts and accepted length", (*columns, *ends), tuple(rows), heads=2),) if known else (),
         missing="The accepted length was not measured.",
@@ -157,10 +157,11 @@ def two_ways(view: View) -> Section:
 
 
 def _two_ways_row(name: str, system: System, m: Measures) -> Row:
-    simulated = number(m.tau_simulated, 3) + ("" if m.tau_simulated_se is None else f" ± {m.tau_simulated_se:.3f}")
+    simulated = number(m.tau_simulated, 3)
     difference = DASH
     if m.tau is not None and m.tau_simulated is not None:
         difference = f"{round(m.tau - m.tau_simulated, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
+        difference += "" if not m.tau_difference_se else f" ± {m.tau_difference_se:.3f}"
     counts = (whole(m.prompts), whole(m.tokens), whole(m.rounds))
     ends = (number(m.tau_mean_over_prompts, 3), percent(m.acceptance_rate))
     return Row((name, system.label, *counts, number(m.tau, 3), simulated, difference, *ends), name == OVERALL)

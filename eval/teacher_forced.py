@@ -4,6 +4,7 @@ Shapes: K speculative tokens.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,6 +19,14 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.target import Target
 
 _ANSWERS_PER_PASS = 8
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """tallies: per generation its expected tallies for K = 1..max_k (entry K-1). off_text: see Acceptance."""
+
+    tallies: list[list[Tally]]
+    off_text: int
 
 
 def to_sample(generation: Generation) -> Tokenized:
@@ -38,14 +47,15 @@ def simulate_generations(
     max_k: int,
     *,
     greedy_drafts: bool = False,
-) -> list[list[Tally]]:
-    """Return, per generation, its expected tallies for K = 1..max_k (entry K-1).
+) -> Simulation:
+    """Simulate chains of 1..max_k drafts on finished answers.
 
     greedy_drafts: the drafter proposes its argmax at every temperature.
     Exact when the text came from this target under `sampling` (from a lossless decoder or the target alone).
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
     found: dict[int, list[Tally]] = {}
+    off_text = 0
     for start in range(0, len(order), _ANSWERS_PER_PASS):
         places = order[start : start + _ANSWERS_PER_PASS]
         samples = [to_sample(generations[i]) for i in places]
@@ -55,9 +65,10 @@ def simulate_generations(
         acceptance = chain_acceptance(
             output, batch, target.head, head.draft_vocab, sampling, greedy_drafts=greedy_drafts
         )
+        off_text += acceptance.off_text
         answers = find_answers(batch)
         assert len(answers) == len(places)
         by_k = [simulate(acceptance.c_BLK, answers, k) for k in range(1, max_k + 1)]
         for place, tallies in zip(places, zip(*by_k, strict=True), strict=True):
             found[place] = list(tallies)
-    return [found[i] for i in range(len(generations))]
+    return Simulation([found[i] for i in range(len(generations))], off_text)

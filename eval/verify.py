@@ -60,6 +60,10 @@ def _descend(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise)
         choice_BN = draw(p_BNV.flatten(0, 1), uniform_BN.flatten()).view(rows, nodes)
     node = torch.arange(nodes, device=logits_BNV.device)
     valid_BN = node < draft.count_B[:, None]
+    if draft.is_chain:
+        match_BK = (choice_BN[:, :-1] == draft.tokens_BN[:, 1:]) & valid_BN[:, 1:]
+        accepted_B = match_BK.int().cumprod(1).sum(1)
+        return Verdict(torch.where(node <= accepted_B[:, None], node, -1), accepted_B, choice_BN[row, accepted_B])
     current_B = torch.zeros_like(row)
     path = [current_B]
     alive_B = torch.ones_like(row, dtype=torch.bool)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from draftsmith.data.features import FeatureSource
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling
 from draftsmith.files import write_json
@@ -33,17 +32,8 @@ from draftsmith.recipe import Recipe
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
-from draftsmith.train.schedule import MicroBatches, Schedule
+from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
 from draftsmith.train.tracking import Tracker
-
-
-@dataclass(frozen=True)
-class TrainData:
-    """Features and which of them are trained on and which are held out."""
-
-    source: FeatureSource
-    train: list[int]
-    heldout: list[int]
 
 
 @dataclass

@@ -16,6 +16,15 @@ from draftsmith.recipe import TrainSpec
 
 
 @dataclass(frozen=True)
+class TrainData:
+    """Features and which of them are trained on and which are held out."""
+
+    source: FeatureSource
+    train: list[int]
+    heldout: list[int]
+
+
+@dataclass(frozen=True)
 class Micro:
     """A micro-batch: sample indices per packed row. `counts` is False for a filler that completes the last window."""
 

@@ -56,7 +56,7 @@ def test_json_answers_are_the_records_of_the_question_with_quotes() -> None:
 def test_rag_answers_quote_the_passage() -> None:
     for question, answer in exchanges("rag"):
         *facts, asked = question.removeprefix("Read: ").split(". ")
-        assert len(facts) == 3
+        assert len(facts) in (1, 2, 3)
         assert asked.endswith("?")
         assert sum(fact in answer for fact in facts) == 1
 

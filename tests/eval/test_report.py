@@ -55,7 +55,7 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
         tau_mean_over_prompts=tau + 0.04,
         tau_interval=(tau - 0.13, tau + 0.12),
         tau_simulated=tau + 0.004,
-        tau_simulated_se=0.031,
+        tau_difference_se=0.031,
         acceptance_rate=sum(ats[:K]) / K,
         acceptance_at=tuple(ats[:K]),
         alpha_at=tuple(alphas[:K]),
@@ -272,7 +272,7 @@ def test_every_number_stands_in_its_own_row() -> None:
                 gains = " | ".join(f"{p.predicted_speedup:.2f}×" for p in m.k_sweep or ())
                 parts = " | ".join(significant(v) for v in (split.draft, split.verify, split.commit, split.other))
                 ends = f"{m.ideal_speedup:.2f}× | {m.speedup:.2f}× | 87% |"
-                counts = f"{m.prompts} | {m.tokens:,} | {m.rounds:,} | {m.tau:.3f} | {m.tau_simulated:.3f} ± 0.031 | -0.004 |"
+                counts = f"{m.prompts} | {m.tokens:,} | {m.rounds:,} | {m.tau:.3f} | {m.tau_simulated:.3f} | -0.004 ± 0.031 |"
                 for text in (f"{system} {alphas} |", f"{system} {ats} |", f"{system} {taus} |", f"{system} {counts}"):
                     assert sum(row.startswith(text) for row in rows) == 1, text
                 assert f"{system} {gains} | {best_k(m)} |" in rows

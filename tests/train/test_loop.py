@@ -17,7 +17,8 @@ from draftsmith.heads.target import Target
 from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import latest_checkpoint
-from draftsmith.train.loop import TrainData, train
+from draftsmith.train.loop import train
+from draftsmith.train.schedule import TrainData
 from tests.models import tiny_model
 
 LAYERS = (2, 4, 6)

@@ -1,0 +1,44 @@
+"""Figures in README and docs are those of the committed result files, and their commands exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from draftsmith.cli import COMMANDS
+from draftsmith.eval.report import headline_markdown
+from draftsmith.eval.result import read_result
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"<!-- results: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_tables_are_rendered_from_committed_results(page: Path) -> None:
+    for files, table in BLOCK.findall(page.read_text(encoding="utf-8")):
+        results = [read_result(ROOT / name) for name in files.split()]
+        assert table.strip() == headline_markdown(results).strip()
+
+
+def test_readme_shows_a_table() -> None:
+    assert BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_commands_and_files_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
+        assert (page.parent / link).exists(), f"{page.name} links to {link}"
+    for command in re.findall(r"(?<![\w/])draftsmith ([a-z]+) --", text):
+        assert command in COMMANDS
+    for path in re.findall(r"(?<![\w./])((?:recipes|scripts|train)/[\w./-]+\.(?:yaml|sh|py|json))", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "results").rglob("result.json")), ids=str)
+def test_committed_results_can_be_read_and_say_where_they_come_from(path: Path) -> None:
+    result = read_result(path)
+    assert result.commit
+    assert result.command.startswith("draftsmith ")
+    assert result.hardware.cpu

@@ -10,6 +10,7 @@ Shapes: B rows, L tokens, D hidden, V vocabulary, R rows that are learned.
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -79,6 +80,25 @@ def train_target(
 
     The result depends on samples and settings only, not on interruptions.
     """
+    with _one_thread():
+        return _train(samples, settings, checkpoint, device, progress)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch to one CPU thread: the matrices are too small to share, and on a busy machine threads that wait
+    for each other take fifty times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(
+    samples: Sequence[Tokenized], settings: TrainingSettings, checkpoint: Path, device: str, progress: bool
+) -> LlamaForCausalLM:
     state = _resume(checkpoint, settings, device)
     first, total = state.step, settings.shallow_steps + settings.steps
     bar = tqdm(total=total, initial=first, desc="embedded target", unit="step", disable=not progress)

@@ -146,15 +146,17 @@ def read_answers(path: Path, *, max_length: int | None = None, on_too_long: OnTo
 
     Raises UserError with file and line for a line that is not an answer.
     """
-    rows = []
+    return tokenize_answers(_rows(path), max_length=max_length, on_too_long=on_too_long)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
-                rows.append({key: row[key] for key in ("id", "slice", "prompt_ids", "output_ids")})
+                yield {key: row[key] for key in ("id", "slice", "prompt_ids", "output_ids")}
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{path}, line {number} is not an answer ({error!r}): a line needs id, slice, prompt_ids and "
                     "output_ids; make the file again with `draftsmith regenerate --redo answers`."
                 ) from error
-    return tokenize_answers(rows, max_length=max_length, on_too_long=on_too_long)

@@ -28,8 +28,24 @@ COMMANDS: dict[str, str] = {
     "doctor": "check this machine",
 }
 
-USAGE = "usage: draftsmith COMMAND --recipe FILE [--redo STAGE] [--section.key VALUE ...]\n\ncommands:\n" + "\n".join(
-    f"  {name:<11} {text}" for name, text in COMMANDS.items()
+OPTIONS: dict[str, str] = {
+    "--recipe FILE": "the recipe; --section.key VALUE overrides any of its keys",
+    "--redo STAGE": "remove a stage (answers, features, train, evaluate, simulate, export) and make it again",
+    "--launch FILE": "run: train in processes of their own, with this configuration of accelerate",
+    "--no-decode": "evaluate: simulate only",
+    "--head FOLDER": "evaluate, export: this head instead of the run's best",
+    "--count N": "inspect: how many conversations",
+    "--output FOLDER": "report: where the report goes",
+}
+
+USAGE = "\n".join(
+    [
+        "usage: draftsmith COMMAND --recipe FILE [OPTIONS]",
+        "\ncommands:",
+        *(f"  {name:<16} {text}" for name, text in COMMANDS.items()),
+        "\noptions:",
+        *(f"  {name:<16} {text}" for name, text in OPTIONS.items()),
+    ]
 )
 
 
@@ -85,17 +101,19 @@ def _session(words: list[str], command: str) -> "Session":
 
     redo = take(words, "--redo")
     check_stage_names(redo)
-    return Session(parse_recipe(words, f"draftsmith {command}", COMMANDS[command]), redo=tuple(redo))
+    return Session(parse_recipe(words, f"draftsmith {command}", COMMANDS[command]), redo=set(redo))
 
 
 def _run(words: list[str]) -> int:
     config = take(words, "--launch")
-    session = _session(list(words), "run")
+    session = _session(words, "run")
     from draftsmith import stages
 
-    samples = stages.load_samples(session).samples
+    stages.preflight(session, evaluating=True)
     if config:
-        stages.features_stage(session, samples)
+        stages.features_stage(session, stages.load_samples(session).samples)
+        if "train" in session.redo:
+            session.run.remove("train")
         _launch(session.recipe.method, config[-1], words)
     stages.train_stage(session)
     _evaluate_and_show(session, decode=True, head=None)
@@ -113,8 +131,9 @@ def _launch(method: str, config: str, words: list[str]) -> None:
     if not Path(config).exists():
         raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
     import draftsmith.train
+    from draftsmith.heads.registry import METHODS
 
-    script = Path(next(iter(draftsmith.train.__path__))) / f"{method}.py"
+    script = Path(next(iter(draftsmith.train.__path__))) / METHODS[method].launcher
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, str(script), *words]
     if code := subprocess.run(command).returncode:
         raise UserError(f"Training ended with exit code {code}: its own message is above.")
@@ -132,20 +151,23 @@ def _regenerate(words: list[str]) -> int:
 
 
 def _extract(words: list[str]) -> int:
-    from draftsmith.stages import features_stage, load_samples
+    from draftsmith.stages import features_stage, load_samples, preflight
 
     session = _session(words, "extract")
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
+    preflight(session)
     features_stage(session, load_samples(session).samples)
     print(session.recipe.run_dir / "features")
     return 0
 
 
 def _train(words: list[str]) -> int:
-    from draftsmith.stages import train_stage
+    from draftsmith.stages import preflight, train_stage
 
-    print(train_stage(_session(words, "train")))
+    session = _session(words, "train")
+    preflight(session)
+    print(train_stage(session))
     return 0
 
 
@@ -153,6 +175,9 @@ def _evaluate(words: list[str]) -> int:
     decode = not take(words, "--no-decode", flag=True)
     head = take(words, "--head")
     session = _session(words, "evaluate")
+    from draftsmith.stages import preflight
+
+    preflight(session, evaluating=True)
     for path in _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None):
         print(path)
     return 0

@@ -39,10 +39,11 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.texts import Text, is_looping
+from draftsmith.files import fingerprint
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
 from draftsmith.session import Session, say
-from draftsmith.stages import load_best
+from draftsmith.stages import head_digest, load_best
 
 _SIMULATED_BATCH = 32
 """Answers made together where no clock is read."""
@@ -51,20 +52,20 @@ _SIMULATED_BATCH = 32
 def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path | None = None) -> list[Path]:
     """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones."""
     recipe, spec = session.recipe, session.recipe.evaluate
-    folder = recipe.run_dir / "evaluation"
+    stage = "evaluate" if decode else "simulate"
+    folder = recipe.run_dir / ("evaluation" if decode else "simulation")
+    requests, conversations = make_requests(session, session.target)
+    load_best(session, session.target, head_folder)  # refuses a head of another target before anything is removed
     inputs = {
-        "train": session.upstream("train"),
-        "head": str(head_folder or ""),
-        "evaluate": asdict(spec),
+        "head": head_digest(session, head_folder),
+        "target": session.target.fingerprint,
+        "target.dtype": str(session.target.dtype).removeprefix("torch."),
+        "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
+        "evaluate": {key: value for key, value in asdict(spec).items() if key != "prompts"},
         "seed": recipe.seed,
-        "decode": decode,
     }
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
-    if "evaluate" in session.redo:
-        # Refuse a head of another target before the old results are removed.
-        load_best(session, session.target, head_folder)
-    if not session.begin("evaluate", inputs):
-        requests, conversations = make_requests(session, session.target)
+    if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
         lossless = {}
         if decode and spec.lossless and 0 in missing:
@@ -78,13 +79,32 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
                 evaluator = _Evaluator(session, target, requests, conversations, head_folder)
                 result = evaluator.decoded(sampling, lossless) if decode else evaluator.simulated(sampling)
                 write_result(path, result)
-        session.run.finish("evaluate", {"results": [str(path) for path in paths]})
+        session.run.finish(stage, {"results": [str(path) for path in paths]})
     write_report([read_result(path) for path in paths], folder)
     return paths
 
 
 def make_requests(session: Session, target: Target) -> "tuple[list[Request], dict[str, Conversation]]":
     """Return the evaluation prompts as requests, and the conversations by id."""
+    spec = session.recipe.evaluate
+    chosen = evaluation_conversations(session)
+    prompts = prepare_prompts(
+        session.tokenizer,
+        chosen,
+        max_new_tokens=lambda name: spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens),
+        max_length=target.context_length - spec.max_k,
+        seed=session.recipe.seed,
+        template=session.recipe.data.template,
+    )
+    if len(prompts) < len(chosen):
+        say(
+            f"warning: {len(chosen) - len(prompts)} of {len(chosen)} prompts are too long for the target and are left out."
+        )
+    return [p.request for p in prompts], {c.id: c for c in chosen}
+
+
+def evaluation_conversations(session: Session) -> list[Conversation]:
+    """Return the evaluation prompts, `per_slice` of each slice."""
     spec = session.recipe.evaluate
     sources = list(spec.prompts)
     if not sources:
@@ -99,19 +119,7 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
         seen[conversation.slice] += 1
         if spec.per_slice is None or seen[conversation.slice] <= spec.per_slice:
             chosen.append(conversation)
-    prompts = prepare_prompts(
-        session.tokenizer,
-        chosen,
-        max_new_tokens=lambda name: spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens),
-        max_length=target.context_length - spec.max_k,
-        seed=session.recipe.seed,
-        template=session.recipe.data.template,
-    )
-    if len(prompts) < len(chosen):
-        say(
-            f"warning: {len(chosen) - len(prompts)} of {len(chosen)} prompts are too long for the target and are left out."
-        )
-    return [p.request for p in prompts], {c.id: c for c in chosen}
+    return chosen
 
 
 def _lossless(session: Session, requests: Sequence[Request], head_folder: Path | None) -> dict[str, Any]:
@@ -138,7 +146,7 @@ class _Evaluator:
         self.session, self.target, self.requests = session, target, list(requests)
         self.recipe, self.spec = session.recipe, session.recipe.evaluate
         self.conversations = conversations
-        self.head = load_best(session, target, head_folder)
+        self.head = load_best(session, target, head_folder).to(target.dtype)
         self.method = METHODS[self.recipe.method]
 
     def decoded(self, sampling: Sampling, lossless: dict[str, Any]) -> Result:

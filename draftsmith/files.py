@@ -9,7 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from draftsmith.errors import UserError
+
+_FULL = ("No space left on device", "os error 28", "Disk quota exceeded", "file write failed")
 
 
 @contextmanager
@@ -17,13 +21,14 @@ def explain_os_error(path: Path) -> Iterator[None]:
     """Turn a full disk or a read-only folder into one sentence that names `path`."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # safetensors and torch report a full disk in words only.
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(w in str(error) for w in _FULL):
             raise UserError(
                 f"No space left on the disk while writing {path}: nothing incomplete was kept; "
                 "free some space or choose another --output_dir, then run the same command again to resume."
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS):
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR):
             raise UserError(
                 f"Cannot write {path}: {os.strerror(error.errno)}; choose a folder you may write to with --output_dir."
             ) from error

@@ -58,6 +58,7 @@ class DataSpec:
 
     def __post_init__(self) -> None:
         _require(self.max_length > 3, "data.max_length", self.max_length, "a sample needs at least 4 tokens")
+        _require(self.limit is None or self.limit >= 1, "data.limit", self.limit, "it must be at least 1, or null")
         _require(self.heldout >= 1, "data.heldout", self.heldout, "simulated tau needs at least one held-out answer")
 
 
@@ -79,6 +80,10 @@ class AnswersSpec:
     batch: int = 64
     """Prompts answered together."""
 
+    def __post_init__(self) -> None:
+        _require(self.batch >= 1, "answers.batch", self.batch, "it must be at least 1")
+        _require(self.max_new_tokens >= 2, "answers.max_new_tokens", self.max_new_tokens, "a draft needs 2 tokens")
+
 
 @dataclass(frozen=True)
 class FeaturesSpec:
@@ -96,6 +101,10 @@ class FeaturesSpec:
     """Size of a shard file."""
     verify: bool = True
     """Check every shard's SHA-256 when it is first opened."""
+
+    def __post_init__(self) -> None:
+        _require(self.batch_tokens >= 1, "features.batch_tokens", self.batch_tokens, "it must be at least 1")
+        _require(self.shard_mb >= 1, "features.shard_mb", self.shard_mb, "it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -144,6 +153,13 @@ class TrainSpec:
     def __post_init__(self) -> None:
         for key in ("epochs", "row_tokens", "rows", "accumulation", "evaluations"):
             _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "it must be at least 1")
+        for key in ("max_steps", "patience"):
+            value = getattr(self, key)
+            _require(value is None or value >= 1, f"train.{key}", value, "it must be at least 1, or null")
+        for key in ("lr", "muon_lr", "clip", "weight_decay", "workers", "final_lr"):
+            _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "it must not be negative")
+        two_scalers = self.precision == "fp16" and self.optimizer == "muon"
+        _require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
         _require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
         _require(0 <= self.warmup < 1, "train.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
 
@@ -188,6 +204,8 @@ class EvaluateSpec:
         _require(1 <= value <= self.max_k, key, value, f"it must be from 1 to evaluate.max_k ({self.max_k})")
         _require(self.repeats >= 1, "evaluate.repeats", self.repeats, "it must be at least 1")
         _require(self.batch >= 1, "evaluate.batch", self.batch, "it must be at least 1")
+        count = self.per_slice
+        _require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
         _require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
 
 

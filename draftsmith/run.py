@@ -13,7 +13,27 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, write_json
 
-STAGES = ("answers", "features", "train", "evaluate", "export")
+STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
+
+FILES = {
+    "answers": ("answers.jsonl", "answers.jsonl.partial"),
+    "features": ("features",),
+    "train": ("train",),
+    "evaluate": ("evaluation",),
+    "simulate": ("simulation",),
+    "export": ("export",),
+}
+"""What each stage leaves in the run directory, the finished thing first."""
+
+FOLLOWERS = {
+    "answers": STAGES,
+    "features": STAGES[1:],
+    "train": STAGES[2:],
+    "evaluate": ("evaluate",),
+    "simulate": ("simulate",),
+    "export": ("export",),
+}
+"""What is worthless once a stage is removed, the stage included."""
 
 
 @dataclass(frozen=True)
@@ -42,25 +62,31 @@ class RunDirectory:
     def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False) -> bool:
         """Return True if the stage is already done with the same inputs; else mark it as running.
 
-        Raises UserError naming what changed if it was begun with other inputs (`redo` removes it first).
+        Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first).
         """
         flat = json.loads(json.dumps(_flatten(inputs), default=str))
         print_ = fingerprint(flat)
-        known = self.record(stage)
-        if redo and known:
+        if redo:
             self.remove(stage)
-            known = None
-        if known and known.fingerprint != print_:
+        known = self.record(stage)
+        if known and known.fingerprint != print_ and self._has_work(stage):
             changed = [key for key in sorted(flat.keys() | known.inputs) if flat.get(key) != known.inputs.get(key)]
             shown = "; ".join(f"{key} was {known.inputs.get(key)!r}, is {flat.get(key)!r}" for key in changed[:3])
             raise UserError(
                 f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another --output_dir, "
                 f"or add --redo {stage} to remove it and what follows from it."
             )
-        if known and known.state == "done":
+        same = known is not None and known.fingerprint == print_
+        if same and known is not None and known.state == "done" and (self.path / FILES[stage][0]).exists():
             return True
-        self._write(stage, StageRecord(flat, print_, "running", known.facts if known else {}))
+        self._write(stage, StageRecord(flat, print_, "running", {}))
         return False
+
+    def _has_work(self, stage: str) -> bool:
+        """Whether a stage left anything that took work: a training that failed before its first checkpoint did not."""
+        if stage == "train":
+            return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
+        return any((self.path / name).exists() for name in FILES[stage])
 
     def finish(self, stage: str, facts: dict[str, Any]) -> None:
         """Mark a stage as done, with the figures it reports."""
@@ -70,30 +96,30 @@ class RunDirectory:
 
     def remove(self, stage: str) -> None:
         """Remove a stage and all that follow from it."""
-        places = {
-            "answers": ["answers.jsonl", "answers.jsonl.partial"],
-            "features": ["features"],
-            "train": ["train"],
-            "evaluate": ["evaluation"],
-            "export": ["export"],
-        }
         entries = self._read()
-        for later in STAGES[STAGES.index(stage) :]:
-            for name in places[later]:
+        for later in FOLLOWERS[stage]:
+            for name in FILES[later]:
                 path = self.path / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
             entries.pop(later, None)
-        write_json(self._file, entries)
+        if self._file.exists():
+            write_json(self._file, entries)
 
     def _read(self) -> dict[str, Any]:
         if not self._file.exists():
             return {}
         try:
-            return json.loads(self._file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            entries = json.loads(self._file.read_text(encoding="utf-8"))
+            for entry in entries.values():
+                StageRecord(**entry)
+        except (ValueError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{self._file} is not JSON ({error}): it was changed by hand; restore it or choose another --output_dir."
+                f"{self._file} cannot be read ({error}): it was changed by hand; restore it or choose another --output_dir."
             ) from error
+        return entries
 
     def _write(self, stage: str, record: StageRecord) -> None:
         write_json(self._file, self._read() | {stage: vars(record)})

@@ -1,9 +1,12 @@
 """A recipe at work: its run directory, and what several stages load only once."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +17,7 @@ from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.templates import check_tokenizer, load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling
+from draftsmith.files import fingerprint
 from draftsmith.heads.target import Target, load_target
 from draftsmith.recipe import Recipe
 from draftsmith.run import RunDirectory
@@ -32,7 +36,8 @@ def main_process_first(device: str) -> Iterator[bool]:
         return
     from accelerate import PartialState
 
-    state = PartialState(cpu=device == "cpu")
+    # The others wait for as long as answers and hidden states take, which may be days.
+    state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
     with state.main_process_first():
         yield state.is_main_process
 
@@ -40,9 +45,11 @@ def main_process_first(device: str) -> Iterator[bool]:
 class Session:
     """A recipe, its run directory, and what several stages load only once."""
 
-    def __init__(self, recipe: Recipe, *, redo: tuple[str, ...] = ()) -> None:
+    def __init__(self, recipe: Recipe, *, redo: set[str] | None = None) -> None:
         self.recipe = recipe
-        self.redo = redo
+        main = int(os.environ.get("RANK", "0")) == 0
+        # Stages to remove when they begin; each once, and by one process only.
+        self.redo = set(redo or ()) if main else set()
         self.run = RunDirectory(recipe.run_dir)
 
     @cached_property
@@ -55,6 +62,9 @@ class Session:
             raise UserError(
                 f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`."
             )
+        if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:
+            # Accelerate takes the current device, whatever the recipe says.
+            torch.cuda.set_device(device)
         return device
 
     @cached_property
@@ -104,15 +114,32 @@ class Session:
             sources = [str(self.embedded.conversations)]
         return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
 
+    @cached_property
+    def conversations_digest(self) -> str:
+        """Identifies what the conversations say, wherever they lie."""
+        digest = hashlib.sha256()
+        for conversation in self.conversations:
+            digest.update(repr(asdict(conversation)).encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Identifies how text becomes token ids: vocabulary, merges and chat template."""
+        parts = [getattr(self.tokenizer, "chat_template", None), self.tokenizer.special_tokens_map]
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        parts.append(backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items()))
+        return fingerprint(parts)
+
     @property
     def answer_sampling(self) -> Sampling:
         """How the answers in the data were (or are taken to be) sampled."""
         spec = self.recipe.answers
         return Sampling(spec.temperature, spec.top_k, spec.top_p) if spec.regenerate else Sampling(1.0)
 
-    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = True) -> bool:
-        """Return True where the stage can be reused. redo: obey --redo (only one process may remove files)."""
-        done = self.run.begin(stage, inputs, redo=redo and stage in self.redo)
+    def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
+        """Return True where the stage can be reused; obey --redo the first time the stage begins."""
+        done = self.run.begin(stage, inputs, redo=stage in self.redo)
+        self.redo.discard(stage)
         if done:
             say(f"{stage}: reusing {self.recipe.run_dir}")
         return done

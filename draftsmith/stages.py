@@ -16,7 +16,7 @@ from draftsmith.data.features import FeatureSource, FeatureStore
 from draftsmith.data.masks import TokenizedSet, tokenize_all
 from draftsmith.data.regenerate import prepare_prompts, read_answers, regenerate
 from draftsmith.errors import UserError
-from draftsmith.files import fingerprint
+from draftsmith.files import fingerprint, sha256_file
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
@@ -25,14 +25,47 @@ from draftsmith.session import Session, main_process_first, say
 from draftsmith.train.schedule import TrainData
 
 
+def preflight(session: Session, *, evaluating: bool = False) -> None:
+    """Find mistakes in a recipe before hours of work are spent on it.
+
+    Checks layers, features, draft vocabulary, optimizer and loss by building an untrained head; with
+    `evaluating` also that the prompts can be read.
+    """
+    from draftsmith.evaluation import evaluation_conversations
+    from draftsmith.heads.export import LAYOUTS
+
+    recipe, target = session.recipe, session.target
+    chosen = layer_ids(session)
+    target.check_layer_ids(chosen)
+    stored = recipe.features.layer_ids
+    if stored is not None and (missing := sorted(set(chosen) - set(stored))):
+        raise UserError(
+            f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
+        )
+    size = getattr(recipe.head, "draft_vocab_size", None)
+    if size is not None and size > target.vocab_size:
+        raise UserError(
+            f"head.draft_vocab_size is {size}, but the target has {target.vocab_size} tokens: choose a smaller one, or null."
+        )
+    METHODS[recipe.method].build(recipe.head, target, torch.arange(size) if size is not None else None)
+    if recipe.export.layout not in LAYOUTS:
+        raise UserError(f"export.layout is {recipe.export.layout!r}: choose one of {', '.join(LAYOUTS)}.")
+    if evaluating:
+        evaluation_conversations(session)
+
+
 def data_inputs(session: Session) -> dict[str, Any]:
     """What the answers depend on."""
     recipe = session.recipe
+    # Sources count by what they say, not by where they lie; the rest matters to later stages only.
+    elsewhere = ("sources", "split", "slice", "limit", "heldout", "on_too_long")
     return {
         "target": session.target.fingerprint,
-        "target.dtype": recipe.target.dtype,
-        "data": {key: value for key, value in asdict(recipe.data).items() if key not in ("heldout", "on_too_long")},
-        "conversations": fingerprint([asdict(c) for c in session.conversations]),
+        "target.dtype": str(session.target.dtype).removeprefix("torch."),
+        "eos": list(session.target.eos_ids),
+        "tokenizer": session.tokenizer_digest,
+        "conversations": session.conversations_digest,
+        "data": {key: value for key, value in asdict(recipe.data).items() if key not in elsewhere},
         "answers": asdict(recipe.answers),
         "seed": recipe.seed,
     }
@@ -152,11 +185,24 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
 
 
 def split_heldout(ids: list[str], count: int) -> "tuple[list[int], list[int]]":
-    """Split samples into (train, held out) by a hash of their ids, the same for every run over the same data."""
+    """Split samples into (train, held out), about `count` of them, the same for every run over the same data.
+
+    Turns of one conversation (`<id>#1`, `<id>#2`) stay together: a later turn's prompt holds the earlier answers.
+    """
     if count >= len(ids):
         raise UserError(f"data.heldout is {count} but there are only {len(ids)} answers: lower it or add data.")
-    order = sorted(range(len(ids)), key=lambda i: fingerprint(ids[i]))
-    return sorted(order[count:]), sorted(order[:count])
+    groups: dict[str, list[int]] = {}
+    for place, name in enumerate(ids):
+        stem, mark, turn = name.rpartition("#")
+        groups.setdefault(stem if mark and turn.isdigit() else name, []).append(place)
+    heldout: list[int] = []
+    for name in sorted(groups, key=fingerprint):
+        if len(heldout) >= count:
+            break
+        heldout += groups[name]
+    if len(heldout) == len(ids):
+        raise UserError("data.heldout takes every conversation: lower it or add data.")
+    return sorted(set(range(len(ids))) - set(heldout)), sorted(heldout)
 
 
 def draft_vocab(session: Session, samples: list[Tokenized], train: list[int]) -> torch.Tensor | None:
@@ -186,14 +232,15 @@ def train_stage(session: Session) -> Path:
     folder = recipe.run_dir / "train"
     with main_process_first(session.device) as main:
         samples = load_samples(session).samples
+        # All that can be refused is refused before an earlier head is removed.
+        train_index, heldout_index = split_samples(session, samples)
+        vocab = draft_vocab(session, samples, train_index)
+        torch.manual_seed(recipe.seed)
+        head = METHODS[recipe.method].build(recipe.head, session.target, vocab)
         source = features_stage(session, samples)
-        if session.begin("train", train_inputs(session), redo=main):
+        if session.begin("train", train_inputs(session)):
             return folder / "best"
-    data = train_data(session, samples, source)
-    vocab = draft_vocab(session, samples, data.train)
-    torch.manual_seed(recipe.seed)
-    head = METHODS[recipe.method].build(recipe.head, session.target, vocab)
-    best = train(recipe, session.target, head, data, folder)
+    best = train(recipe, session.target, head, TrainData(source, train_index, heldout_index), folder)
     if main:
         session.run.finish("train", {"folder": str(best)})
     return best
@@ -209,6 +256,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
         **({} if recipe.answers.regenerate else data_inputs(session)),
         "layer_ids": layer_ids(session),
         "features.source": recipe.features.source,
+        "features.dtype": recipe.features.dtype,
         "method": recipe.method,
         "head": asdict(recipe.head),
         "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile},
@@ -219,7 +267,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
     }
 
 
-def train_data(session: Session, samples: list[Tokenized], source: FeatureSource) -> TrainData:
+def split_samples(session: Session, samples: list[Tokenized]) -> "tuple[list[int], list[int]]":
     """Leave out samples that do not fit a row, and split the rest into training and held-out answers."""
     recipe = session.recipe
     fits = [i for i, sample in enumerate(samples) if len(sample.ids) <= recipe.train.row_tokens]
@@ -229,36 +277,37 @@ def train_data(session: Session, samples: list[Tokenized], source: FeatureSource
             "are left out of training: raise it, or lower data.max_length."
         )
     train_places, heldout = split_heldout([samples[i].sample_id for i in fits], recipe.data.heldout)
-    return TrainData(source, [fits[i] for i in train_places], [fits[i] for i in heldout])
+    return [fits[i] for i in train_places], [fits[i] for i in heldout]
+
+
+def head_digest(session: Session, folder: Path | None = None) -> str:
+    """Identify the weights of a trained head (by default the run's best)."""
+    path = (folder or session.recipe.run_dir / "train" / "best") / "model.safetensors"
+    if not path.exists():
+        raise UserError(
+            f"There is no trained head in {path.parent}: run `draftsmith train` first, or name one with --head."
+        )
+    return sha256_file(path)[:16]
 
 
 def load_best(session: Session, target: Target, folder: Path | None = None) -> Any:
-    """Load a trained head for `target` (by default the run's best) in the target's dtype."""
-    folder = folder or session.recipe.run_dir / "train" / "best"
-    if not folder.exists():
-        raise UserError(f"There is no trained head in {folder}: run `draftsmith train` first, or name one with --head.")
-    return load_head(folder, target).to(target.device, target.dtype).eval()
+    """Load a trained head for `target` (by default the run's best), in float32."""
+    head_digest(session, folder)
+    return load_head(folder or session.recipe.run_dir / "train" / "best", target).to(target.device).eval()
 
 
 def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     """Write the trained head as the directory that an engine loads, and check it by loading it again."""
     from draftsmith.heads.export import export_head
 
-    recipe, spec = session.recipe, session.recipe.export
+    recipe, spec, target = session.recipe, session.recipe.export, session.target
     destination = recipe.run_dir / "export" / spec.layout
-    inputs = {"train": session.upstream("train"), "head": str(head_folder or ""), "export": asdict(spec)}
+    inputs = {"head": head_digest(session, head_folder), "target": target.fingerprint, "export": asdict(spec)}
+    head = load_best(session, target, head_folder)
     if session.begin("export", inputs):
         return destination
-    head = load_best(session, session.load_target("float32"), head_folder)
-    dtype = spec.dtype if spec.dtype != "auto" else str(session.target.dtype).removeprefix("torch.")
-    export_head(
-        head,
-        session.target,
-        destination,
-        layout=spec.layout,
-        dtype=dtype,
-        include_embeddings=spec.include_embeddings,
-    )
+    dtype = spec.dtype if spec.dtype != "auto" else str(target.dtype).removeprefix("torch.")
+    export_head(head, target, destination, layout=spec.layout, dtype=dtype, include_embeddings=spec.include_embeddings)
     session.run.finish("export", {"folder": str(destination)})
     say(f"export: {destination}")
     return destination

@@ -95,7 +95,8 @@ def _text_probabilities(
     """
     ids, last = batch.ids.flatten(), batch.last.flatten(0, 1)
     p = torch.full(ids.shape, torch.nan, dtype=torch.float64, device=ids.device)
-    margin = 0.01 if target_head.weight.dtype == torch.float32 else 0.5
+    exact = target_head.weight.dtype == last.dtype == torch.float32
+    margin = 0.01 if exact else 0.5
     off_text = 0
     for at in places.split(_CHUNK_ROWS):
         logits_RV = target_head.logits(last[at]) / sampling.temperature

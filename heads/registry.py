@@ -30,12 +30,13 @@ class Load(Protocol):
 class Method:
     """Where a drafter lives: `module` has `build` and `load`, the other two are "module:name".
 
-    drafter names what proposes with the head when decoding: a callable (head, num_speculative_tokens) -> Drafter.
+    launcher is the file in train/ that `accelerate launch` starts. drafter names what proposes with the head when decoding: a callable (head, num_speculative_tokens) -> Drafter.
     """
 
     module: str
     options_path: str
     drafter_path: str | None = None
+    launcher: str = ""
 
     @property
     def options(self) -> type:
@@ -62,6 +63,7 @@ METHODS: dict[str, Method] = {
         "draftsmith.heads.eagle3",
         "draftsmith.heads.eagle3_options:Eagle3Options",
         "draftsmith.heads.eagle3_drafter:Eagle3Drafter",
+        "eagle.py",
     ),
 }
 

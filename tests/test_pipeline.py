@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 
 from draftsmith.cli import main
 from draftsmith.eval.result import read_result
@@ -140,18 +141,97 @@ def test_changed_settings_are_refused_by_name(
     assert digests(finished) == before
 
 
-def test_changed_target_is_refused(workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = workplace / "other"
+@pytest.mark.parametrize("redo", [[], ["--redo", "evaluate"]], ids=["plain", "redo"])
+def test_changed_target_is_refused(
+    redo: list[str], workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
     shutil.copytree(workplace / "target", other)
     tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer())).save_pretrained(other)
-    assert main(["evaluate", *options(workplace, finished), "--redo", "evaluate", "--target.path", str(other)]) == 2
-    assert "target" in capsys.readouterr().err
+    before = digests(finished)
+    assert main(["evaluate", *options(workplace, finished), *redo, "--target.path", str(other)]) == 2
+    assert "trained for" in capsys.readouterr().err
+    assert digests(finished) == before, "a mistake changes nothing"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ["train", "--redo", "train", "--data.heldout", "100000"],
+        ["train", "--redo", "features", "--head.layer_ids", "[2,4,99]"],
+        ["train", "--features.layer_ids", "[1,3]", "--redo", "features"],
+        ["train", "--head.draft_vocab_size", "99999", "--redo", "train"],
+        ["train", "--train.lr", "-1", "--redo", "train"],
+        ["evaluate", "--redo", "evaluate", "--evaluate.prompts", "[nowhere.jsonl]"],
+        ["export", "--redo", "export", "--head", "nowhere"],
+        ["run", "--export.layout", "onnx"],
+        ["run", "--launch", "nowhere.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_removes_nothing(
+    mistake: list[str], workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(finished)
+    assert main([mistake[0], *options(workplace, finished), *mistake[1:]]) == 2
+    assert capsys.readouterr().err.count("draftsmith: ") == 1
+    assert digests(finished) == before
+
+
+def test_what_a_result_depends_on_is_noticed(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other prompts and another head are other results, although no setting changed."""
+    run = tmp_path / "copy"
+    shutil.copytree(finished, run)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text((workplace / "prompts.jsonl").read_text().replace("number 3", "number 4"))
+    assert main(["evaluate", *options(workplace, run), "--evaluate.prompts", f"[{prompts}]"]) == 2
+    assert "prompts was" in capsys.readouterr().err
+    weights = run / "train" / "best" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: value + 1 if name == "norm.weight" else value for name, value in tensors.items()}, weights)
+    for stage in ("evaluate", "export"):
+        assert main([stage, *options(workplace, run)]) == 2
+        assert "head was" in capsys.readouterr().err
+
+
+def test_lost_files_are_made_again(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "features")
+    shutil.rmtree(run / "export")
+    assert main(["run", *options(workplace, run)]) == 0
+    kept = {name: value for name, value in digests(finished).items() if not name.startswith("evaluation")}
+    found = digests(run)
+    assert {name: found[name] for name in kept if name != "run.json"} == {n: kept[n] for n in kept if n != "run.json"}
+
+
+def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(finished, run)
+    marker = run / "train" / "best" / "model.safetensors"
+    before = marker.stat().st_mtime_ns
+    assert main(["train", *options(workplace, run), "--redo", "train"]) == 0
+    assert marker.stat().st_mtime_ns != before
+    assert digests(run)["train/best/model.safetensors"] == digests(finished)["train/best/model.safetensors"]
+    assert (run / "answers.jsonl").stat().st_mtime_ns == (finished / "answers.jsonl").stat().st_mtime_ns
+
+
+def test_run_launches_training_in_processes_of_their_own(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    """`--launch` goes through accelerate and leaves the same head."""
+    run = tmp_path / "launched"
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("train", "evaluation", "export"))
+    config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
+    words = ["--launch", config, "--evaluate.repeats", "1", "--evaluate.temperatures", "[0.0]"]
+    assert main(["run", *options(workplace, run), *words]) == 0
+    assert digests(run)["train/metrics.jsonl"] == digests(finished)["train/metrics.jsonl"]
 
 
 def test_no_decode_simulates_only(workplace: Path, finished: Path, tmp_path: Path) -> None:
     head = str(finished / "train" / "best")
     assert main(["evaluate", *options(workplace, tmp_path / "sim"), "--no-decode", "--head", head]) == 0
-    measures = read_result(tmp_path / "sim" / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    measures = read_result(tmp_path / "sim" / "simulation" / "t0" / "result.json").drafters["eagle3"].overall
     decoded = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
     assert measures.decode_tok_s is None
     assert measures.tau_simulated == pytest.approx(decoded.tau, abs=1e-9)

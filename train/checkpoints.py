@@ -17,7 +17,7 @@ from draftsmith.files import explain_os_error
 @dataclass(frozen=True)
 class Progress:
     """How far training has come. step: optimizer steps done. best_*: the best evaluation so far; stale:
-    evaluations since then."""
+    evaluations since then. window: micro-batches per step over all processes."""
 
     step: int = 0
     tokens: int = 0
@@ -25,6 +25,7 @@ class Progress:
     best_tau: float = 0.0
     best_step: int = 0
     stale: int = 0
+    window: int = 0
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress) -> None:

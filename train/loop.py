@@ -10,14 +10,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -26,39 +25,19 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.losses import LossOutput, head_loss, loss_divisor
+from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.target import Target
 from draftsmith.recipe import Recipe
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
+from draftsmith.train.pace import Interrupt, Pace
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
+from draftsmith.train.sums import StepSums
 from draftsmith.train.tracking import Tracker
 
-
-@dataclass
-class StepSums:
-    """What one optimizer step adds up over micro-batches (and, after `reduce`, over processes)."""
-
-    loss: Tensor
-    correct: Tensor
-    acceptance: Tensor
-    rows: Tensor
-    tokens: Tensor
-
-    @classmethod
-    def zeros(cls, steps: int, device: torch.device) -> "StepSums":
-        """Sums of nothing."""
-        z = torch.zeros(steps, device=device)
-        return cls(torch.zeros((), device=device), z.clone(), z.clone(), z.clone(), torch.zeros((), device=device))
-
-    def add(self, scored: LossOutput, tokens: int) -> None:
-        """Add a micro-batch."""
-        self.loss += scored.loss_sum.detach()
-        self.correct += scored.step_correct
-        self.acceptance += scored.step_acceptance
-        self.rows += scored.step_rows
-        self.tokens += tokens
+_EARLY = 200
+"""Steps until the first look at the held-out answers of a long run."""
 
 
 def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, folder: Path) -> Path:
@@ -108,63 +87,77 @@ class _Run:
             folder,
         )
         self.train_steps = self.head.train_steps
+        if self.recipe.features.source == "online" and self.spec.workers:
+            raise UserError("train.workers must be 0 with features.source: online, as the target cannot be forked.")
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(schedule.epoch(e)) // schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)
         self.total = min(total, self.spec.max_steps or total)
         count = min(self.spec.evaluations, self.total)
         self.eval_steps = {round(self.total * (i + 1) / count) for i in range(count)}
+        if min(self.eval_steps) > 2 * _EARLY:
+            # An early look, for the warnings: a long run should not wait for its first tenth.
+            self.eval_steps.add(_EARLY)
         self.heldout_batches = make_heldout_batches(
             data.source, data.heldout, self.head.layer_ids, self.spec.row_tokens, self.spec.rows
         )
 
     def run(self, progress: Progress) -> Path:
-        """Train from `progress` to the end."""
+        """Train from `progress` to the end, to the patience's end, or to Ctrl-C."""
         if (self.folder / "summary.json").exists():
             return self.folder / "best"
+        if progress.window not in (0, self.schedule.window):
+            raise UserError(
+                f"The checkpoint in {self.folder} was made with {progress.window} micro-batches per step over all processes, "
+                f"now there are {self.schedule.window}: resume with the same number of processes, or add --redo train."
+            )
+        progress = replace(progress, window=self.schedule.window)
         main = self.accelerator.is_main_process
         tracker = None
         if main:
             config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
             tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
-        started, last_save = time.perf_counter(), time.perf_counter()
-        first_tokens, seconds = progress.tokens, 0.0
-        try:
-            while progress.step < self.total and not self._stale(progress):
+        self.pace = Pace(progress.tokens)
+        with bar, Interrupt() as interrupt:
+            while progress.step < self.total and not self._stale(progress) and not interrupt.asked:
                 for window in self._windows(progress.step):
                     before = time.perf_counter()
                     record, progress = self._step(window, progress)
-                    seconds += time.perf_counter() - before
+                    self.pace.seconds += time.perf_counter() - before
                     if progress.step in self.eval_steps:
                         progress = self._evaluate(record, progress)
-                    speed = (progress.tokens - first_tokens) / max(seconds, 1e-9)
+                    speed = self.pace.speed(progress.tokens)
                     if tracker:
                         tracker.log(record, {"tokens_per_second": speed})
                     bar.update()
                     bar.set_postfix_str(_postfix(record, progress, speed), refresh=False)
-                    if time.perf_counter() - last_save > 60 * self.spec.checkpoint_minutes:
-                        save_checkpoint(self.accelerator, self.folder, progress)
-                        last_save = time.perf_counter()
-                    if progress.step >= self.total or self._stale(progress):
+                    self._maybe_checkpoint(progress, interrupt)
+                    if progress.step >= self.total or self._stale(progress) or interrupt.asked:
                         break
-        except KeyboardInterrupt:
-            bar.close()
-            save_checkpoint(self.accelerator, self.folder, progress)
+        save_checkpoint(self.accelerator, self.folder, progress)
+        if interrupt.asked:
             raise UserError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
                 f"{self.folder}: run the same command again to go on from there."
-            ) from None
-        bar.close()
-        save_checkpoint(self.accelerator, self.folder, progress)
+            )
         if tracker:
-            speed = (progress.tokens - first_tokens) / max(seconds, 1e-9)
-            summary = asdict(progress) | {"train_seconds": seconds, "tokens_per_second": speed}
-            summary["wall_seconds"] = time.perf_counter() - started
             tracker.close()
+            speed = self.pace.speed(progress.tokens)
+            summary = asdict(progress) | {"train_seconds": self.pace.seconds, "tokens_per_second": speed}
             write_json(self.folder / "summary.json", summary)
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
+
+    def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> None:
+        """Save when the time has come; processes agree, as saving is a common act and so is stopping."""
+        due = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes
+        if self.accelerator.num_processes > 1:
+            asked = torch.tensor([float(due), float(interrupt.asked)], device=self.accelerator.device)
+            due, interrupt.asked = (bool(x) for x in self.accelerator.reduce(asked, "sum") > 0)
+        if due:
+            save_checkpoint(self.accelerator, self.folder, progress)
+            self.pace.saved_at = time.perf_counter()
 
     def _stale(self, progress: Progress) -> bool:
         return self.spec.patience is not None and progress.stale >= self.spec.patience
@@ -179,11 +172,18 @@ class _Run:
             dataset, batch_size=None, num_workers=self.spec.workers, generator=torch.Generator().manual_seed(0)
         )
         window = []
-        for micro in loader:
+        for micro in self._read(loader):
             window.append(micro)
             if len(window) == self.spec.accumulation:
                 yield window
                 window = []
+
+    def _read(self, loader: Any) -> Any:
+        """Yield the loader's batches; a worker's UserError comes back as its sentence alone."""
+        try:
+            yield from loader
+        except UserError as error:
+            raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
 
     def _locate(self, step: int) -> "tuple[int, int]":
         """Return the epoch that `step` falls into, and the steps before it in that epoch."""
@@ -276,7 +276,7 @@ class _Run:
         }
         if not progress.best_step:
             self._warn_at_chance(held)
-        if held.tau <= progress.best_tau:
+        if progress.best_step and held.tau <= progress.best_tau:
             return replace(progress, stale=progress.stale + 1)
         if self.accelerator.is_main_process:
             save_head(self.head, self.folder / "best", self.target)

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from draftsmith.errors import UserError
+from draftsmith.files import explain_os_error, write_text
 from draftsmith.recipe import TrackingSpec
 
 
@@ -34,9 +37,29 @@ class Tracker:
             import wandb
 
             settings = wandb.Settings(silent=True, console="off")
-            self._run = wandb.init(
-                project=spec.project, name=name, config=config, dir=str(folder), mode=spec.wandb, settings=settings
-            )
+            try:
+                self._run = wandb.init(
+                    project=spec.project,
+                    name=name,
+                    id=self._run_id(folder),
+                    resume="allow" if spec.wandb == "online" else None,
+                    config=config,
+                    dir=str(folder),
+                    mode=spec.wandb,
+                    settings=settings,
+                )
+            except wandb.errors.Error as error:
+                raise UserError(
+                    f"Weights & Biases did not start ({' '.join(str(error).split())}): run `wandb login`, or set "
+                    "tracking.wandb to offline or disabled."
+                ) from error
+
+    def _run_id(self, folder: Path) -> str:
+        """Return the id that a resumed run shares with the interrupted one, so that both are one dashboard."""
+        path = folder / "wandb_id"
+        if not path.exists():
+            write_text(path, uuid4().hex[:12])
+        return path.read_text(encoding="utf-8")
 
     def _cut_after(self, step: int) -> None:
         """Drop lines that a killed run wrote after its last checkpoint: they will be written again."""
@@ -47,11 +70,11 @@ class Tracker:
             if not line.endswith("\n") or json.loads(line)["step"] > step:
                 break
             kept.append(line)
-        self.path.write_text("".join(kept), encoding="utf-8")
+        write_text(self.path, "".join(kept))
 
     def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
         """Log one step; `extra` (speeds) goes to W&B only."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with explain_os_error(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
         if self._run is not None:
             self._run.log(flatten(values) | (extra or {}), step=values["step"])

@@ -1,6 +1,7 @@
 """The training loop: it learns, its checkpoints are whole, and trouble is said early."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,26 +75,31 @@ def test_patience_stops_early(target: Target, tmp_path: Path) -> None:
     assert sum('"tau"' in line for line in lines) == 3, "the first is the best, two more are no better"
 
 
+@pytest.mark.parametrize(
+    ("where", "call", "step"),
+    [("head_loss", 9, 9), ("set_lr", 4, 4), ("evaluate_heldout", 1, 20), ("save_head", 1, 20)],
+)
 def test_interrupt_saves_a_checkpoint_and_resume_goes_on(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, call: int, step: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Ctrl-C in the forward pass, between optimizers, while evaluating and while saving: always a whole step."""
     data = make_data(target)
     train(make_recipe(), target, make_head(target), data, tmp_path / "whole")
-    real, calls = loop.head_loss, [0]
+    real, calls = getattr(loop, where), [0]
 
     def interrupted(*args: object, **kwargs: object) -> object:
         calls[0] += 1
-        if calls[0] == 9:
-            raise KeyboardInterrupt
+        if calls[0] == call:
+            signal.raise_signal(signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "head_loss", interrupted)
+    monkeypatch.setattr(loop, where, interrupted)
     with pytest.raises(UserError, match="run the same command again"):
         train(make_recipe(), target, make_head(target), data, tmp_path / "cut")
-    monkeypatch.setattr(loop, "head_loss", real)
+    monkeypatch.setattr(loop, where, real)
     found = latest_checkpoint(tmp_path / "cut")
     assert found is not None
-    assert found.name == "step_8"
+    assert found.name == f"step_{step}"
     # A half-written checkpoint is never resumed from.
     (tmp_path / "cut" / "step_99.tmp").mkdir()
     (tmp_path / "cut" / "step_98").mkdir()

@@ -17,6 +17,7 @@ from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.templates import check_tokenizer, load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.files import fingerprint
 from draftsmith.heads.target import Target, load_target
 from draftsmith.recipe import Recipe
@@ -79,15 +80,17 @@ class Session:
         return str(self.embedded.target) if path == "embedded" else path
 
     def load_target(self, dtype: str) -> Target:
-        """Load the target in `dtype`."""
+        """Load the target in `dtype` and check that the decoder serves it exactly."""
         spec = self.recipe.target
-        return load_target(
+        target = load_target(
             self.target_path,
             dtype=dtype,
             device=self.device,
             attn_implementation=spec.attn_implementation,
             trust_remote_code=spec.trust_remote_code,
         )
+        check_decoding(target)
+        return target
 
     @cached_property
     def target(self) -> Target:

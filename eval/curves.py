@@ -178,7 +178,10 @@ def _draw_tau(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     x, y = _curve(metrics, "tau", "overall")
     if len(x):
         axes.plot(x, y, color=INK, linewidth=2.6, marker="o", markersize=4.5, label="overall")
-    _finish(axes, "tau", ncols=2 if len(slices) > 4 else 1)
+    # Room above the curves, which all rise into the corner where the legend would stand.
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + 0.3 * (top - bottom))
+    _finish(axes, "tau", loc="upper left", ncols=2 if len(slices) > 4 else 1)
 
 
 def _finish(axes: Axes, what: str, **legend: Any) -> None:

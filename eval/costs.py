@@ -10,9 +10,10 @@ from statistics import median
 
 import torch
 
-from draftsmith.eval.cache import KVCache, attention_masks
+from draftsmith.eval.cache import KVCache
 from draftsmith.eval.clock import Stopwatch
 from draftsmith.eval.draft import DecodeState, Draft, Drafter, Fresh
+from draftsmith.eval.passes import run_draft
 from draftsmith.eval.result import Costs
 from draftsmith.eval.sampling import Sampling
 from draftsmith.heads.target import Target
@@ -59,13 +60,7 @@ def _prefill(
     target: Target, cache: KVCache, context_ids: Sequence[int], rows: int, layer_ids: tuple[int, ...]
 ) -> Fresh:
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
-    draft = Draft.chain(ids_BL[:, 0], ids_BL[:, 1:])
-    cache.stage(ids_BL.shape[1])
-    masks = attention_masks(target.config, cache.lengths_B, draft, cache.visible, target.dtype)
-    positions = cache.lengths_B[:, None] + draft.depth_BN
-    output = target.forward(
-        ids_BL, layer_ids=layer_ids, attention_mask=masks, position_ids=positions, past_key_values=cache
-    )
+    output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
     cache.lengths_B = torch.full_like(cache.lengths_B, ids_BL.shape[1])
     return Fresh(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
 
@@ -77,11 +72,7 @@ def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: in
 
     def job() -> object:
         # All of what a round does between the draft and the verdict; nothing is committed.
-        draft = Draft.chain(ids_BN[:, 0], ids_BN[:, 1:])
-        cache.stage(nodes)
-        masks = attention_masks(target.config, cache.lengths_B, draft, cache.visible, target.dtype)
-        positions = cache.lengths_B[:, None] + draft.depth_BN
-        output = target.forward(ids_BN, attention_mask=masks, position_ids=positions, past_key_values=cache)
+        output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]))
         return target.head.logits(output.last)
 
     return job

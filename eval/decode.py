@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.cache import KVCache, attention_masks
+from draftsmith.eval.cache import KVCache
 from draftsmith.eval.clock import Stopwatch
 from draftsmith.eval.draft import DecodeState, Draft, Drafter, Fresh
 from draftsmith.eval.noise import EMIT, row_key
+from draftsmith.eval.passes import run_draft
 from draftsmith.eval.sampling import Sampling, draw, law
 from draftsmith.eval.verify import Noise, Verdict, verify
 from draftsmith.heads.target import Target, TargetOutput
@@ -100,7 +101,7 @@ def decode_batch(target: Target, drafter: Drafter, requests: Sequence[Request], 
         watch.lap("other")
         draft = drafter.propose(state)
         watch.lap("draft")
-        output = _target_pass(target, drafter, cache, draft)
+        output = run_draft(target, cache, draft, drafter.layer_ids)
         logits_BNV = target.head.logits(output.last)
         watch.lap("verify")
         verdict = verify(draft, logits_BNV, sampling, Noise(state.keys_B, state.length_B))
@@ -164,7 +165,7 @@ def _prefill(
     ids_BL = torch.tensor([[*r.prompt_ids, *[0] * (longest - len(r.prompt_ids))] for r in requests], device=device)
     length_B = torch.tensor(lengths, device=device)
     prompt = Draft.chain(ids_BL[:, 0], ids_BL[:, 1:])
-    output = _target_pass(target, drafter, cache, prompt)
+    output = run_draft(target, cache, prompt, drafter.layer_ids)
     cache.lengths_B = length_B
     keys_B = torch.tensor([r.key for r in requests], device=device)
     row = torch.arange(len(requests), device=device)
@@ -177,19 +178,6 @@ def _prefill(
     limit_B = torch.tensor([r.max_new_tokens - 1 for r in requests], device=device)
     fresh = Fresh(following_BL, output.aux, output.last, length_B)
     return DecodeState(root_B, length_B, limit_B, keys_B, fresh, sampling)
-
-
-def _target_pass(target: Target, drafter: Drafter, cache: KVCache, draft: Draft) -> TargetOutput:
-    """Run the target once over every node of the draft."""
-    cache.stage(draft.tokens_BN.shape[1])
-    masks = attention_masks(target.config, cache.lengths_B, draft, cache.visible, target.dtype)
-    return target.forward(
-        draft.tokens_BN,
-        layer_ids=drafter.layer_ids,
-        attention_mask=masks,
-        position_ids=cache.lengths_B[:, None] + draft.depth_BN,
-        past_key_values=cache,
-    )
 
 
 def _freeze_finished(verdict: Verdict, finished: list[bool]) -> Verdict:

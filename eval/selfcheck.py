@@ -7,11 +7,11 @@ Shapes: B rows, N nodes, D hidden.
 """
 
 import torch
-from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.cache import KVCache, attention_masks
+from draftsmith.eval.cache import KVCache
 from draftsmith.eval.draft import Draft
+from draftsmith.eval.passes import run_draft
 from draftsmith.heads.target import Target
 
 _LENGTHS = (6, 4)
@@ -43,12 +43,12 @@ def _tree_error(target: Target) -> float:
     ids_BL = ids.to(target.device)
     lengths_B = torch.tensor(_LENGTHS, device=target.device)
     cache = KVCache(target.num_layers, len(_LENGTHS), width + len(_PARENTS), target.device)
-    _run(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:width]))
+    run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:width]))
     cache.lengths_B = lengths_B
     parents_BN = torch.tensor(_PARENTS, device=target.device).expand(len(_LENGTHS), -1)
     nodes_BN = ids_BL[:, width:]
     tree = Draft(nodes_BN, parents_BN, torch.full_like(lengths_B, len(_PARENTS)))
-    states_BND = _run(target, cache, tree)
+    states_BND = run_draft(target, cache, tree).last
     errors = []
     for row, length in enumerate(_LENGTHS):
         for node in range(len(_PARENTS)):
@@ -58,11 +58,3 @@ def _tree_error(target: Target) -> float:
             errors.append(float((states_BND[row, node].float() - plain_D).norm() / plain_D.norm().clamp(min=1e-6)))
     # In a mixture of experts rounding may send one token to another expert: the median forgives that alone.
     return sorted(errors)[len(errors) // 2] if target.dtype != torch.float32 else max(errors)
-
-
-def _run(target: Target, cache: KVCache, draft: Draft) -> Tensor:
-    cache.stage(draft.tokens_BN.shape[1])
-    masks = attention_masks(target.config, cache.lengths_B, draft, cache.visible, target.dtype)
-    positions_BN = cache.lengths_B[:, None] + draft.depth_BN
-    output = target.forward(draft.tokens_BN, attention_mask=masks, position_ids=positions_BN, past_key_values=cache)
-    return output.last

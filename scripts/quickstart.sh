@@ -9,4 +9,6 @@ cd -- "$(dirname -- "$0")/.."
 . scripts/common.sh
 
 ensure_environment
+# The embedded models are too small to share a matrix product between cores.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec "$VENV/bin/draftsmith" run --recipe recipes/eagle3/tiny.yaml "$@"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.eval.cache import KVCache, attention_masks, build_mask
+from draftsmith.eval.cache import KVCache, build_mask
 from draftsmith.eval.clock import Stopwatch
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.decode import Decoded, Generation, Request, Round, decode_batch
@@ -11,6 +11,7 @@ from draftsmith.eval.draft import Draft, TargetAlone
 from draftsmith.eval.generate_baseline import time_generate
 from draftsmith.eval.lossless import compare_texts
 from draftsmith.eval.measure import Timings, run_systems, summarize
+from draftsmith.eval.passes import run_draft
 from draftsmith.eval.result import Costs
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import Tally, tally_generation
@@ -165,12 +166,12 @@ def test_tree_nodes_equal_their_paths_and_commit_keeps_the_path(kind: str) -> No
     context = torch.tensor([[5, 9, 21, 33, 40, 8, 17, 60, 71, 13, 29], [7, 12, 99, 4, 6, 31, 18, 0, 0, 0, 0]])
     lengths = torch.tensor([11, 7])
     cache = KVCache(target.num_layers, 2, 24)
-    run_nodes(target, cache, Draft.chain(context[:, 0], context[:, 1:]))
+    run_draft(target, cache, Draft.chain(context[:, 0], context[:, 1:]))
     cache.lengths_B = lengths
     tokens = torch.tensor([[50, 51, 52, 53, 54], [60, 61, 62, 63, 64]])
     parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 0, 3]])
     draft = Draft(tokens, parents, torch.tensor([5, 5]))
-    states = run_nodes(target, cache, draft)
+    states = run_draft(target, cache, draft).last
     for row in range(2):
         for node in range(5):
             path = [node]
@@ -183,16 +184,11 @@ def test_tree_nodes_equal_their_paths_and_commit_keeps_the_path(kind: str) -> No
     assert cache.lengths_B.tolist() == [14, 9]
     follow = Draft.chain(torch.tensor([80, 81]), torch.zeros(2, 0, dtype=torch.long))
     kept = [[*context[0].tolist(), 50, 52, 53, 80], [*context[1, :7].tolist(), 60, 63, 81]]
-    check_rows(target, run_nodes(target, cache, follow), kept)
+    check_rows(target, run_draft(target, cache, follow).last, kept)
     cache.rollback(lengths)
-    check_rows(target, run_nodes(target, cache, follow), [[*context[0].tolist(), 80], [*context[1, :7].tolist(), 81]])
-
-
-def run_nodes(target: Target, cache: KVCache, draft: Draft) -> torch.Tensor:
-    cache.stage(draft.tokens_BN.shape[1])
-    masks = attention_masks(target.config, cache.lengths_B, draft, cache.visible, target.dtype)
-    positions = cache.lengths_B[:, None] + draft.depth_BN
-    return target.forward(draft.tokens_BN, attention_mask=masks, position_ids=positions, past_key_values=cache).last
+    check_rows(
+        target, run_draft(target, cache, follow).last, [[*context[0].tolist(), 80], [*context[1, :7].tolist(), 81]]
+    )
 
 
 def check_rows(target: Target, states: torch.Tensor, texts: list[list[int]]) -> None:

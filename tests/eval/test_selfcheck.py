@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.errors import UserError
-from draftsmith.eval import selfcheck
+from draftsmith.eval import passes
 from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.heads.target import Target
 from tests.models import KINDS, tiny_model
@@ -29,8 +29,8 @@ def test_positions_by_slot_are_refused() -> None:
 
 
 def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = selfcheck.attention_masks
-    monkeypatch.setattr(selfcheck, "attention_masks", lambda *args: torch.ones_like(real(*args)))
+    real = passes.attention_masks
+    monkeypatch.setattr(passes, "attention_masks", lambda *args: torch.ones_like(real(*args)))
     with pytest.raises(UserError, match="differ from those of a plain forward"):
         check_decoding(Target(tiny_model("llama"), path="tiny", fingerprint="0"))
 
@@ -39,6 +39,6 @@ def test_a_failing_forward_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*args: object) -> None:
         raise RuntimeError("sizes\ndo not fit")
 
-    monkeypatch.setattr(selfcheck, "attention_masks", fail)
+    monkeypatch.setattr(passes, "attention_masks", fail)
     with pytest.raises(UserError, match="sizes do not fit"):
         check_decoding(Target(tiny_model("llama"), path="tiny", fingerprint="0"))

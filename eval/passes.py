@@ -1,0 +1,23 @@
+"""One pass of the target over the nodes of a draft, through the cache.
+
+Shapes: B rows, N nodes, A aux layers, D hidden.
+"""
+
+from draftsmith.eval.cache import KVCache, attention_masks
+from draftsmith.eval.draft import Draft
+from draftsmith.heads.target import Target, TargetOutput
+
+
+def run_draft(target: Target, cache: KVCache, draft: Draft, layer_ids: tuple[int, ...] = ()) -> TargetOutput:
+    """Return the target's states at every node: aux [B, N, A*D] of `layer_ids`, last [B, N, D].
+
+    The nodes' keys and values are written behind the committed ones; `cache.commit` decides which stay.
+    """
+    cache.stage(draft.tokens_BN.shape[1])
+    return target.forward(
+        draft.tokens_BN,
+        layer_ids=layer_ids,
+        attention_mask=attention_masks(target.config, cache.lengths_B, draft, cache.visible, target.dtype),
+        position_ids=cache.lengths_B[:, None] + draft.depth_BN,
+        past_key_values=cache,
+    )

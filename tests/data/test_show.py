@@ -38,7 +38,8 @@ def test_without_colours_supervised_text_stands_in_brackets():
     assert "\x1b[" not in text
 
 
-def test_with_colours_only_supervised_text_has_the_background():
+def test_with_colours_only_supervised_text_has_the_background(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
     _, text = shown(Console(file=io.StringIO(), width=100, force_terminal=True, color_system="truecolor"))
     assert "⟦" not in text
     coloured = [

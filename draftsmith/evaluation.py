@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from draftsmith.data.conversations import Conversation, load_conversations
@@ -67,11 +68,12 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
-        lossless = {}
-        if decode and spec.lossless and 0 in missing:
-            lossless = _lossless(session, requests, head_folder)
         # One copy of a large target is enough.
         same = spec.dtype in ("auto", recipe.target.dtype)
+        lossless = {}
+        exact = session.target.dtype == torch.float32 if same else spec.dtype == "float32"
+        if decode and spec.lossless and 0 in missing and not exact:
+            lossless = _lossless(session, requests, head_folder)
         target = session.target if same else session.load_target(spec.dtype)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if not path.exists():
@@ -172,8 +174,11 @@ class _Evaluator:
             )
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
         found = collect_texts(self.target, self.head, timings[name], sampling, spec.num_speculative_tokens, spec.max_k)
-        greedy = lossless if sampling.greedy else {}
         timed = self._compare_timed(timings[""], found.texts) if sampling.greedy else {}
+        # Timed in float32, the timed texts are the exact check.
+        exact = self.target.dtype == torch.float32
+        greedy = timed if exact else lossless if sampling.greedy else {}
+        timed = {} if exact else timed
         drafter = summarize(name, found.texts, timings, costs, greedy, timed, generate, spec.num_speculative_tokens)
         examples = self._examples(found.texts)
         return self._result(

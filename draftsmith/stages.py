@@ -3,6 +3,7 @@
 Every stage first asks the run directory whether it is already there; it is then reused and said so.
 """
 
+import json
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -242,7 +243,7 @@ def train_stage(session: Session) -> Path:
             return folder / "best"
     best = train(recipe, session.target, head, TrainData(source, train_index, heldout_index), folder)
     if main:
-        session.run.finish("train", {"folder": str(best)})
+        session.run.finish("train", json.loads((folder / "summary.json").read_text(encoding="utf-8")))
     return best
 
 

@@ -30,7 +30,7 @@ def measure_costs(
     *,
     max_k: int,
     rows: int = 1,
-    repeats: int = 15,
+    repeats: int = 31,
 ) -> Costs:
     """Time target passes of 1..max_k+1 tokens and proposals of 1..max_k tokens after `context_ids`, for `rows` rows."""
     # Short prompts are repeated until the largest draft fits.

@@ -20,7 +20,7 @@ COMMANDS: dict[str, str] = {
     "run": "all stages of a recipe: answers, features, training, evaluation, export, report",
     "regenerate": "let the target answer the prompts of the data",
     "extract": "store the target's hidden states",
-    "train": "train the head (also: accelerate launch train/<method>.py)",
+    "train": "train the head (also: accelerate launch train/eagle.py)",
     "evaluate": "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
     "export": "write the directory that a serving engine loads",
     "report": "render report.html and report.md from result.json files",
@@ -101,6 +101,9 @@ def _session(words: list[str], command: str) -> "Session":
 
     redo = take(words, "--redo")
     check_stage_names(redo)
+    named = ("--recipe", "--target.path", "--help", "-h")
+    if not any(word.split("=", 1)[0] in named for word in words):
+        raise UserError(f"{command} needs a recipe: add --recipe recipes/eagle3/tiny.yaml, or a recipe of your own.")
     return Session(parse_recipe(words, f"draftsmith {command}", COMMANDS[command]), redo=set(redo))
 
 

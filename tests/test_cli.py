@@ -59,6 +59,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert "no command 'trian'" in fails(["trian"], capsys)
+    assert "needs a recipe" in fails(["run"], capsys)
     assert "--redo everything" in fails(["train", *words, "--redo", "everything"], capsys)
     assert "--head needs a value" in fails(["evaluate", *words, "--head"], capsys)
 

@@ -91,7 +91,7 @@ def looping(view: View) -> Section:
     return Section(
         "looping",
         "Looping answers",
-        "Share of answers that repeat a 6-gram four times in a row. A loop is easy to draft, so it flatters τ and speedup.",
+        "Share of answers that repeat a 6-gram four times. A loop is easy to draft, so it flatters τ and speedup.",
         tables=(Table("Looping answers", ("slice", *(s.label for s in view.systems)), tuple(rows)),) if rows else (),
         missing="Loops were not counted.",
     )

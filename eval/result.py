@@ -143,7 +143,7 @@ class Measures:
     #: Greedy equality in float32, and in the dtype of the timed run (where rounding may tip near ties).
     lossless: Lossless | None = None
     lossless_timed: Lossless | None = None
-    #: Share of prompts whose answer repeats a 6-gram 4 times in a row.
+    #: Share of prompts whose answer holds a 6-gram 4 times.
     looping: float | None = None
 
 

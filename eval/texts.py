@@ -3,7 +3,7 @@
 Shapes: K speculative tokens.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,11 +52,6 @@ def sampling_error(texts: Sequence[Text], k: int) -> float | None:
 
 
 def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
-    """Return whether a `length`-gram stands `times` times in a row."""
-    same = 0
-    for i in range(length, len(ids)):
-        # A run of equal tokens at distance `length` means that a period repeats.
-        same = same + 1 if ids[i] == ids[i - length] else 0
-        if same >= length * (times - 1):
-            return True
-    return False
+    """Return whether some `length`-gram occurs at least `times` times."""
+    grams = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
+    return max(grams.values(), default=0) >= times

@@ -66,9 +66,9 @@ def extract(
     target.check_layer_ids(chosen)
     spec = StoreSpec(
         fingerprint=target.fingerprint,
-        compute_dtype=_dtype_name(target),
+        compute_dtype=target.dtype_name,
         layer_ids=chosen,
-        dtype=_dtype_name(target) if dtype == "auto" else dtype,
+        dtype=target.dtype_name if dtype == "auto" else dtype,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         samples=digest_samples(samples),
@@ -196,10 +196,6 @@ def digest_samples(samples: Sequence[Tokenized]) -> str:
         digest.update(sample.ids.to(torch.int64).cpu().numpy().tobytes())
         digest.update(sample.mask.to(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _dtype_name(target: Target) -> str:
-    return str(target.dtype).removeprefix("torch.")
 
 
 def _check_samples(target: Target, samples: Sequence[Tokenized]) -> None:

@@ -18,7 +18,7 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.data.masks import OnTooLong, TokenizedSet, tokenize_answers
 from draftsmith.data.templates import render_prompt
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import Generation, Request, check_requests, decode_batch
+from draftsmith.eval.decode import Generation, Request, check_requests, decode
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.sampling import Sampling
 from draftsmith.files import explain_os_error
@@ -106,8 +106,8 @@ def regenerate(
 def _answer_chunk(target: Target, chunk: Sequence[Prompt], sampling: Sampling, batch: int) -> Iterator[Generation]:
     """Yield answers batch by batch, prompts of similar length together so that little is padding."""
     requests = sorted((p.request for p in chunk), key=lambda r: (len(r.prompt_ids), r.sample_id))
-    for start in range(0, len(requests), batch):
-        yield from decode_batch(target, TargetAlone(), requests[start : start + batch], sampling).generations
+    for decoded in decode(target, TargetAlone(), requests, sampling, batch):
+        yield from decoded.generations
 
 
 def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:

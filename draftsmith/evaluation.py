@@ -13,9 +13,8 @@ from tqdm import tqdm
 
 from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.regenerate import prepare_prompts
-from draftsmith.errors import UserError
 from draftsmith.eval.costs import measure_costs
-from draftsmith.eval.decode import Generation, Request, decode_batch
+from draftsmith.eval.decode import Generation, Request, decode
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.generate_baseline import time_generate
 from draftsmith.eval.lossless import check_lossless, compare_texts
@@ -60,7 +59,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     inputs = {
         "head": head_digest(session, head_folder),
         "target": session.target.fingerprint,
-        "target.dtype": str(session.target.dtype).removeprefix("torch."),
+        "target.dtype": session.target.dtype_name,
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
         "evaluate": {key: value for key, value in asdict(spec).items() if key != "prompts"},
         "seed": recipe.seed,
@@ -68,19 +67,17 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
-        # One copy of a large target is enough.
-        same = spec.dtype in ("auto", recipe.target.dtype)
+        dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
+        # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
         lossless = {}
-        exact = session.target.dtype == torch.float32 if same else spec.dtype == "float32"
-        if decode and spec.lossless and 0 in missing and not exact:
+        if decode and spec.lossless and 0 in missing and dtype != "float32":
             lossless = _lossless(session, requests, head_folder)
-        target = session.target if same else session.load_target(spec.dtype)
+        target = session.target if dtype == session.target.dtype_name else session.load_target(dtype)
+        evaluator = _Evaluator(session, target, requests, conversations, head_folder)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
-            if not path.exists():
+            if temperature in missing:
                 sampling = Sampling(temperature, spec.top_k, spec.top_p)
-                evaluator = _Evaluator(session, target, requests, conversations, head_folder)
-                result = evaluator.decoded(sampling, lossless) if decode else evaluator.simulated(sampling)
-                write_result(path, result)
+                write_result(path, evaluator.decoded(sampling, lossless) if decode else evaluator.simulated(sampling))
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     write_report([read_result(path) for path in paths], folder)
     return paths
@@ -108,13 +105,8 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
 def evaluation_conversations(session: Session) -> list[Conversation]:
     """Return the evaluation prompts, `per_slice` of each slice."""
     spec = session.recipe.evaluate
-    sources = list(spec.prompts)
-    if not sources:
-        if session.recipe.target.path != "embedded":
-            raise UserError(
-                "evaluate.prompts is empty: name prompt sets (JSONL with id, slice and messages) to measure on."
-            )
-        sources = [str(session.embedded.prompts)]
+    what = "name prompt sets (JSONL with id, slice and messages) to measure on"
+    sources = session.sources("evaluate.prompts", spec.prompts, what)
     chosen: list[Conversation] = []
     seen: dict[str, int] = defaultdict(int)
     for conversation in load_conversations(sources):
@@ -219,18 +211,16 @@ class _Evaluator:
         requests.sort(key=lambda r: len(r.prompt_ids))
         generations: list[Generation] = []
         with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
-            for start in range(0, len(requests), _SIMULATED_BATCH):
-                decoded = decode_batch(self.target, TargetAlone(), requests[start : start + _SIMULATED_BATCH], sampling)
+            for decoded in decode(self.target, TargetAlone(), requests, sampling, _SIMULATED_BATCH):
                 generations += decoded.generations
                 bar.update(len(decoded.generations))
         simulation = simulate_generations(self.target, self.head, generations, sampling, spec.max_k)
         tallies = simulation.tallies
-        k = spec.num_speculative_tokens
 
         def scope(slice_name: str | None) -> Measures:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
-            sweep = [total((tallies[i][k - 1] for i in places), k) for k in range(1, spec.max_k + 1)]
-            chosen = sweep[k - 1]
+            sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(spec.max_k)]
+            chosen = sweep[spec.num_speculative_tokens - 1]
             return Measures(
                 prompts=len({generations[i].request.sample_id for i in places}),
                 tokens=int(chosen.tokens),
@@ -279,7 +269,7 @@ class _Evaluator:
                 top_p=sampling.top_p if sampling.top_p < 1 else None,
                 num_speculative_tokens=spec.num_speculative_tokens,
                 batch=batch,
-                dtype=str(target.dtype).removeprefix("torch."),
+                dtype=target.dtype_name,
                 seed=self.recipe.seed,
                 repeats=repeats,
             ),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.errors import UserError
+from draftsmith.eval.sampling import Sampling
 from draftsmith.heads.losses import LossSpec
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -79,6 +80,11 @@ class AnswersSpec:
     """Most tokens per answer."""
     batch: int = 64
     """Prompts answered together."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the answers were sampled; answers that came with the data are taken to be plain samples."""
+        return Sampling(self.temperature, self.top_k, self.top_p) if self.regenerate else Sampling(1.0)
 
     def __post_init__(self) -> None:
         _require(self.batch >= 1, "answers.batch", self.batch, "it must be at least 1")

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -16,7 +16,6 @@ from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.templates import check_tokenizer, load_tokenizer
 from draftsmith.errors import UserError
-from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.files import fingerprint
 from draftsmith.heads.target import Target, load_target
@@ -104,17 +103,20 @@ class Session:
         check_tokenizer(tokenizer, self.target.vocab_size)
         return tokenizer
 
+    def sources(self, key: str, named: Sequence[str], what: str) -> list[str]:
+        """Return the files that a recipe names under `key`; where it names none, those of the embedded default."""
+        if named:
+            return list(named)
+        if self.recipe.target.path != "embedded":
+            raise UserError(f"{key} is empty: {what}.")
+        return [str(self.embedded.conversations if key == "data.sources" else self.embedded.prompts)]
+
     @cached_property
     def conversations(self) -> list[Conversation]:
         """The conversations to learn from."""
         spec = self.recipe.data
-        sources = list(spec.sources)
-        if not sources:
-            if self.recipe.target.path != "embedded":
-                raise UserError(
-                    "data.sources is empty: name JSONL or Parquet files, folders or Hub data sets to learn from."
-                )
-            sources = [str(self.embedded.conversations)]
+        what = "name JSONL or Parquet files, folders or Hub data sets to learn from"
+        sources = self.sources("data.sources", spec.sources, what)
         return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
 
     @cached_property
@@ -132,12 +134,6 @@ class Session:
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         parts.append(backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items()))
         return fingerprint(parts)
-
-    @property
-    def answer_sampling(self) -> Sampling:
-        """How the answers in the data were (or are taken to be) sampled."""
-        spec = self.recipe.answers
-        return Sampling(spec.temperature, spec.top_k, spec.top_p) if spec.regenerate else Sampling(1.0)
 
     def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
         """Return True where the stage can be reused; obey --redo the first time the stage begins."""

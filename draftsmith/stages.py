@@ -29,26 +29,21 @@ from draftsmith.train.schedule import TrainData
 def preflight(session: Session, *, evaluating: bool = False) -> None:
     """Find mistakes in a recipe before hours of work are spent on it.
 
-    Checks layers, features, draft vocabulary, optimizer and loss by building an untrained head; with
-    `evaluating` also that the prompts can be read.
+    Builds an untrained head, which checks its layers and draft vocabulary, and holds what is stored and
+    exported against it; with `evaluating` also checks that the prompts can be read.
     """
     from draftsmith.evaluation import evaluation_conversations
     from draftsmith.heads.export import LAYOUTS
 
     recipe, target = session.recipe, session.target
-    chosen = layer_ids(session)
-    target.check_layer_ids(chosen)
+    size = getattr(recipe.head, "draft_vocab_size", None)
+    vocab = None if size is None else choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
+    head = METHODS[recipe.method].build(recipe.head, target, vocab)
     stored = recipe.features.layer_ids
-    if stored is not None and (missing := sorted(set(chosen) - set(stored))):
+    if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
         raise UserError(
             f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
         )
-    size = getattr(recipe.head, "draft_vocab_size", None)
-    if size is not None and size > target.vocab_size:
-        raise UserError(
-            f"head.draft_vocab_size is {size}, but the target has {target.vocab_size} tokens: choose a smaller one, or null."
-        )
-    METHODS[recipe.method].build(recipe.head, target, torch.arange(size) if size is not None else None)
     if recipe.export.layout not in LAYOUTS:
         raise UserError(f"export.layout is {recipe.export.layout!r}: choose one of {', '.join(LAYOUTS)}.")
     if evaluating:
@@ -62,7 +57,7 @@ def data_inputs(session: Session) -> dict[str, Any]:
     elsewhere = ("sources", "split", "slice", "limit", "heldout", "on_too_long")
     return {
         "target": session.target.fingerprint,
-        "target.dtype": str(session.target.dtype).removeprefix("torch."),
+        "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
         "conversations": session.conversations_digest,
@@ -90,7 +85,7 @@ def answers_stage(session: Session) -> Path | None:
     )
     say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
     started = time.perf_counter()
-    regenerate(session.target, session.tokenizer, prompts, path, sampling=session.answer_sampling, batch=spec.batch)
+    regenerate(session.target, session.tokenizer, prompts, path, sampling=spec.sampling, batch=spec.batch)
     seconds = time.perf_counter() - started
     facts = answer_facts(path) | {"seconds": seconds}
     session.run.finish("answers", facts)
@@ -281,20 +276,22 @@ def split_samples(session: Session, samples: list[Tokenized]) -> "tuple[list[int
     return [fits[i] for i in train_places], [fits[i] for i in heldout]
 
 
+def find_head(session: Session, folder: Path | None = None) -> Path:
+    """Return the folder of a trained head, by default the run's best. Raises UserError where there is none."""
+    folder = folder or session.recipe.run_dir / "train" / "best"
+    if not (folder / "model.safetensors").exists():
+        raise UserError(f"There is no trained head in {folder}: run `draftsmith train` first, or name one with --head.")
+    return folder
+
+
 def head_digest(session: Session, folder: Path | None = None) -> str:
-    """Identify the weights of a trained head (by default the run's best)."""
-    path = (folder or session.recipe.run_dir / "train" / "best") / "model.safetensors"
-    if not path.exists():
-        raise UserError(
-            f"There is no trained head in {path.parent}: run `draftsmith train` first, or name one with --head."
-        )
-    return sha256_file(path)[:16]
+    """Identify the weights of a trained head."""
+    return sha256_file(find_head(session, folder) / "model.safetensors")[:16]
 
 
 def load_best(session: Session, target: Target, folder: Path | None = None) -> Any:
-    """Load a trained head for `target` (by default the run's best), in float32."""
-    head_digest(session, folder)
-    return load_head(folder or session.recipe.run_dir / "train" / "best", target).to(target.device).eval()
+    """Load a trained head for `target`, in float32."""
+    return load_head(find_head(session, folder), target).to(target.device).eval()
 
 
 def export_stage(session: Session, head_folder: Path | None = None) -> Path:
@@ -307,7 +304,7 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     head = load_best(session, target, head_folder)
     if session.begin("export", inputs):
         return destination
-    dtype = spec.dtype if spec.dtype != "auto" else str(target.dtype).removeprefix("torch.")
+    dtype = target.dtype_name if spec.dtype == "auto" else spec.dtype
     export_head(head, target, destination, layout=spec.layout, dtype=dtype, include_embeddings=spec.include_embeddings)
     session.run.finish("export", {"folder": str(destination)})
     say(f"export: {destination}")

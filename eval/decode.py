@@ -4,7 +4,7 @@ The target alone runs through the same loop with an empty draft, so a speedup co
 Shapes: B rows, N nodes, D depth of the accepted path, V target vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -115,21 +115,11 @@ def decode_batch(target: Target, drafter: Drafter, requests: Sequence[Request], 
 
 
 def decode(
-    target: Target,
-    drafter: Drafter,
-    requests: Sequence[Request],
-    sampling: Sampling,
-    *,
-    batch: int = 1,
-    on_batch: Callable[[Decoded], None] | None = None,
-) -> list[Decoded]:
-    """Answer `requests` in consecutive batches; `on_batch` sees each one when it is done."""
-    results = []
+    target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int
+) -> Iterator[Decoded]:
+    """Answer `requests` in consecutive batches, yielding each one when it is done."""
     for start in range(0, len(requests), batch):
-        results.append(decode_batch(target, drafter, requests[start : start + batch], sampling))
-        if on_batch:
-            on_batch(results[-1])
-    return results
+        yield decode_batch(target, drafter, requests[start : start + batch], sampling)
 
 
 def check_requests(target: Target, requests: Sequence[Request], nodes: int = 1) -> None:

@@ -23,8 +23,8 @@ def check_lossless(
     divergence is listed with its logit gap.
     """
     greedy = Sampling()
-    alone = [g for d in decode(target, TargetAlone(), requests, greedy, batch=batch) for g in d.generations]
-    drafted = [g for d in decode(target, drafter, requests, greedy, batch=batch) for g in d.generations]
+    alone = [g for d in decode(target, TargetAlone(), requests, greedy, batch) for g in d.generations]
+    drafted = [g for d in decode(target, drafter, requests, greedy, batch) for g in d.generations]
     k = drafter.max_nodes - 1
     simulated = [by_k[k - 1] for by_k in simulate_generations(target, head, drafted, greedy, k).tallies]
     decoded = [tally_generation(g, k) for g in drafted]
@@ -48,7 +48,7 @@ def compare_texts(
         scopes.setdefault(generation.request.slice, []).append(i)
     return {
         name: Lossless(
-            dtype=str(target.dtype).removeprefix("torch."),
+            dtype=target.dtype_name,
             checked=len(places),
             equal=sum(i not in divergences for i in places),
             first_divergences=tuple(divergences[i] for i in places if i in divergences),

@@ -111,6 +111,11 @@ class Target:
         return self.embedding.dtype
 
     @property
+    def dtype_name(self) -> str:
+        """The same as recipes and results write it, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def embedding(self) -> Tensor:
         """[V, Ht] the raw input embedding weight (architectures that scale embeddings do so after the lookup)."""
         return self.model.get_input_embeddings().weight

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from draftsmith.data.features import FeatureSource
-from draftsmith.data.packing import collate, plan_batches
+from draftsmith.data.packing import Batch, collate, plan_batches
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
 from draftsmith.eval.tally import Tally, total
-from draftsmith.heads.base import DraftHead
+from draftsmith.heads.base import DraftHead, HeadOutput
 from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
 from draftsmith.heads.target import TargetHead
 
@@ -30,38 +30,36 @@ class HeldOut:
     chance: float
 
 
-def make_heldout_batches(
-    source: FeatureSource, index: Sequence[int], layer_ids: tuple[int, ...], row_tokens: int, rows: int
-) -> "list[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]":
-    """Plan the held-out batches once; they stay the same for the whole run."""
+def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens: int, rows: int) -> list[Batch]:
+    """Plan the held-out batches once, as samples of `source`; they stay the same for the whole run."""
     lengths = [source.lengths[i] for i in index]
     plan = plan_batches(lengths, row_tokens=row_tokens, rows=rows, seed=0, epoch=0)
-    return [(tuple(tuple(index[i] for i in row) for row in batch), layer_ids) for batch in plan]
+    return [[[index[i] for i in row] for row in batch] for batch in plan]
 
 
 @torch.no_grad()
 def evaluate_heldout(
     head: DraftHead,
     source: FeatureSource,
-    batches: "Sequence[tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]]",
+    batches: Sequence[Batch],
     row_tokens: int,
     target_head: TargetHead,
     spec: LossSpec,
     sampling: Sampling,
-    train_steps: int,
     num_speculative_tokens: int,
 ) -> HeldOut:
     """Run the head over the held-out answers: the training pass gives the loss and every acceptance probability."""
+    train_steps = head.train_steps
     device = next(head.parameters()).device
     loss, divisor = 0.0, 0.0
     sums = torch.zeros(3, train_steps, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
     choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
-    for plan, layer_ids in batches:
-        samples = [source.get_many(list(row), layer_ids) for row in plan]
+    for plan in batches:
+        samples = [source.get_many(row, head.layer_ids) for row in plan]
         batch = collate(samples, row_tokens).to(device)
         output = head(batch, max(train_steps, num_speculative_tokens))
-        scored = head_loss(type(output)(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
+        scored = head_loss(HeadOutput(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
         loss += float(scored.loss_sum)
         divisor += float(loss_divisor(batch, spec))
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()

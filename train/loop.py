@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from draftsmith.errors import UserError
-from draftsmith.eval.sampling import Sampling
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
@@ -98,9 +97,7 @@ class _Run:
         if min(self.eval_steps) > 2 * _EARLY:
             # An early look, for the warnings: a long run should not wait for its first tenth.
             self.eval_steps.add(_EARLY)
-        self.heldout_batches = make_heldout_batches(
-            data.source, data.heldout, self.head.layer_ids, self.spec.row_tokens, self.spec.rows
-        )
+        self.heldout_batches = make_heldout_batches(data.source, data.heldout, self.spec.row_tokens, self.spec.rows)
 
     def run(self, progress: Progress) -> Path:
         """Train from `progress` to the end, to the patience's end, or to Ctrl-C."""
@@ -256,7 +253,6 @@ class _Run:
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
         """Look at the held-out answers; keep the head if its tau is the best so far."""
-        answers = self.recipe.answers
         held: HeldOut = evaluate_heldout(
             self.head,
             self.data.source,
@@ -264,8 +260,7 @@ class _Run:
             self.spec.row_tokens,
             self.target_head,
             self.spec.loss,
-            Sampling(answers.temperature, answers.top_k, answers.top_p) if answers.regenerate else Sampling(1.0),
-            self.train_steps,
+            self.recipe.answers.sampling,
             self.recipe.evaluate.num_speculative_tokens,
         )
         record |= {

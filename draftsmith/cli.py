@@ -199,10 +199,12 @@ def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -
 
 
 def _export(words: list[str]) -> int:
-    from draftsmith.stages import export_stage
+    from draftsmith.stages import export_stage, preflight
 
     head = take(words, "--head")
-    print(export_stage(_session(words, "export"), Path(head[-1]) if head else None))
+    session = _session(words, "export")
+    preflight(session)
+    print(export_stage(session, Path(head[-1]) if head else None))
     return 0
 
 

@@ -164,6 +164,7 @@ def test_changed_target_is_refused(
         ["train", "--train.lr", "-1", "--redo", "train"],
         ["evaluate", "--redo", "evaluate", "--evaluate.prompts", "[nowhere.jsonl]"],
         ["export", "--redo", "export", "--head", "nowhere"],
+        ["export", "--redo", "export", "--export.layout", "onnx"],
         ["run", "--export.layout", "onnx"],
         ["run", "--launch", "nowhere.yaml"],
     ],

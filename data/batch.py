@@ -63,4 +63,6 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the same batch on `device`."""
-        return TrainBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=True) for f in fields(self)})
+        # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
+        later = torch.device(device).type != "cpu"
+        return TrainBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=later) for f in fields(self)})

@@ -63,7 +63,8 @@ def extract(
     """
     path, chosen, lengths = Path(path), tuple(layer_ids), [len(sample.ids) for sample in samples]
     _check_samples(target, samples)
-    target.check_layer_ids(chosen)
+    if chosen:  # none for heads that read the last hidden state alone
+        target.check_layer_ids(chosen)
     spec = StoreSpec(
         fingerprint=target.fingerprint,
         compute_dtype=target.dtype_name,
@@ -113,7 +114,8 @@ class OnlineSource:
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
         _check_samples(target, samples)
-        target.check_layer_ids(tuple(layer_ids))
+        if layer_ids:
+            target.check_layer_ids(tuple(layer_ids))
         self.layer_ids = tuple(layer_ids)
         self.ids = [sample.sample_id for sample in samples]
         self.slices = [sample.slice for sample in samples]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
+    from draftsmith.eval.gate import Threshold
     from draftsmith.session import Session
 
 COMMANDS: dict[str, str] = {
@@ -25,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "export": "write the directory that a serving engine loads",
     "report": "render report.html and report.md from result.json files",
     "inspect": "show conversations with the supervised tokens in colour",
+    "plan": "data size, time and memory that a recipe needs, from the target's config alone",
     "doctor": "check this machine",
 }
 
@@ -34,8 +36,12 @@ OPTIONS: dict[str, str] = {
     "--launch FILE": "run: train in processes of their own, with this configuration of accelerate",
     "--no-decode": "evaluate: simulate only",
     "--head FOLDER": "evaluate, export: this head instead of the run's best",
+    "--fail-under T": "run, evaluate, report: exit with code 3 where a number is below its threshold, written\n"
+    "                   [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: tau=2.5,code.tau.low@T0=3",
     "--count N": "inspect: how many conversations",
     "--output FOLDER": "report: where the report goes",
+    "--device NAME": "plan: the GPU (h100 if left out); also --gpus N, --utilisation SHARE, --prompt-tokens N,\n"
+    "                   --answer-tokens N, and --comment for the lines that open a recipe",
 }
 
 USAGE = "\n".join(
@@ -108,31 +114,44 @@ def _session(words: list[str], command: str) -> "Session":
 
 
 def _run(words: list[str]) -> int:
-    config = take(words, "--launch")
+    config, thresholds = take(words, "--launch"), _thresholds(words)
     session = _session(words, "run")
+    if config:
+        _check_config(session, config[-1])
     from draftsmith import stages
+    from draftsmith.exporting import export_stage
+    from draftsmith.gating import check_thresholds, gate
+    from draftsmith.preflight import preflight
 
-    stages.preflight(session, evaluating=True)
+    drafters = preflight(session, evaluating=True)
+    check_thresholds(session, thresholds, drafters, decode=True)
     if config:
         stages.features_stage(session, stages.load_samples(session).samples)
         if "train" in session.redo:
             session.run.remove("train")
         _launch(session.recipe.method, config[-1], words)
     stages.train_stage(session)
-    _evaluate_and_show(session, decode=True, head=None)
-    exported = stages.export_stage(session)
+    paths = _evaluate_and_show(session, decode=True, head=None)
+    exported = export_stage(session)
     folder = session.recipe.run_dir / "evaluation"
     print(f"\nreport  {folder / 'report.html'}")
     for temperature in session.recipe.evaluate.temperatures:
         print(f"result  {folder / f't{temperature:g}' / 'result.json'}")
     print(f"export  {exported}")
-    return 0
+    return gate(paths, thresholds)
+
+
+def _check_config(session: "Session", config: str) -> None:
+    """Refuse a launch file that is missing or contradicts the recipe, before answers and hidden states are made."""
+    from draftsmith.train.parallel import check_launch
+
+    if not Path(config).exists():
+        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
+    check_launch(session.recipe.train, Path(config))
 
 
 def _launch(method: str, config: str, words: list[str]) -> None:
     """Train in processes of their own, as `accelerate launch --config_file CONFIG train/<method>.py` would."""
-    if not Path(config).exists():
-        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
     import draftsmith.train
     from draftsmith.heads.registry import METHODS
 
@@ -154,19 +173,21 @@ def _regenerate(words: list[str]) -> int:
 
 
 def _extract(words: list[str]) -> int:
-    from draftsmith.stages import features_stage, load_samples, preflight
+    from draftsmith.preflight import preflight
+    from draftsmith.stages import features_stage, load_samples
 
     session = _session(words, "extract")
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     preflight(session)
     features_stage(session, load_samples(session).samples)
-    print(session.recipe.run_dir / "features")
+    print(session.recipe.data_path / "features")
     return 0
 
 
 def _train(words: list[str]) -> int:
-    from draftsmith.stages import preflight, train_stage
+    from draftsmith.preflight import preflight
+    from draftsmith.stages import train_stage
 
     session = _session(words, "train")
     preflight(session)
@@ -176,14 +197,17 @@ def _train(words: list[str]) -> int:
 
 def _evaluate(words: list[str]) -> int:
     decode = not take(words, "--no-decode", flag=True)
-    head = take(words, "--head")
+    head, thresholds = take(words, "--head"), _thresholds(words)
     session = _session(words, "evaluate")
-    from draftsmith.stages import preflight
+    from draftsmith.gating import check_thresholds, gate
+    from draftsmith.preflight import preflight
 
-    preflight(session, evaluating=True)
-    for path in _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None):
+    drafters = preflight(session, evaluating=True)
+    check_thresholds(session, thresholds, drafters, decode=decode)
+    paths = _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None)
+    for path in paths:
         print(path)
-    return 0
+    return gate(paths, thresholds)
 
 
 def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -> list[Path]:
@@ -199,7 +223,8 @@ def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -
 
 
 def _export(words: list[str]) -> int:
-    from draftsmith.stages import export_stage, preflight
+    from draftsmith.exporting import export_stage
+    from draftsmith.preflight import preflight
 
     head = take(words, "--head")
     session = _session(words, "export")
@@ -212,8 +237,9 @@ def _report(words: list[str]) -> int:
     """`draftsmith report RESULT.json ... [--output FOLDER]`, or with --recipe the results of its run."""
     from draftsmith.eval.report import write_report
     from draftsmith.eval.result import read_result
+    from draftsmith.gating import gate
 
-    output = take(words, "--output")
+    output, thresholds = take(words, "--output"), _thresholds(words)
     if words and not words[0].startswith("--"):
         paths = [Path(word) for word in words]
     else:
@@ -225,7 +251,14 @@ def _report(words: list[str]) -> int:
     folder = Path(output[-1]) if output else paths[0].parent
     write_report([read_result(path) for path in paths], folder)
     print(folder / "report.html")
-    return 0
+    return gate(paths, thresholds)
+
+
+def _thresholds(words: list[str]) -> "list[Threshold]":
+    """Take --fail-under out of `words`; what is malformed is refused before any work."""
+    from draftsmith.eval.gate import parse_thresholds
+
+    return parse_thresholds(take(words, "--fail-under"))
 
 
 def _inspect(words: list[str]) -> int:
@@ -242,6 +275,13 @@ def _inspect(words: list[str]) -> int:
     console = Console()
     for sample in samples_at_hand(session, int(count[-1])):
         show_conversation(sample, session.tokenizer, console)
+    return 0
+
+
+def _plan(words: list[str]) -> int:
+    from draftsmith.plan import plan_command
+
+    print(plan_command(words))
     return 0
 
 
@@ -264,6 +304,7 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "export": _export,
     "report": _report,
     "inspect": _inspect,
+    "plan": _plan,
     "doctor": _doctor,
 }
 

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.regenerate import prepare_prompts
+from draftsmith.eval.contender import Contender
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.decode import Generation, Request, decode
 from draftsmith.eval.draft import TargetAlone
@@ -40,10 +41,9 @@ from draftsmith.eval.tally import total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.texts import Text, is_looping
 from draftsmith.files import fingerprint
-from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
+from draftsmith.lineup import at_temperature, digests, load_heads, make_lineup
 from draftsmith.session import Session, say
-from draftsmith.stages import head_digest, load_best
 
 _SIMULATED_BATCH = 32
 """Answers made together where no clock is read."""
@@ -55,13 +55,14 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     stage = "evaluate" if decode else "simulate"
     folder = recipe.run_dir / ("evaluation" if decode else "simulation")
     requests, conversations = make_requests(session, session.target)
-    load_best(session, session.target, head_folder)  # refuses a head of another target before anything is removed
+    # Refuses heads of another target and trees that do not fit before anything is removed.
+    make_lineup(session, load_heads(session, session.target, head_folder))
     inputs = {
-        "head": head_digest(session, head_folder),
+        **digests(session, head_folder),
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
-        "evaluate": {key: value for key, value in asdict(spec).items() if key != "prompts"},
+        "evaluate": {key: value for key, value in asdict(spec).items() if key not in ("prompts", "beside")},
         "seed": recipe.seed,
     }
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
@@ -69,7 +70,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
         dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
         # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
-        lossless = {}
+        lossless: dict[str, dict[str, Lossless]] = {}
         if decode and spec.lossless and 0 in missing and dtype != "float32":
             lossless = _lossless(session, requests, head_folder)
         target = session.target if dtype == session.target.dtype_name else session.load_target(dtype)
@@ -116,14 +117,14 @@ def evaluation_conversations(session: Session) -> list[Conversation]:
     return chosen
 
 
-def _lossless(session: Session, requests: Sequence[Request], head_folder: Path | None) -> dict[str, Any]:
-    """Compare greedy texts with and without the draft in float32, where they must be equal."""
-    spec = session.recipe.evaluate
+def _lossless(
+    session: Session, requests: Sequence[Request], head_folder: Path | None
+) -> dict[str, dict[str, Lossless]]:
+    """Compare greedy texts with and without each draft in float32, where they must be equal."""
     target = session.load_target("float32")
-    head = load_best(session, target, head_folder)
-    drafter = METHODS[session.recipe.method].drafter(head, spec.num_speculative_tokens)
+    lineup = at_temperature(make_lineup(session, load_heads(session, target, head_folder)), Sampling())
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
-    return check_lossless(target, drafter, head, requests)
+    return check_lossless(target, lineup, requests)
 
 
 class _Evaluator:
@@ -140,59 +141,52 @@ class _Evaluator:
         self.session, self.target, self.requests = session, target, list(requests)
         self.recipe, self.spec = session.recipe, session.recipe.evaluate
         self.conversations = conversations
-        self.head = load_best(session, target, head_folder).to(target.dtype)
-        self.method = METHODS[self.recipe.method]
+        self.lineup = make_lineup(session, load_heads(session, target, head_folder))
 
-    def decoded(self, sampling: Sampling, lossless: dict[str, Any]) -> Result:
+    def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
         """Decode and simulate."""
-        spec, name = self.spec, self.recipe.method
+        spec, lineup = self.spec, at_temperature(self.lineup, sampling)
         repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
-        factories = {name: lambda k: self.method.drafter(self.head, k)}
-        costs = measure_costs(
-            self.target, factories, self._typical_context(), sampling, max_k=spec.max_k, rows=spec.batch
-        )
+        costs = measure_costs(self.target, lineup, self._typical_context(lineup), sampling, rows=spec.batch)
         bar = tqdm(
             total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt"
         )
         with bar:
-            timings = run_systems(
-                self.target,
-                factories,
-                repeats,
-                sampling,
-                num_speculative_tokens=spec.num_speculative_tokens,
-                batch=spec.batch,
-                on_batch=bar.update,
-            )
+            timings = run_systems(self.target, lineup, repeats, sampling, batch=spec.batch, on_batch=bar.update)
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
-        found = collect_texts(self.target, self.head, timings[name], sampling, spec.num_speculative_tokens, spec.max_k)
-        timed = self._compare_timed(timings[""], found.texts) if sampling.greedy else {}
-        # Timed in float32, the timed texts are the exact check.
-        exact = self.target.dtype == torch.float32
-        greedy = timed if exact else lossless if sampling.greedy else {}
-        timed = {} if exact else timed
-        drafter = summarize(name, found.texts, timings, costs, greedy, timed, generate, spec.num_speculative_tokens)
-        examples = self._examples(found.texts)
+        drafters: dict[str, Drafter] = {}
+        off_text: dict[str, int] = {}
+        examples: list[Example] = []
+        for c in lineup:
+            found = collect_texts(self.target, c, timings, sampling)
+            timed = self._compare_timed(c, timings[""], found.texts) if sampling.greedy and c.lossless else {}
+            # Timed in float32, the timed texts are the exact check.
+            exact = self.target.dtype == torch.float32
+            greedy = timed if exact else lossless.get(c.name, {}) if sampling.greedy else {}
+            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, generate)
+            off_text[c.name] = found.off_text
+            # Every slice for the first drafter, one for the others.
+            examples += self._examples(c.name, found.texts)[: None if c is lineup[0] else 1]
         return self._result(
             sampling,
-            {name: drafter},
-            found.off_text,
+            drafters,
+            off_text,
             batch=spec.batch,
             repeats=spec.repeats,
             costs=costs,
-            examples=examples,
+            examples=tuple(examples),
         )
 
-    def _typical_context(self) -> list[int]:
+    def _typical_context(self, lineup: Sequence[Contender]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
         request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
         ids = list(request.prompt_ids)
-        room = self.target.context_length - self.spec.max_k - 2
+        room = self.target.context_length - max(c.nodes(c.max_k) for c in lineup) - 1
         return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, room)]
 
-    def _compare_timed(self, alone: Timings, texts: Sequence[Text]) -> dict[str, Lossless]:
+    def _compare_timed(self, contender: Contender, alone: Timings, texts: Sequence[Text]) -> dict[str, Lossless]:
         """Compare the greedy texts of the timed run, in its own dtype."""
-        k = self.spec.num_speculative_tokens
+        k = contender.num_speculative_tokens
         expected = {g.request.sample_id: g for d in alone.batches[0] for g in d.generations}
         return compare_texts(
             self.target,
@@ -205,7 +199,7 @@ class _Evaluator:
 
     def simulated(self, sampling: Sampling) -> Result:
         """Let the target alone answer in large batches, then simulate; no clock is read."""
-        spec, name = self.spec, self.recipe.method
+        spec = self.spec
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
@@ -214,13 +208,27 @@ class _Evaluator:
             for decoded in decode(self.target, TargetAlone(), requests, sampling, _SIMULATED_BATCH):
                 generations += decoded.generations
                 bar.update(len(decoded.generations))
-        simulation = simulate_generations(self.target, self.head, generations, sampling, spec.max_k)
+        drafters: dict[str, Drafter] = {}
+        off_text: dict[str, int] = {}
+        for c in self.lineup:
+            if c.lossless:
+                drafters[c.name], off_text[c.name] = self._simulate(c, generations, sampling)
+            else:
+                say(f"evaluate: {c.name} cannot be simulated, as its texts are not the target's; it is left out")
+        return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
+
+    def _simulate(
+        self, contender: Contender, generations: Sequence[Generation], sampling: Sampling
+    ) -> "tuple[Drafter, int]":
+        """Return a drafter's measures on the target's own answers, and the tokens off the target's choice."""
+        c = contender
+        simulation = simulate_generations(self.target, c.head, generations, sampling, c.max_k, tree=c.tree)
         tallies = simulation.tallies
 
         def scope(slice_name: str | None) -> Measures:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
-            sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(spec.max_k)]
-            chosen = sweep[spec.num_speculative_tokens - 1]
+            sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(c.max_k)]
+            chosen = sweep[c.num_speculative_tokens - 1]
             return Measures(
                 prompts=len({generations[i].request.sample_id for i in places}),
                 tokens=int(chosen.tokens),
@@ -233,8 +241,8 @@ class _Evaluator:
             )
 
         slices = dict.fromkeys(r.slice for r in self.requests)
-        drafter = Drafter(scope(None), {slice_name: scope(slice_name) for slice_name in slices})
-        return self._result(sampling, {name: drafter}, simulation.off_text, batch=_SIMULATED_BATCH, repeats=repeats)
+        per_slice = {slice_name: scope(slice_name) for slice_name in slices}
+        return Drafter(scope(None), per_slice, c.info), simulation.off_text
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Above temperature 0 every repeat draws new answers; greedy ones only repeat themselves."""
@@ -244,7 +252,7 @@ class _Evaluator:
         self,
         sampling: Sampling,
         drafters: dict[str, Drafter],
-        off_text: int,
+        off_text: Mapping[str, int],
         *,
         batch: int,
         repeats: int,
@@ -274,11 +282,14 @@ class _Evaluator:
                 repeats=repeats,
             ),
             drafters=drafters,
-            supplement={"tokens off the target's own choice in the teacher-forced pass": off_text},
+            supplement={
+                f"tokens off the target's own choice in the teacher-forced pass ({name})": count
+                for name, count in off_text.items()
+            },
             **extra,
         )
 
-    def _examples(self, texts: Sequence[Text]) -> tuple[Example, ...]:
+    def _examples(self, name: str, texts: Sequence[Text]) -> list[Example]:
         """The first answer of each slice, token by token, with the draft position that each token came from."""
         allowed = self.spec.example_slices
         first: dict[str, Generation] = {}
@@ -286,10 +297,10 @@ class _Evaluator:
             request = text.generation.request
             if not allowed or request.slice in allowed:
                 first.setdefault(request.slice, text.generation)
-        return tuple(
-            Example(self.recipe.method, name, _prompt_text(self.conversations[g.request.sample_id]), self._pieces(g))
-            for name, g in first.items()
-        )
+        return [
+            Example(name, slice_name, _prompt_text(self.conversations[g.request.sample_id]), self._pieces(g))
+            for slice_name, g in first.items()
+        ]
 
     def _pieces(self, generation: Generation) -> tuple[Piece, ...]:
         positions: list[int | None] = [None]

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.verify import Typical
 from draftsmith.heads.losses import LossSpec
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -171,6 +172,28 @@ class TrainSpec:
 
 
 @dataclass(frozen=True)
+class DraftSpec:
+    """A way to draft with a head, and the rule that accepts."""
+
+    tree: str = "chain"
+    """chain; medusa_63, the published tree; or a JSON file with a list of paths such as [[0], [1], [0, 0]]."""
+    acceptance: Literal["lossless", "typical"] = "lossless"
+    """typical is Medusa's LOSSY rule: the text no longer follows the target's law (above temperature 0)."""
+    epsilon: float = 0.09
+    """typical: a token more likely than this is always accepted."""
+    delta: float = 0.3
+    """typical: a token is accepted above delta * exp(-entropy)."""
+
+    @property
+    def typical(self) -> Typical | None:
+        """The lossy rule, None for lossless acceptance."""
+        return Typical(self.epsilon, self.delta) if self.acceptance == "typical" else None
+
+    def __post_init__(self) -> None:
+        Typical(self.epsilon, self.delta)
+
+
+@dataclass(frozen=True)
 class EvaluateSpec:
     """Measuring a head."""
 
@@ -185,9 +208,13 @@ class EvaluateSpec:
     top_p: float = 1.0
     """Keep the most likely tokens up to this mass."""
     num_speculative_tokens: int = 5
-    """Length of the drafted chain."""
+    """Length of the drafted chain; a head that reaches less far drafts as far as it can, a tree has its own depth."""
     max_k: int = 8
     """Largest chain length in the sweep."""
+    drafts: list[DraftSpec] = field(default_factory=lambda: [DraftSpec()])
+    """Ways to draft, each measured in the same run; trees are for heads that draft them (Medusa)."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """Heads to measure in the same run, by a name of your choice: the folder of a trained head."""
     max_new_tokens: int = 256
     """Most tokens per answer."""
     max_new_tokens_by_slice: dict[str, int] = field(default_factory=dict)
@@ -213,14 +240,17 @@ class EvaluateSpec:
         count = self.per_slice
         _require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
         _require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
+        _require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
+        twice = len({(d.tree, d.acceptance) for d in self.drafts}) < len(self.drafts)
+        _require(not twice, "evaluate.drafts", [d.tree for d in self.drafts], "the same way to draft is named twice")
 
 
 @dataclass(frozen=True)
 class ExportSpec:
     """The directory that a serving engine loads."""
 
-    layout: str = "eagle3"
-    """Layout of the export."""
+    layout: str | None = None
+    """Layout of the export, which says for which engine; None takes the method's first: eagle3 or medusa."""
     dtype: Dtype = "auto"
     """Dtype of the exported weights; `auto` is the target's."""
     include_embeddings: bool = False
@@ -245,6 +275,8 @@ class Recipe:
     """Name of the run."""
     output_dir: str | None = None
     """Run directory; None is runs/<name>."""
+    data_dir: str | None = None
+    """Where answers and hidden states are kept, so that several recipes can share them; None is the run directory."""
     seed: int = 0
     """Seed of sampling, initialisation and shuffling."""
     target: TargetSpec = field(default_factory=TargetSpec)
@@ -272,3 +304,8 @@ class Recipe:
     def run_dir(self) -> Path:
         """Where the run's files go."""
         return Path(self.output_dir or f"runs/{self.name}")
+
+    @property
+    def data_path(self) -> Path:
+        """Where answers and hidden states go."""
+        return Path(self.data_dir) if self.data_dir else self.run_dir

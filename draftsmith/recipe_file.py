@@ -44,6 +44,12 @@ def recipe_parser(method: str, prog: str | None = None, description: str | None 
     parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
     parser.add_argument("--name", type=str, default="run", help="Name of the run.")
     parser.add_argument("--output_dir", type=str | None, default=None, help="Run directory; by default runs/<name>.")
+    parser.add_argument(
+        "--data_dir",
+        type=str | None,
+        default=None,
+        help="Folder of answers and hidden states, which several recipes may share; by default the run directory.",
+    )
     parser.add_argument("--seed", type=int, default=0, help="Seed of sampling, initialisation and shuffling.")
     parser.add_argument("--method", type=Literal[tuple(METHODS)], default=method, help="The drafter.")
     for key, section in _SECTIONS.items():

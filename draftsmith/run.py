@@ -14,6 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, write_json
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
+DATA_STAGES = ("answers", "features")
+"""What a recipe's data_dir keeps; the rest belongs to the run."""
 
 FILES = {
     "answers": ("answers.jsonl", "answers.jsonl.partial"),
@@ -81,6 +83,13 @@ class RunDirectory:
             return True
         self._write(stage, StageRecord(flat, print_, "running", {}))
         return False
+
+    def holds(self, stage: str, inputs: dict[str, Any]) -> bool:
+        """Whether a stage is done with these inputs; nothing is changed."""
+        known = self.record(stage)
+        flat = json.loads(json.dumps(_flatten(inputs), default=str))
+        made = known is not None and known.state == "done" and known.fingerprint == fingerprint(flat)
+        return made and (self.path / FILES[stage][0]).exists()
 
     def _has_work(self, stage: str) -> bool:
         """Whether a stage left anything that took work: a training that failed before its first checkpoint did not."""

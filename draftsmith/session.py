@@ -20,7 +20,7 @@ from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.files import fingerprint
 from draftsmith.heads.target import Target, load_target
 from draftsmith.recipe import Recipe
-from draftsmith.run import RunDirectory
+from draftsmith.run import DATA_STAGES, RunDirectory
 
 
 def say(text: str) -> None:
@@ -51,13 +51,16 @@ class Session:
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if main else set()
         self.run = RunDirectory(recipe.run_dir)
+        self.data = self.run if recipe.data_path == recipe.run_dir else RunDirectory(recipe.data_path)
 
     @cached_property
     def device(self) -> str:
         """The device that the recipe names; auto takes a GPU if there is one."""
         device = self.recipe.target.device
         if device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and "LOCAL_RANK" in os.environ:
+            device = f"cuda:{os.environ['LOCAL_RANK']}"  # one GPU per process, also before Accelerate starts
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise UserError(
                 f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`."
@@ -137,13 +140,24 @@ class Session:
 
     def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
         """Return True where the stage can be reused; obey --redo the first time the stage begins."""
-        done = self.run.begin(stage, inputs, redo=stage in self.redo)
+        run, redo = self.directory(stage), stage in self.redo
+        done = run.begin(stage, inputs, redo=redo)
+        if redo and run is not self.run:
+            self.run.remove(stage)  # what follows from it
         self.redo.discard(stage)
         if done:
-            say(f"{stage}: reusing {self.recipe.run_dir}")
+            say(f"{stage}: reusing {run.path}")
         return done
+
+    def directory(self, stage: str) -> RunDirectory:
+        """Return the run directory that keeps a stage: answers and hidden states may be shared between runs."""
+        return self.data if stage in DATA_STAGES else self.run
+
+    def finish(self, stage: str, facts: dict[str, Any]) -> None:
+        """Mark a stage as done, with the figures it reports."""
+        self.directory(stage).finish(stage, facts)
 
     def upstream(self, stage: str) -> str | None:
         """Return the fingerprint of an earlier stage, which later ones depend on."""
-        record = self.run.record(stage)
+        record = self.directory(stage).record(stage)
         return record.fingerprint if record else None

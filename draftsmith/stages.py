@@ -26,30 +26,6 @@ from draftsmith.session import Session, main_process_first, say
 from draftsmith.train.schedule import TrainData
 
 
-def preflight(session: Session, *, evaluating: bool = False) -> None:
-    """Find mistakes in a recipe before hours of work are spent on it.
-
-    Builds an untrained head, which checks its layers and draft vocabulary, and holds what is stored and
-    exported against it; with `evaluating` also checks that the prompts can be read.
-    """
-    from draftsmith.evaluation import evaluation_conversations
-    from draftsmith.heads.export import LAYOUTS
-
-    recipe, target = session.recipe, session.target
-    size = getattr(recipe.head, "draft_vocab_size", None)
-    vocab = None if size is None else choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
-    head = METHODS[recipe.method].build(recipe.head, target, vocab)
-    stored = recipe.features.layer_ids
-    if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
-        raise UserError(
-            f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
-        )
-    if recipe.export.layout not in LAYOUTS:
-        raise UserError(f"export.layout is {recipe.export.layout!r}: choose one of {', '.join(LAYOUTS)}.")
-    if evaluating:
-        evaluation_conversations(session)
-
-
 def data_inputs(session: Session) -> dict[str, Any]:
     """What the answers depend on."""
     recipe = session.recipe
@@ -72,7 +48,7 @@ def answers_stage(session: Session) -> Path | None:
     recipe, spec = session.recipe, session.recipe.answers
     if not spec.regenerate:
         return None
-    path = recipe.run_dir / "answers.jsonl"
+    path = recipe.data_path / "answers.jsonl"
     if session.begin("answers", data_inputs(session)):
         return path
     prompts = prepare_prompts(
@@ -88,7 +64,7 @@ def answers_stage(session: Session) -> Path | None:
     regenerate(session.target, session.tokenizer, prompts, path, sampling=spec.sampling, batch=spec.batch)
     seconds = time.perf_counter() - started
     facts = answer_facts(path) | {"seconds": seconds}
-    session.run.finish("answers", facts)
+    session.finish("answers", facts)
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens in {seconds:.0f} s, {path}")
     return path
 
@@ -126,33 +102,50 @@ def load_samples(session: Session) -> TokenizedSet:
 
 
 def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
-    """Return a few samples to look at, without making anything: finished answers, else the data as it is."""
+    """Return a few samples to look at, without making anything: the recipe's own finished answers, else the data as
+    it is. Says what was left out."""
     recipe = session.recipe
-    answers = recipe.run_dir / "answers.jsonl"
-    if recipe.answers.regenerate and answers.exists():
-        return read_answers(answers, max_length=recipe.data.max_length).samples[:count]
-    return tokenize_all(
-        session.tokenizer,
-        session.conversations[:count],
-        max_length=recipe.data.max_length,
-        on_too_long=recipe.data.on_too_long,
-        template_kwargs=recipe.data.template,
-    ).samples
+    if recipe.answers.regenerate and session.directory("answers").holds("answers", data_inputs(session)):
+        found = read_answers(recipe.data_path / "answers.jsonl", max_length=recipe.data.max_length)
+    else:
+        found = tokenize_all(
+            session.tokenizer,
+            session.conversations[:count],
+            max_length=recipe.data.max_length,
+            on_too_long=recipe.data.on_too_long,
+            template_kwargs=recipe.data.template,
+        )
+    say(f"data: {found.stats}")
+    return found.samples[:count]
 
 
 def layer_ids(session: Session) -> tuple[int, ...]:
     """The layers that the head reads."""
-    chosen = getattr(session.recipe.head, "layer_ids", None)
-    return tuple(chosen) if chosen is not None else session.target.default_layer_ids()
+    head = session.recipe.head
+    if not hasattr(head, "layer_ids"):
+        return ()  # it reads the last hidden state alone
+    return tuple(head.layer_ids) if head.layer_ids is not None else session.target.default_layer_ids()
+
+
+def stored_layers(session: Session) -> tuple[int, ...]:
+    """The layers to store: those that the recipe names, else those of a finished store that has what the head reads
+    (another recipe's, in a shared data_dir), else those that the head reads."""
+    if session.recipe.features.layer_ids is not None:
+        return tuple(session.recipe.features.layer_ids)
+    needed, known = layer_ids(session), session.directory("features").record("features")
+    if known and known.state == "done" and "features" not in session.redo:
+        present = tuple(known.inputs.get("layer_ids", ()))
+        return present if set(needed) <= set(present) else needed
+    return needed
 
 
 def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
     """Return the hidden states of the samples: from a store that is made once, or computed on demand."""
     recipe, spec = session.recipe, session.recipe.features
-    stored = tuple(spec.layer_ids) if spec.layer_ids is not None else layer_ids(session)
+    stored = stored_layers(session)
     if spec.source == "online":
         return OnlineSource(session.target, samples, stored, dtype=spec.dtype, batch_tokens=spec.batch_tokens)
-    path = recipe.run_dir / "features"
+    path = recipe.data_path / "features"
     inputs = data_inputs(session) if not recipe.answers.regenerate else {"answers": session.upstream("answers")}
     inputs = inputs | {
         "layer_ids": stored,
@@ -175,7 +168,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         seconds = time.perf_counter() - started
         tokens = sum(len(s.ids) for s in samples)
         size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
-        session.run.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
+        session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
         say(f"features: {tokens} tokens in {seconds:.0f} s, {path}")
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
 
@@ -238,7 +231,7 @@ def train_stage(session: Session) -> Path:
             return folder / "best"
     best = train(recipe, session.target, head, TrainData(source, train_index, heldout_index), folder)
     if main:
-        session.run.finish("train", json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+        session.finish("train", json.loads((folder / "summary.json").read_text(encoding="utf-8")))
     return best
 
 
@@ -292,20 +285,3 @@ def head_digest(session: Session, folder: Path | None = None) -> str:
 def load_best(session: Session, target: Target, folder: Path | None = None) -> Any:
     """Load a trained head for `target`, in float32."""
     return load_head(find_head(session, folder), target).to(target.device).eval()
-
-
-def export_stage(session: Session, head_folder: Path | None = None) -> Path:
-    """Write the trained head as the directory that an engine loads, and check it by loading it again."""
-    from draftsmith.heads.export import export_head
-
-    recipe, spec, target = session.recipe, session.recipe.export, session.target
-    destination = recipe.run_dir / "export" / spec.layout
-    inputs = {"head": head_digest(session, head_folder), "target": target.fingerprint, "export": asdict(spec)}
-    head = load_best(session, target, head_folder)
-    if session.begin("export", inputs):
-        return destination
-    dtype = target.dtype_name if spec.dtype == "auto" else spec.dtype
-    export_head(head, target, destination, layout=spec.layout, dtype=dtype, include_embeddings=spec.include_embeddings)
-    session.run.finish("export", {"folder": str(destination)})
-    say(f"export: {destination}")
-    return destination

@@ -1,7 +1,10 @@
-"""Wall-clock laps that wait for the device before reading the clock."""
+"""Wall-clock laps that wait for the device before reading the clock, and the peak of its memory."""
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -24,3 +27,21 @@ class Stopwatch:
         now = self._now()
         self.seconds[name] += now - self._last
         self._last = now
+
+
+@dataclass
+class Peak:
+    """bytes: the largest GPU memory that was in use at once; None without a GPU."""
+
+    bytes: int | None = None
+
+
+@contextmanager
+def peak_memory(device: torch.device | str) -> Iterator[Peak]:
+    """Watch the memory of a GPU while the block runs; fills the yielded Peak at its end."""
+    device, peak = torch.device(device), Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    yield peak
+    if device.type == "cuda":
+        peak.bytes = torch.cuda.max_memory_allocated(device)

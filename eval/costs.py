@@ -4,7 +4,7 @@ Each cost is the median of interleaved repeats at a typical context length, so t
 hit all sizes alike.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -12,36 +12,36 @@ import torch
 
 from draftsmith.eval.cache import KVCache
 from draftsmith.eval.clock import Stopwatch
+from draftsmith.eval.contender import Contender
 from draftsmith.eval.draft import DecodeState, Draft, Drafter, Fresh
 from draftsmith.eval.passes import run_draft
 from draftsmith.eval.result import Costs
 from draftsmith.eval.sampling import Sampling
 from draftsmith.heads.target import Target
 
-DrafterFactory = Callable[[int], Drafter]
-
 
 @torch.no_grad()
 def measure_costs(
     target: Target,
-    drafters: Mapping[str, DrafterFactory],
+    contenders: Sequence[Contender],
     context_ids: Sequence[int],
     sampling: Sampling,
     *,
-    max_k: int,
     rows: int = 1,
     repeats: int = 31,
 ) -> Costs:
-    """Time target passes of 1..max_k+1 tokens and proposals of 1..max_k tokens after `context_ids`, for `rows` rows."""
+    """Time every draft length of every drafter, and target passes of the sizes they need, after `context_ids`, for
+    `rows` rows."""
+    sizes = {1} | {c.nodes(k) for c in contenders for k in range(1, c.max_k + 1)}
     # Short prompts are repeated until the largest draft fits.
-    context_ids = (list(context_ids) * (max_k + 2))[: max(len(context_ids), max_k + 2)]
+    context_ids = (list(context_ids) * (max(sizes) + 1))[: max(len(context_ids), max(sizes) + 1)]
     jobs: dict[tuple[str, str], Callable[[], object]] = {}
-    for nodes in range(1, max_k + 2):
+    for nodes in sorted(sizes):
         jobs["verify", str(nodes)] = _verify_job(target, context_ids, rows, nodes)
-    for name, make in drafters.items():
-        state = _state(target, make(1), context_ids, rows, sampling)
-        for k in range(1, max_k + 1):
-            jobs[name, str(k)] = _draft_job(make(k), state, rows, len(context_ids) + max_k + 2)
+    for c in contenders:
+        state = _state(target, c.make(1), context_ids, rows, sampling)
+        for k in range(1, c.max_k + 1):
+            jobs[c.name, str(k)] = _draft_job(c.make(k), state, rows, len(context_ids) + max(sizes) + 1)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     for repeat in range(repeats + 2):
         for key, job in jobs.items():
@@ -52,8 +52,9 @@ def measure_costs(
                 times[key].append(1000 * watch.seconds["job"])
     cost = {key: median(values) for key, values in times.items()}
     verify_ms = {size: value for (kind, size), value in cost.items() if kind == "verify"}
-    draft_ms = {name: {size: cost[name, size] for kind, size in cost if kind == name} for name in drafters}
-    return Costs(verify_ms, draft_ms)
+    draft_ms = {c.name: {size: cost[c.name, size] for kind, size in cost if kind == c.name} for c in contenders}
+    trees = [c for c in contenders if c.tree is not None]
+    return Costs(verify_ms, draft_ms, {c.name: {str(k): c.nodes(k) for k in range(1, c.max_k + 1)} for c in trees})
 
 
 def _prefill(

@@ -4,6 +4,7 @@ The target alone runs through the same loop with an empty draft, so a speedup co
 Shapes: B rows, N nodes, D depth of the accepted path, V target vocab.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +18,7 @@ from draftsmith.eval.draft import DecodeState, Draft, Drafter, Fresh
 from draftsmith.eval.noise import EMIT, row_key
 from draftsmith.eval.passes import run_draft
 from draftsmith.eval.sampling import Sampling, draw, law
-from draftsmith.eval.verify import Noise, Verdict, verify
+from draftsmith.eval.verify import Noise, Typical, Verdict, verify
 from draftsmith.heads.target import Target, TargetOutput
 
 
@@ -42,11 +43,13 @@ class Request:
 @dataclass(frozen=True)
 class Round:
     """One target pass. root: index in the output of the last token known before it; drafted: tokens
-    proposed; accepted: drafted tokens that were emitted (those cut by EOS do not count)."""
+    proposed; accepted: drafted tokens that were emitted (those cut by EOS do not count). levels: tokens proposed
+    at each depth of a tree, empty for a chain."""
 
     root: int
     drafted: int
     accepted: int
+    levels: tuple[int, ...] = ()
 
 
 @dataclass
@@ -74,16 +77,26 @@ class Generation:
 @dataclass(frozen=True)
 class Decoded:
     """Generations of one batch and the seconds spent: `ttft` (prefill and first token), then draft,
-    verify, commit and other, which add up to the decode time."""
+    verify, commit and other, which add up to the decode time. peak_bytes: GPU memory, where it was watched."""
 
     generations: list[Generation]
     seconds: dict[str, float]
+    peak_bytes: int | None = None
 
 
 @torch.no_grad()
-def decode_batch(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling) -> Decoded:
-    """Answer `requests` together; every row gets the text it would get alone (up to rounding in low precision)."""
-    check_requests(target, requests, drafter.max_nodes)
+def decode_batch(
+    target: Target,
+    drafter: Drafter,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    typical: Typical | None = None,
+) -> Decoded:
+    """Answer `requests` together; every row gets the text it would get alone (up to rounding in low precision).
+
+    typical: accept drafts by this lossy rule instead of the exact one.
+    """
+    check_requests(target, requests, drafter.num_speculative_tokens)
     watch = Stopwatch(target.device)
     rows = [Generation(request) for request in requests]
     capacity = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + drafter.max_nodes
@@ -104,7 +117,7 @@ def decode_batch(target: Target, drafter: Drafter, requests: Sequence[Request], 
         output = run_draft(target, cache, draft, drafter.layer_ids)
         logits_BNV = target.head.logits(output.last)
         watch.lap("verify")
-        verdict = verify(draft, logits_BNV, sampling, Noise(state.keys_B, state.length_B))
+        verdict = verify(draft, logits_BNV, sampling, Noise(state.keys_B, state.length_B), typical)
         verdict = _freeze_finished(verdict, [bool(rows[index].finish_reason) for index in active])
         cache.commit(draft, verdict.path_BD)
         state = _advance(state, cache, draft, output, verdict)
@@ -122,7 +135,7 @@ def decode(
         yield decode_batch(target, drafter, requests[start : start + batch], sampling)
 
 
-def check_requests(target: Target, requests: Sequence[Request], nodes: int = 1) -> None:
+def check_requests(target: Target, requests: Sequence[Request], drafted: int = 0) -> None:
     """Refuse, before any work, prompts that the target cannot serve."""
     for request in requests:
         if not request.prompt_ids:
@@ -136,11 +149,11 @@ def check_requests(target: Target, requests: Sequence[Request], nodes: int = 1) 
                 f"Prompt {request.sample_id} holds a token id outside the target's vocabulary of {target.vocab_size}: "
                 "it was made with another tokenizer; use the target's own."
             )
-        need = len(request.prompt_ids) + request.max_new_tokens + nodes - 1
+        need = len(request.prompt_ids) + request.max_new_tokens + drafted
         if target.context_length is not None and need > target.context_length:
             raise UserError(
                 f"Prompt {request.sample_id} needs {need} positions ({len(request.prompt_ids)} prompt + "
-                f"{request.max_new_tokens} new + {nodes - 1} drafted) but the target's context has {target.context_length}: "
+                f"{request.max_new_tokens} new + {drafted} drafted) but the target's context has {target.context_length}: "
                 "shorten the prompt or lower max_new_tokens."
             )
 
@@ -207,15 +220,23 @@ def _emit(
     tokens = state.fresh.tokens_Bn.tolist()
     accepted = verdict.accepted_B.tolist()
     drafted = (draft.count_B - 1).tolist()
+    levels: list[tuple[int, ...]] = [()] * len(active) if draft.is_chain else _levels(draft)
     limits = []
     for place, index in enumerate(active):
         row = rows[index]
         if not row.finish_reason:
             root = len(row.output_ids) - 1
             kept = row.emit(tokens[place][: accepted[place] + 1], eos_ids)
-            row.rounds.append(Round(root, drafted[place], min(kept, accepted[place])))
+            row.rounds.append(Round(root, drafted[place], min(kept, accepted[place]), levels[place]))
         limits.append(row.request.max_new_tokens - len(row.output_ids))
     return replace(state, limit_B=torch.tensor(limits, device=state.root_B.device))
+
+
+def _levels(draft: Draft) -> list[tuple[int, ...]]:
+    """Return, per row, how many tokens were proposed at depth 1, 2, ..."""
+    depths = draft.depth_BN.tolist()
+    counts = [Counter(row[1:count]) for row, count in zip(depths, draft.count_B.tolist(), strict=True)]
+    return [tuple(count[depth] for depth in sorted(count)) for count in counts]
 
 
 def _drop_finished(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.trees import StaticTree
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Draft:
     count_B: valid nodes per row, the root included; nodes from there on are padding.
     laws_BKW: for a sampled chain, the law that node j+1 was drawn from; None where the tokens were
     chosen deterministically. vocab_W: the target ids of the law's columns; None if they are the same.
+    tree: the static tree that every row has, which spares working out its shape in every round.
     """
 
     tokens_BN: Tensor
@@ -29,6 +31,15 @@ class Draft:
     count_B: Tensor
     laws_BKW: Tensor | None = None
     vocab_W: Tensor | None = None
+    tree: StaticTree | None = None
+
+    @classmethod
+    def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
+        """Build a static tree from its root and its drafted tokens; row b's nodes deeper than limit_B[b] are padding."""
+        shape = tree.on(root_B.device)
+        count_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
+        parents_BN = shape.parents_N.expand(len(root_B), -1)
+        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, count_B, tree=tree)
 
     @classmethod
     def chain(
@@ -49,6 +60,8 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """True when every node's parent is the node before it."""
+        if self.tree is not None:
+            return self.tree.depth == len(self.tree.choices)
         order = torch.arange(-1, self.parents_BN.shape[1] - 1, device=self.parents_BN.device)
         return bool((self.parents_BN == order).all())
 
@@ -57,6 +70,8 @@ class Draft:
         """Bool [B, N, N]: entry (i, j) is True where node j is node i or one of its ancestors."""
         rows, nodes = self.parents_BN.shape
         device = self.parents_BN.device
+        if self.tree is not None:
+            return self.tree.on(device).ancestors_NN.expand(rows, -1, -1)
         if self.is_chain:
             return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
         ancestors = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
@@ -68,6 +83,8 @@ class Draft:
     @cached_property
     def depth_BN(self) -> Tensor:
         """Depth of each node; the root has depth 0."""
+        if self.tree is not None:
+            return self.tree.on(self.parents_BN.device).depth_N.expand(len(self.parents_BN), -1)
         return self.ancestors_BNN.sum(-1) - 1
 
 
@@ -119,6 +136,8 @@ class Drafter(Protocol):
     layer_ids: tuple[int, ...]
     max_nodes: int
     """Most nodes a draft can have, the root included."""
+    num_speculative_tokens: int
+    """Length of the longest path that is drafted, the root not counted."""
 
     def start(self, rows: int, capacity: int) -> None:
         """Begin a batch of `rows` sequences of at most `capacity` tokens."""
@@ -136,6 +155,7 @@ class TargetAlone:
     name = "target alone"
     layer_ids: tuple[int, ...] = ()
     max_nodes = 1
+    num_speculative_tokens = 0
 
     def start(self, rows: int, capacity: int) -> None:
         """Nothing to keep."""

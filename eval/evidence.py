@@ -59,6 +59,9 @@ def losslessness(view: View) -> Section:
                 # The list of a slice is usually part of the overall list: show each divergence once.
                 divergences |= {(s.label, d): None for d in one.first_divergences}
     tables = []
+    if lossy := _lossy_rows(view):
+        heads = ("slice", "system", "perplexity of its texts", "of the target's own")
+        tables.append(Table("Lossy drafters: their texts under the target", heads, tuple(lossy), heads=2))
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
@@ -70,15 +73,50 @@ def losslessness(view: View) -> Section:
         "losslessness",
         "Losslessness",
         "With a lossless drafter greedy texts are the target's own. In fp32 every token must be equal; in bf16 and fp16 rounding "
-        "may tip a near tie, which shows as a tiny logit gap between the two candidates (the target's own logits).",
+        "may tip a near tie, which shows as a tiny logit gap between the two candidates (the target's own logits). A "
+        "drafter marked lossy writes other texts than the target would: their perplexity stands beside that of the "
+        "target's own texts at the same setting, and its speed is no like-for-like comparison.",
         tables=tuple(tables),
         notes=() if divergences or not counts else ("No text diverged.",),
         missing="Equality with the target alone was not checked.",
     )
 
 
+def _lossy_rows(view: View) -> list[Row]:
+    return [
+        Row((name, s.label, number(m.perplexity), number(m.perplexity_baseline)), name == OVERALL)
+        for name in view.slices
+        for s, m in view.measured(name)
+        if m.perplexity is not None
+    ]
+
+
 def _divergence_row(label: str, d: Divergence) -> Row:
     return Row((label, d.slice, d.prompt, whole(d.position), str(d.expected), str(d.got), number(d.logit_gap, 4)))
+
+
+def memory(view: View) -> Section:
+    """Peak GPU memory, and what each drafter adds to the target."""
+    rows = []
+    for s in view.systems:
+        m, draft = s.drafter.overall, s.drafter.draft
+        if draft is not None or m.peak_memory_bytes is not None:
+            shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
+            trained = whole(draft.parameters if draft else None)
+            rows.append(Row((s.label, *shape, trained, _mib(m.peak_memory_bytes), _mib(m.peak_memory_baseline_bytes))))
+    columns = ("system", "draft", "tokens per round", "trained parameters", "peak MiB", "target alone MiB")
+    return Section(
+        "memory",
+        "Drafts and memory",
+        "How each system drafts, how many tokens it proposes per round, and the largest GPU memory in use while decoding, "
+        "weights of the target and of every head in the comparison included (not measured without a GPU).",
+        tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
+        missing="How the drafters draft was not recorded.",
+    )
+
+
+def _mib(size: int | None) -> str:
+    return number(None if size is None else size / 2**20, 0)
 
 
 def looping(view: View) -> Section:

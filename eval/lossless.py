@@ -4,31 +4,35 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.eval.contender import Contender
 from draftsmith.eval.decode import Generation, Request, decode
-from draftsmith.eval.draft import Drafter, TargetAlone
+from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.result import Divergence, Lossless
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import Tally, tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations
-from draftsmith.heads.base import DraftHead
 from draftsmith.heads.target import Target
 
 
 def check_lossless(
-    target: Target, drafter: Drafter, head: DraftHead, requests: Sequence[Request], *, batch: int = 1
-) -> dict[str, Lossless]:
-    """Decode every request greedily with and without the draft; return the comparison per slice and as "overall".
+    target: Target, contenders: Sequence[Contender], requests: Sequence[Request], *, batch: int = 1
+) -> dict[str, dict[str, Lossless]]:
+    """Decode every request greedily with and without each draft; return, by the drafter's name, the comparison per
+    slice and as "overall".
 
     Run it with target and head in float32: there every token must agree. In other dtypes each first
     divergence is listed with its logit gap.
     """
     greedy = Sampling()
     alone = [g for d in decode(target, TargetAlone(), requests, greedy, batch) for g in d.generations]
-    drafted = [g for d in decode(target, drafter, requests, greedy, batch) for g in d.generations]
-    k = drafter.max_nodes - 1
-    simulated = [by_k[k - 1] for by_k in simulate_generations(target, head, drafted, greedy, k).tallies]
-    decoded = [tally_generation(g, k) for g in drafted]
-    return compare_texts(target, alone, drafted, decoded, simulated, k)
+    found = {}
+    for c in contenders:
+        k = c.num_speculative_tokens
+        drafted = [g for d in decode(target, c.make(k), requests, greedy, batch) for g in d.generations]
+        simulation = simulate_generations(target, c.head, drafted, greedy, k, tree=c.tree)
+        decoded = [tally_generation(g, k) for g in drafted]
+        found[c.name] = compare_texts(target, alone, drafted, decoded, [by_k[k - 1] for by_k in simulation.tallies], k)
+    return found
 
 
 def compare_texts(

@@ -6,21 +6,24 @@ belong to a slice. Shapes: K speculative tokens.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
 
-from draftsmith.eval.costs import DrafterFactory
-from draftsmith.eval.decode import Decoded, Request, decode_batch
+from draftsmith.eval.clock import peak_memory
+from draftsmith.eval.contender import Contender
+from draftsmith.eval.decode import Decoded, Generation, Request, decode_batch
+from draftsmith.eval.draft import Drafter as Proposer
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.generate_baseline import GenerateTiming
+from draftsmith.eval.quality import perplexities
 from draftsmith.eval.result import Costs, Drafter, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.texts import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
-from draftsmith.heads.base import DraftHead
+from draftsmith.eval.verify import Typical
 from draftsmith.heads.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
@@ -42,28 +45,30 @@ class Timings:
 
 def run_systems(
     target: Target,
-    drafters: Mapping[str, DrafterFactory],
+    contenders: Sequence[Contender],
     requests_by_repeat: Sequence[Sequence[Request]],
     sampling: Sampling,
     *,
-    num_speculative_tokens: int,
     batch: int,
     on_batch: Callable[[int], None] = lambda requests: None,
 ) -> dict[str, Timings]:
     """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved."""
-    systems = {"": TargetAlone(), **{name: make(num_speculative_tokens) for name, make in drafters.items()}}
+    systems: dict[str, tuple[Proposer, Typical | None]] = {"": (TargetAlone(), None)}
+    systems |= {c.name: (c.make(c.num_speculative_tokens), c.typical) for c in contenders}
     timings = {name: Timings() for name in systems}
     warm_up = [
         Request(r.sample_id, r.slice, r.prompt_ids, min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]
     ]
-    for drafter in systems.values():
-        decode_batch(target, drafter, warm_up, sampling)
+    for drafter, typical in systems.values():
+        decode_batch(target, drafter, warm_up, sampling, typical)
     for requests in requests_by_repeat:
         for timing in timings.values():
             timing.batches.append([])
         for group in _batches(requests, batch):
-            for name, drafter in systems.items():
-                timings[name].batches[-1].append(decode_batch(target, drafter, group, sampling))
+            for name, (drafter, typical) in systems.items():
+                with peak_memory(target.device) as peak:
+                    decoded = decode_batch(target, drafter, group, sampling, typical)
+                timings[name].batches[-1].append(replace(decoded, peak_bytes=peak.bytes))
             on_batch(len(group))
     return timings
 
@@ -78,68 +83,83 @@ def _batches(requests: Sequence[Request], size: int) -> list[list[Request]]:
 
 @dataclass(frozen=True)
 class Texts:
-    """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`."""
+    """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`.
+
+    perplexity, perplexity_baseline: per slice and as "overall", of a lossy drafter's texts and of the target's own.
+    """
 
     texts: list[Text]
-    off_text: int
+    off_text: int = 0
+    perplexity: Mapping[str, float] = field(default_factory=dict)
+    perplexity_baseline: Mapping[str, float] = field(default_factory=dict)
 
 
-def collect_texts(
-    target: Target, head: DraftHead, timing: Timings, sampling: Sampling, num_speculative_tokens: int, max_k: int
-) -> Texts:
-    """Return the distinct answers of a system: one repeat when greedy (all are alike), else all repeats."""
-    repeats = timing.batches[:1] if sampling.greedy else timing.batches
-    generations = [g for repeat in repeats for decoded in repeat for g in decoded.generations]
-    simulation = simulate_generations(target, head, generations, sampling, max_k)
-    texts = [
-        Text(g, tally_generation(g, num_speculative_tokens), s)
-        for g, s in zip(generations, simulation.tallies, strict=True)
-    ]
+def collect_texts(target: Target, contender: Contender, timings: Mapping[str, Timings], sampling: Sampling) -> Texts:
+    """Return the distinct answers of a drafter, counted and simulated; of a lossy one, counted and judged."""
+    c = contender
+    generations = _distinct(timings[c.name], sampling)
+    tallies = [tally_generation(g, c.num_speculative_tokens) for g in generations]
+    if not c.lossless:
+        texts = [Text(g, tally, []) for g, tally in zip(generations, tallies, strict=True)]
+        own = perplexities(target, generations)
+        return Texts(texts, 0, own, perplexities(target, _distinct(timings[""], sampling)))
+    simulation = simulate_generations(target, c.head, generations, sampling, c.max_k, tree=c.tree)
+    texts = [Text(*found) for found in zip(generations, tallies, simulation.tallies, strict=True)]
     return Texts(texts, simulation.off_text)
 
 
+def _distinct(timing: Timings, sampling: Sampling) -> list[Generation]:
+    """One repeat's answers when greedy (all repeats are alike), else those of all repeats."""
+    repeats = timing.batches[:1] if sampling.greedy else timing.batches
+    return [g for repeat in repeats for decoded in repeat for g in decoded.generations]
+
+
 def summarize(
-    name: str,
-    texts: Sequence[Text],
+    contender: Contender,
+    found: Texts,
     timings: Mapping[str, Timings],
     costs: Costs,
     lossless: Mapping[str, Lossless],
     lossless_timed: Mapping[str, Lossless],
     generate: Sequence[GenerateTiming],
-    num_speculative_tokens: int,
 ) -> Drafter:
     """Return one drafter's measures over everything and per slice."""
 
     def scope(slice_name: str | None) -> Measures:
         key = slice_name or "overall"
-        chosen = [t for t in texts if slice_name in (None, t.generation.request.slice)]
-        return _measures(
-            name,
+        chosen = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
+        measures = _measures(
+            contender,
             chosen,
-            timings[name].of(slice_name),
+            timings[contender.name].of(slice_name),
             timings[""].of(slice_name),
             costs,
-            (lossless.get(key), lossless_timed.get(key)),
             [g for g in generate if slice_name in (None, g.slice)],
-            num_speculative_tokens,
+        )
+        return replace(
+            measures,
+            lossless=lossless.get(key),
+            lossless_timed=lossless_timed.get(key),
+            perplexity=found.perplexity.get(key),
+            perplexity_baseline=found.perplexity_baseline.get(key),
         )
 
-    slices = dict.fromkeys(t.generation.request.slice for t in texts)
-    return Drafter(scope(None), {slice_name: scope(slice_name) for slice_name in slices})
+    slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
+    return Drafter(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, contender.info)
 
 
 def _measures(
-    name: str,
+    contender: Contender,
     texts: Sequence[Text],
     repeats: list[list[Decoded]],
     baseline: list[list[Decoded]],
     costs: Costs,
-    lossless: "tuple[Lossless | None, Lossless | None]",
     generate: Sequence[GenerateTiming],
-    k: int,
 ) -> Measures:
+    name, k = contender.name, contender.num_speculative_tokens
     decoded = total((t.decoded for t in texts), k)
-    simulated = total((t.simulated[k - 1] for t in texts), k)
+    # Nothing is simulated on a lossy drafter's texts: an empty tally gives nulls.
+    simulated = total((t.simulated[k - 1] for t in texts if t.simulated), k)
     pairs = [(a, b) for a, b in zip(map(_tok_s, repeats), map(_tok_s, baseline), strict=True) if a and b]
     speeds, base_speeds = [a for a, _ in pairs], [b for _, b in pairs]
     ratios = [a / b for a, b in pairs]
@@ -153,13 +173,13 @@ def _measures(
         tau_mean_over_prompts=mean_tau(texts),
         tau_interval=bootstrap_tau(texts),
         tau_simulated=simulated.tau,
-        tau_difference_se=sampling_error(texts, k),
+        tau_difference_se=sampling_error(texts, k) if contender.lossless else None,
         acceptance_rate=decoded.acceptance_rate,
         acceptance_at=tuple(decoded.acceptance_at),
         alpha_at=tuple(decoded.alpha_at),
-        acceptance_at_simulated=tuple(simulated.acceptance_at),
-        alpha_at_simulated=tuple(simulated.alpha_at),
-        k_sweep=_sweep(name, texts, costs),
+        acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
+        alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
+        k_sweep=_sweep(name, texts, costs) or None,
         decode_tok_s=_median(speeds),
         decode_tok_s_spread=_spread(speeds),
         baseline_tok_s=_median(base_speeds),
@@ -175,10 +195,14 @@ def _measures(
         ms_per_round=_ms_per_round(repeats),
         # A batch's rounds are those of its slowest row, which tau does not tell.
         ideal_speedup=costs.speedup(name, k, tau) if tau and single else None,
-        lossless=lossless[0],
-        lossless_timed=lossless[1],
+        peak_memory_bytes=_peak(repeats),
+        peak_memory_baseline_bytes=_peak(baseline),
         looping=sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
     )
+
+
+def _peak(repeats: Sequence[Sequence[Decoded]]) -> int | None:
+    return max((d.peak_bytes for repeat in repeats for d in repeat if d.peak_bytes is not None), default=None)
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -27,6 +27,7 @@ _SECTIONS = (
     findings.sweep,
     findings.time_split,
     evidence.latency,
+    evidence.memory,
     evidence.losslessness,
     evidence.looping,
     evidence.examples,
@@ -89,7 +90,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
     """Return the closing table of a run for the terminal: tau and speed per slice against the target alone."""
     table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
     for place, name in enumerate(HEADLINE_COLUMNS):
-        table.add_column(name, justify="left" if place < 2 else "right")
+        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=place < 2)
     for cells in headline_rows(results):
         last = cells[1] == OVERALL
         table.add_row(*(_literal(cell) for cell in cells), style="bold" if last else None, end_section=last)

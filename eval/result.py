@@ -14,9 +14,10 @@ from draftsmith.errors import UserError
 from draftsmith.eval.machine import Hardware as Hardware
 from draftsmith.eval.machine import environment as environment
 from draftsmith.eval.strict import load_json, read_dataclass
+from draftsmith.eval.upgrade import upgrade
 from draftsmith.files import write_json
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,38 @@ class Measures:
     lossless_timed: Lossless | None = None
     #: Share of prompts whose answer holds a 6-gram 4 times.
     looping: float | None = None
+    #: Perplexity of the drafter's texts under the target at temperature 1, and of the target's own texts at the same
+    #: sampling setting; only for lossy drafters.
+    perplexity: float | None = None
+    perplexity_baseline: float | None = None
+    #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
+    peak_memory_bytes: int | None = None
+    peak_memory_baseline_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """How a drafter drafts.
+
+    method: of its head. num_speculative_tokens: length of its chain or depth of its tree. nodes: tokens proposed in a
+    round. tree: null for a chain. lossy: its texts do not follow the target's law. parameters: trained ones.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    nodes: int
+    tree: str | None = None
+    lossy: bool = False
+    parameters: int | None = None
 
 
 @dataclass(frozen=True)
 class Drafter:
-    """One drafter's measures over everything and per slice."""
+    """One drafter's measures over everything and per slice. draft: how it drafts."""
 
     overall: Measures
     slices: dict[str, Measures]
+    draft: DraftInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -190,16 +215,19 @@ class Costs:
     """Measured milliseconds of single steps, by size; the sizes are text keys, as JSON has no others.
 
     verify_ms: {"n": one target pass over n new tokens}; "1" is the target alone and K drafted tokens
-    need n = K + 1. draft_ms: {"<drafter>": {"k": proposing k tokens}}.
+    need n = K + 1. draft_ms: {"<drafter>": {"k": proposing k tokens}}; for a tree k is its depth.
+    nodes: {"<drafter>": {"k": n of its target pass}} for trees, whose pass does not read K + 1 tokens.
     """
 
     verify_ms: dict[str, float]
     draft_ms: dict[str, dict[str, float]]
+    nodes: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def speedup(self, drafter: str, num_speculative_tokens: int, tau: float) -> float | None:
-        """Return tau / (verify(K + 1)/verify(1) + draft(K)/verify(1)), or None where a cost was not measured."""
+        """Return tau / (verify(n)/verify(1) + draft(K)/verify(1)), n = K + 1 for a chain; None where a cost is missing."""
         alone = self.verify_ms.get("1")
-        verify = self.verify_ms.get(str(num_speculative_tokens + 1))
+        nodes = self.nodes.get(drafter, {}).get(str(num_speculative_tokens), num_speculative_tokens + 1)
+        verify = self.verify_ms.get(str(nodes))
         draft = self.draft_ms.get(drafter, {}).get(str(num_speculative_tokens))
         if alone is None or verify is None or draft is None or verify + draft <= 0:
             return None
@@ -256,7 +284,8 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def from_json(value: Any, source: str = "result.json") -> Result:
-    """Check and build a Result; UserError names the wrong, unknown or missing key and `source`."""
+    """Check and build a Result, also of an earlier version; UserError names the wrong, unknown or missing key."""
+    value = upgrade(value)
     if isinstance(value, dict) and value.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
             f"{source}: 'schema_version' is {value.get('schema_version')!r} but this draftsmith reads {SCHEMA_VERSION}; "

@@ -8,6 +8,7 @@ probabilities into expected rounds. Shapes: S answers, T roots, K speculative to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +18,18 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling, law
 from draftsmith.eval.tally import Tally
+from draftsmith.eval.trees import StaticTree
 from draftsmith.heads.base import HeadOutput
 from draftsmith.heads.target import TargetHead
 
 _CHUNK_ROWS = 1024
+
+
+class _TextLaw(NamedTuple):
+    """p: [B*L] float64 probability of each token given those before it, NaN where not asked for; None when greedy."""
+
+    p: Tensor | None
+    off_text: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,76 @@ class Acceptance:
 
     c_BLK: Tensor
     off_text: int
+
+
+@torch.no_grad()
+def acceptance(
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetHead,
+    draft_vocab_W: Tensor | None,
+    sampling: Sampling,
+    *,
+    tree: StaticTree | None = None,
+    greedy_drafts: bool = False,
+) -> Acceptance:
+    """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
+
+    tree: a static tree instead of a chain; c[t, k] is then 1 where the text follows the tree from row t's root down
+    to depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature.
+    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
+    """
+    if tree is None:
+        return chain_acceptance(output, batch, target_head, draft_vocab_W, sampling, greedy_drafts=greedy_drafts)
+    return tree_acceptance(output, batch, target_head, draft_vocab_W, sampling, tree)
+
+
+@torch.no_grad()
+def tree_acceptance(
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetHead,
+    draft_vocab_W: Tensor | None,
+    sampling: Sampling,
+    tree: StaticTree,
+) -> Acceptance:
+    """Follow the text down a static tree whose nodes are ranks of each head's logits (see `acceptance`).
+
+    The children of a node are tried at any temperature, and given the text it is certain which one was accepted.
+    """
+    ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
+    _, off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling)
+    child_NR = _children(tree, ids.device)
+    node = torch.zeros_like(ids)
+    c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
+    for step in output.steps[:depth]:
+        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
+            at, logits_RW = step.rows[piece], step.logits[piece]
+            best_RK = logits_RW.topk(min(tree.ranks, logits_RW.shape[-1]), -1).indices
+            best_RK = best_RK if draft_vocab_W is None else draft_vocab_W[best_RK]
+            hit_RK = best_RK == ids[at + 2 + step.offset][:, None]
+            # The last column of the table stands for "not among the ranks", its last row for "off the tree".
+            rank_R = torch.where(hit_RK.any(1), hit_RK.int().argmax(1), tree.ranks)
+            node[at] = child_NR[node[at], rank_R]
+            c[at, step.offset] = (node[at] >= 0).double()
+    return Acceptance(c.view(*batch.ids.shape, depth), off_text)
+
+
+def _children(tree: StaticTree, device: torch.device) -> Tensor:
+    """Return [N + 1, ranks + 1]: the node below a node at a rank, -1 for none; row -1 is for -1 itself."""
+    shape = tree.on(device)
+    child_NR = torch.full((len(shape.parents_N) + 1, tree.ranks + 1), -1, device=device)
+    nodes = torch.arange(1, len(shape.parents_N), device=device)
+    child_NR[shape.parents_N[1:], shape.rank_N[1:]] = nodes
+    return child_NR
+
+
+def _text_law(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
+    """Return the text's own probabilities where they are needed (None when greedy), and the tokens off the target's choice."""
+    if sampling.greedy:
+        ids = batch.ids.flatten()
+        return _TextLaw(None, int((batch.top1.flatten()[places] != ids[places + 1]).sum()))
+    return _text_probabilities(batch, target_head, places, sampling)
 
 
 @torch.no_grad()
@@ -56,11 +135,7 @@ def chain_acceptance(
     c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     places = output.steps[0].rows + 1
-    if sampling.greedy:
-        off_text = int((batch.top1.flatten()[places] != ids[places + 1]).sum())
-        p = None
-    else:
-        p, off_text = _text_probabilities(batch, target_head, places, sampling)
+    p, off_text = _text_law(batch, target_head, places, sampling)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits[piece]
@@ -84,9 +159,7 @@ def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | No
     return q_RW.gather(1, column_R[:, None])[:, 0] * (draft_vocab_W[column_R] == token_R)
 
 
-def _text_probabilities(
-    batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling
-) -> "tuple[Tensor, int]":
+def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
     """Return p(x_{i+1} | x_{<=i}) at the flat positions `places` of [B*L] (float64, NaN elsewhere), and the
     tokens outside their top-k or top-p set.
 
@@ -117,16 +190,19 @@ def _text_probabilities(
             p_R = torch.where(out_R, share_R.double(), p_R)
             off_text += int(out_R.sum())
         p[at] = p_R
-    return p, off_text
+    return _TextLaw(p, off_text)
 
 
-def expected_tallies(c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_tokens: int) -> list[Tally]:
+def expected_tallies(
+    c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_tokens: int, levels: Sequence[int] | None = None
+) -> list[Tally]:
     """Run the recursion for S answers at once.
 
     c_STK[s, i, k]: acceptance probability of the k-th draft of a round whose root is the i-th token of
-    answer s. tokens_S: n = E - P, tokens after the first. Returns one Tally per answer. Drafts stop at
-    the answer's end: K_r = min(K, tokens left).
+    answer s. tokens_S: n = E - P, tokens after the first. levels: tokens proposed at each depth, one each by
+    default. Returns one Tally per answer. Drafts stop at the answer's end: K_r = min(K, tokens left).
     """
+    proposed_K = np.concatenate([[0], np.cumsum(levels or [1] * num_speculative_tokens)])
     answers, longest = c_STK.shape[0], int(tokens_S.max(initial=0))
     visits_ST = np.zeros((answers, longest + 1))
     visits_ST[:, 0] = tokens_S > 0
@@ -138,7 +214,7 @@ def expected_tallies(c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_to
         left_S = tokens_S - root
         arrive_S = visits_ST[:, root] * (left_S > 0)
         rounds_S += arrive_S
-        drafted_S += arrive_S * np.clip(left_S, 0, num_speculative_tokens)
+        drafted_S += arrive_S * proposed_K[np.clip(left_S, 0, num_speculative_tokens)]
         for k in range(min(num_speculative_tokens, longest - root)):
             here_S = k < left_S
             reach_S = np.where(here_S, arrive_S, 0.0)
@@ -182,8 +258,13 @@ def find_answers(batch: TrainBatch) -> list[Answer]:
     return answers
 
 
-def simulate(c_BLK: Tensor, answers: Sequence[Answer], num_speculative_tokens: int) -> list[Tally]:
-    """Return the expected tally of every answer for one draft length (any length up to the K of `c_BLK`)."""
+def simulate(
+    c_BLK: Tensor, answers: Sequence[Answer], num_speculative_tokens: int, levels: Sequence[int] | None = None
+) -> list[Tally]:
+    """Return the expected tally of every answer for one draft length (any length up to the K of `c_BLK`).
+
+    levels: tokens proposed at each depth up to `num_speculative_tokens`, one each by default.
+    """
     if not answers:
         return []
     c = c_BLK.cpu().numpy()
@@ -192,4 +273,4 @@ def simulate(c_BLK: Tensor, answers: Sequence[Answer], num_speculative_tokens: i
     for s, a in enumerate(answers):
         # The root x_r is drafted from by row t = r - 1.
         c_STK[s, : a.last - a.first] = c[a.row, a.first - 1 : a.last - 1, :num_speculative_tokens]
-    return expected_tallies(c_STK, tokens_S, num_speculative_tokens)
+    return expected_tallies(c_STK, tokens_S, num_speculative_tokens, levels)

@@ -16,7 +16,7 @@ class Tally:
     """Sums over answers.
 
     answers: how many. tokens: emitted after each answer's first. rounds: target passes. drafted:
-    tokens proposed that could still be emitted. accepted_K / reached_K: rounds in which position i
+    tokens proposed that could still be emitted, all nodes of a tree. accepted_K / reached_K: rounds in which position i
     was accepted / in which every position before it was accepted and a token was drafted there.
     """
 
@@ -75,9 +75,10 @@ def tally_generation(generation: Generation, num_speculative_tokens: int) -> Tal
     reached_K = np.zeros(num_speculative_tokens)
     drafted = 0
     for round_ in generation.rounds:
-        possible = min(round_.drafted, len(generation.output_ids) - 1 - round_.root)
+        left = len(generation.output_ids) - 1 - round_.root
+        depth = min(len(round_.levels) or round_.drafted, left)
         accepted_K[: round_.accepted] += 1
-        reached_K[: min(round_.accepted + 1, possible)] += 1
-        drafted += possible
+        reached_K[: min(round_.accepted + 1, depth)] += 1
+        drafted += sum(round_.levels[:left]) if round_.levels else depth
     tokens = len(generation.output_ids) - 1
     return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K)

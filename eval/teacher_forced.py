@@ -13,8 +13,9 @@ from draftsmith.data.extract import compute_features
 from draftsmith.data.packing import collate
 from draftsmith.eval.decode import Generation
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
+from draftsmith.eval.simulate import acceptance, find_answers, simulate
 from draftsmith.eval.tally import Tally
+from draftsmith.eval.trees import StaticTree
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.target import Target
 
@@ -46,11 +47,12 @@ def simulate_generations(
     sampling: Sampling,
     max_k: int,
     *,
+    tree: StaticTree | None = None,
     greedy_drafts: bool = False,
 ) -> Simulation:
-    """Simulate chains of 1..max_k drafts on finished answers.
+    """Simulate chains of 1..max_k drafts on finished answers, or a static tree cut at depth 1..max_k.
 
-    greedy_drafts: the drafter proposes its argmax at every temperature.
+    greedy_drafts: the drafter proposes a chain of argmaxes at every temperature.
     Exact when the text came from this target under `sampling` (from a lossless decoder or the target alone).
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
@@ -62,13 +64,15 @@ def simulate_generations(
         features = compute_features(target, samples, head.layer_ids, target.dtype)
         batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
         output = head(batch, max_k)
-        acceptance = chain_acceptance(
-            output, batch, target.head, head.draft_vocab, sampling, greedy_drafts=greedy_drafts
+        found_c = acceptance(
+            output, batch, target.head, head.draft_vocab, sampling, tree=tree, greedy_drafts=greedy_drafts
         )
-        off_text += acceptance.off_text
+        off_text += found_c.off_text
         answers = find_answers(batch)
         assert len(answers) == len(places)
-        by_k = [simulate(acceptance.c_BLK, answers, k) for k in range(1, max_k + 1)]
+        by_k = [
+            simulate(found_c.c_BLK, answers, k, None if tree is None else tree.levels[:k]) for k in range(1, max_k + 1)
+        ]
         for place, tallies in zip(places, zip(*by_k, strict=True), strict=True):
             found[place] = list(tallies)
     return Simulation([found[i] for i in range(len(generations))], off_text)

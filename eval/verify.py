@@ -1,7 +1,8 @@
 """Which drafted tokens the target accepts, as a pure function of tensors.
 
 Rules: Leviathan et al. 2023 and Chen et al. 2023 for sampled chains; for deterministic children the
-equivalent "draw t ~ p, descend if a child holds t". Both leave the target's law unchanged.
+equivalent "draw t ~ p, descend if a child holds t". Both leave the target's law unchanged. Typical acceptance
+(Cai et al., "Medusa", 2024, section 2.3.1) does not.
 Shapes: B rows, N nodes, D depth levels, V target vocab, W draft vocab.
 """
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.draft import Draft
 from draftsmith.eval.noise import ACCEPT, EMIT, uniforms
 from draftsmith.eval.sampling import Sampling, draw, law
@@ -40,8 +42,29 @@ class Noise:
         return uniforms(self.keys_B, self.counter_B, stream, count)
 
 
-def verify(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
-    """Verify a draft against the target's logits at every node (the law of the token after the node)."""
+@dataclass(frozen=True)
+class Typical:
+    """Typical acceptance, which is LOSSY: a drafted token x stays if p(x) > min(epsilon, delta * exp(-H(p))), and a
+    round's own token is the most likely one. At temperature 0 it is the same as the exact rule."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UserError(f"Typical acceptance: {name} is {getattr(self, name)}: it must be from 0 to 1.")
+
+
+def verify(
+    draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, typical: Typical | None = None
+) -> Verdict:
+    """Verify a draft against the target's logits at every node (the law of the token after the node).
+
+    typical: accept by this rule instead of the lossless one.
+    """
+    if typical is not None and not sampling.greedy:
+        return _typical(draft, logits_BNV, sampling, typical)
     if draft.laws_BKW is None or sampling.greedy:
         return _descend(draft, logits_BNV, sampling, noise)
     assert draft.is_chain, "drafts with laws are chains"
@@ -108,3 +131,30 @@ def _chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -
     steps = torch.arange(nodes, device=row.device)
     path_BD = torch.where(steps <= accepted_B[:, None], steps, -1)
     return Verdict(path_BD, accepted_B, next_B)
+
+
+def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical) -> Verdict:
+    """Take the longest path of typical tokens, of equals the one with the largest sum of log p; then the argmax."""
+    rows, nodes = draft.tokens_BN.shape
+    row = torch.arange(rows, device=logits_BNV.device)
+    p_BNV = law(logits_BNV, sampling)
+    entropy_BN = torch.special.entr(p_BNV).sum(-1)
+    threshold_BN = (rule.delta * torch.exp(-entropy_BN)).clamp(max=rule.epsilon)
+    parent_BN = draft.parents_BN.clamp(min=0)
+    p_BN = p_BNV[row[:, None], parent_BN, draft.tokens_BN]
+    typical_BN = (p_BN > threshold_BN.gather(1, parent_BN)) & (draft.parents_BN >= 0)
+    typical_BN &= torch.arange(nodes, device=row.device) < draft.count_B[:, None]
+    typical_BN[:, 0] = True
+    alive_BN = (typical_BN[:, None] | ~draft.ancestors_BNN).all(-1)
+    depth_BN = draft.depth_BN.masked_fill(~alive_BN, -1)
+    accepted_B = depth_BN.amax(1)
+    log_p_BN = torch.where(typical_BN, p_BN, 1.0).log().index_fill(1, row.new_zeros(1), 0.0)
+    score_BN = (log_p_BN[:, None] * draft.ancestors_BNN).sum(-1)
+    best_B = score_BN.masked_fill(depth_BN != accepted_B[:, None], -torch.inf).argmax(1)
+    on_path_BN = draft.ancestors_BNN[row, best_B]
+    # Parents come before their children, so the nodes of a path ascend.
+    order_BN = on_path_BN.int().argsort(dim=1, descending=True, stable=True)
+    levels = nodes if draft.tree is None else draft.tree.depth + 1
+    place_D = torch.arange(levels, device=row.device)
+    path_BD = torch.where(place_D <= accepted_B[:, None], order_BN[:, :levels], -1)
+    return Verdict(path_BD, accepted_B, p_BNV[row, best_B].argmax(-1))

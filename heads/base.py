@@ -79,13 +79,14 @@ class DraftHead(nn.Module, ABC):
     method: its name in the registry. layer_ids: the aux layers whose streams it reads (id k is the residual
     stream entering decoder layer k). draft_vocab: [W] int64 sorted target ids that its logits stand for
     (a buffer), or None when the head predicts the whole target vocabulary. train_steps: steps (or heads) that its
-    training loss sums over.
+    training loss sums over. max_speculative_tokens: the longest draft, None where there is no limit.
     """
 
     method: ClassVar[str]
     layer_ids: tuple[int, ...]
     draft_vocab: Tensor | None
     train_steps: int
+    max_speculative_tokens: int | None = None
 
     @abstractmethod
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:

@@ -7,7 +7,7 @@ and a head loads only onto the target it was trained for.
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 
 
-def save_head(head: DraftHead, path: Path, target: Target) -> None:
+def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write `head` to the folder `path`, all or nothing; an older checkpoint there is replaced.
 
+    tensors: its state where the head itself holds only a shard of it; None takes the head's own.
     Raises UserError where `path` holds anything else, the disk is full or the folder is not writable.
     """
     config = {
@@ -40,7 +41,7 @@ def save_head(head: DraftHead, path: Path, target: Target) -> None:
         "layer_ids": list(head.layer_ids),
         "target": describe_target(target),
     }
-    tensors = head.state_dict()
+    tensors = dict(head.state_dict() if tensors is None else tensors)
     if EMBEDDING in tensors and borrows_embedding(tensors[EMBEDDING], target):
         del tensors[EMBEDDING]
     write_model_directory(Path(path), config, tensors)
@@ -130,11 +131,11 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of the folder `path`. Raises UserError where the file is missing or damaged."""
-    file = path / WEIGHTS
+def read_tensors(path: Path, device: torch.device, weights: str = WEIGHTS) -> dict[str, Tensor]:
+    """Return the tensors of the file `weights` in the folder `path`. UserError where it is missing or damaged."""
+    file = path / weights
     if not file.is_file():
-        raise UserError(f"{path} holds no weights: the file {WEIGHTS} is missing (pickled weights are never read).")
+        raise UserError(f"{path} holds no weights: the file {weights} is missing (pickled weights are never read).")
     try:
         return load_file(file, device=str(device))
     except SafetensorError as error:
@@ -147,23 +148,26 @@ def write_model_directory(path: Path, config: Mapping[str, Any], tensors: Mappin
         write_model_files(temporary, config, tensors)
 
 
-def write_model_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_model_files(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], weights: str = WEIGHTS
+) -> None:
     """Write both files into an existing folder."""
     save_file(
-        {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / WEIGHTS, {"format": "pt"}
+        {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / weights, {"format": "pt"}
     )
     write_json(folder / CONFIG, config)
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) -> Iterator[Path]:
     """Yield an empty folder beside `path` that becomes `path` on success and vanishes on any exception.
 
-    A model folder at `path` is replaced; UserError where it holds other files, so that nothing foreign is lost.
+    A model folder at `path`, one with no files but `replaces`, is replaced; UserError where it holds others, so that
+    nothing foreign is lost.
     """
     path = path.absolute()
     temporary, retired = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
-    foreign = sorted({f.name for f in path.iterdir()} - {CONFIG, WEIGHTS}) if path.is_dir() else []
+    foreign = sorted({f.name for f in path.iterdir()} - set(replaces)) if path.is_dir() else []
     if foreign or (path.exists() and not path.is_dir()):
         raise UserError(f"{path} is not a model folder (it holds {foreign or 'a file'}): choose another output folder.")
     with explain_os_error(path):

@@ -30,13 +30,16 @@ class Load(Protocol):
 class Method:
     """Where a drafter lives: `module` has `build` and `load`, the other two are "module:name".
 
-    launcher is the file in train/ that `accelerate launch` starts. drafter names what proposes with the head when decoding: a callable (head, num_speculative_tokens) -> Drafter.
+    launcher is the file in train/ that `accelerate launch` starts. drafter names what proposes with the head when
+    decoding: a callable (head, num_speculative_tokens) -> Drafter, which also takes tree=StaticTree where static_trees
+    says so.
     """
 
     module: str
     options_path: str
     drafter_path: str | None = None
     launcher: str = ""
+    static_trees: bool = False
 
     @property
     def options(self) -> type:
@@ -64,6 +67,13 @@ METHODS: dict[str, Method] = {
         "draftsmith.heads.eagle3_options:Eagle3Options",
         "draftsmith.heads.eagle3_drafter:Eagle3Drafter",
         "eagle.py",
+    ),
+    "medusa": Method(
+        "draftsmith.heads.medusa",
+        "draftsmith.heads.medusa_options:MedusaOptions",
+        "draftsmith.heads.medusa_drafter:MedusaDrafter",
+        "medusa.py",
+        static_trees=True,
     ),
 }
 

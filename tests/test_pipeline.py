@@ -1,6 +1,5 @@
 """The whole way on a miniature target: every stage, reuse, refusals, and kill -9 at each stage."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli import main
@@ -21,59 +19,14 @@ from draftsmith.heads.export import load_eagle3_directory
 from draftsmith.heads.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
+from tests.workplace import digests, make_workplace, options
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target with a tokenizer, conversations in two slices, prompts, and a recipe for them."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    tokenizer = tiny_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    for name, count in (("chat", 40), ("code", 40)):
-        rows = [
-            {"id": f"{name}-{i}", "messages": [{"role": "user", "content": f"{name} question {i}: why {i * 7}?"}]}
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    prompts = [
-        {"id": f"p{i}", "slice": ("chat", "code")[i % 2], "messages": [{"role": "user", "content": f"number {i}?"}]}
-        for i in range(4)
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
-    recipe = {
-        "name": "mini",
-        "target": {"path": str(folder / "target"), "device": "cpu"},
-        "data": {
-            "sources": [str(folder / "chat.jsonl"), str(folder / "code.jsonl")],
-            "max_length": 128,
-            "heldout": 10,
-        },
-        "answers": {"max_new_tokens": 12, "batch": 4},
-        "features": {"shard_mb": 1, "batch_tokens": 256},
-        "head": {"layer_ids": [2, 4, 6], "ttt_steps": 3, "draft_vocab_size": 200},
-        "train": {
-            "epochs": 2,
-            "row_tokens": 128,
-            "rows": 2,
-            "optimizer": "muon",
-            "precision": "no",
-            "evaluations": 3,
-            "checkpoint_minutes": 0.0,
-        },
-        "evaluate": {
-            "prompts": [str(folder / "prompts.jsonl")],
-            "num_speculative_tokens": 3,
-            "max_k": 4,
-            "max_new_tokens": 16,
-            "repeats": 2,
-        },
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    return folder
+    return make_workplace(tmp_path_factory.mktemp("pipeline"))
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +36,6 @@ def finished(workplace: Path) -> Path:
     torch.set_num_threads(1)
     assert main(["run", *options(workplace, run)]) == 0
     return run
-
-
-def options(workplace: Path, run: Path) -> list[str]:
-    return ["--recipe", str(workplace / "recipe.yaml"), "--output_dir", str(run)]
 
 
 def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -> None:
@@ -294,12 +243,3 @@ def test_kill_9_then_resume_gives_the_same_files(workplace: Path, finished: Path
     compared = [n for n in expected if any(n == p or n.startswith(p + "/") for p in names[stage])]
     assert compared
     assert {n: found[n] for n in compared} == {n: expected[n] for n in compared}
-
-
-def digests(run: Path) -> dict[str, str]:
-    """SHA-256 of every file of a run that holds no clock times."""
-    return {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(run.rglob("*"))
-        if path.is_file() and path.name not in ("summary.json",) and "step_" not in str(path)
-    }

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.registry import METHODS
 from draftsmith.recipe_file import parse_recipe
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
@@ -25,7 +25,7 @@ def test_every_recipe_parses(path: Path) -> None:
     recipe = parse_recipe(["--recipe", str(path)])
     assert recipe.method == path.parent.name
     assert recipe.name.startswith(recipe.method)
-    assert isinstance(recipe.head, Eagle3Options)
+    assert isinstance(recipe.head, METHODS[recipe.method].options)
     with pytest.raises(FrozenInstanceError):
         recipe.name = "other"  # type: ignore[misc]
 

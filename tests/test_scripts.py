@@ -316,7 +316,11 @@ def test_quickstart_passes_its_arguments_on(repository: Path, tmp_path: Path) ->
     result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"), "--train.steps", "3 4")
     assert result.returncode == 0, result.stderr
     log = (repository / "log").read_text(encoding="utf-8")
-    assert log == "draftsmith run --recipe recipes/eagle3/tiny.yaml --train.steps 3 4\n"
+    assert log == (
+        "draftsmith train --recipe recipes/medusa/tiny.yaml\n"
+        "draftsmith run --recipe recipes/eagle3/tiny.yaml --evaluate.beside.medusa runs/medusa-tiny "
+        "--evaluate.drafts [{tree: chain}, {tree: medusa_63}] --train.steps 3 4\n"
+    )
 
 
 def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_path: Path) -> None:
@@ -367,7 +371,14 @@ def test_constraints_pin_one_version_of_everything_the_package_asks_for() -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "processes"), [("cpu", "NO", 1), ("one-gpu", "NO", 1), ("ddp-8gpu", "MULTI_GPU", 8)]
+    ("name", "kind", "processes"),
+    [
+        ("cpu", "NO", 1),
+        ("one-gpu", "NO", 1),
+        ("ddp-8gpu", "MULTI_GPU", 8),
+        ("fsdp2-8gpu", "FSDP", 8),
+        ("zero2-8gpu", "DEEPSPEED", 8),
+    ],
 )
 def test_accelerate_reads_its_configurations(name: str, kind: str, processes: int) -> None:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -385,6 +396,7 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
         text = file.read_text(encoding="utf-8")
         assert "auto" not in text  # "auto" clips gradients at 1.0 without saying so
         config = json.loads(text)
-        assert config["gradient_clipping"] > 0
+        # The recipe's: train.clip, train.accumulation, train.precision.
+        assert not {"gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16"} & set(config)
         assert config["zero_allow_untested_optimizer"] is True
         assert config["zero_force_ds_cpu_optimizer"] is False

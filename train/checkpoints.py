@@ -11,7 +11,9 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
+from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error
+from draftsmith.train.parallel import checkpoint_layout
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress) 
             raise
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            (temporary / "progress.json").write_text(json.dumps(asdict(progress)), encoding="utf-8")
+            record = asdict(progress) | {"layout": checkpoint_layout(accelerator)}
+            (temporary / "progress.json").write_text(json.dumps(record), encoding="utf-8")
             (temporary / "DONE").touch()
             temporary.rename(final)
             for old in folder.glob("step_*"):
@@ -62,11 +65,21 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(accelerator: Accelerator, folder: Path) -> Progress:
-    """Restore the newest complete checkpoint; a fresh Progress where there is none."""
+    """Restore the newest complete checkpoint; a fresh Progress where there is none.
+
+    Raises UserError for a checkpoint of another way to spread the head over processes.
+    """
     path = latest_checkpoint(folder)
     if path is None:
         return Progress()
+    record = json.loads((path / "progress.json").read_text(encoding="utf-8"))
+    made, now = record.pop("layout", "an older version"), checkpoint_layout(accelerator)
+    if made != now:
+        raise UserError(
+            f"The checkpoint {path} was made under {made} and cannot be resumed under {now}: launch as before, or add "
+            "--redo train."
+        )
     accelerator.load_state(str(path))
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
-    return Progress(**json.loads((path / "progress.json").read_text(encoding="utf-8")))
+    return Progress(**record)

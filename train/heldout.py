@@ -49,7 +49,8 @@ def evaluate_heldout(
     num_speculative_tokens: int,
 ) -> HeldOut:
     """Run the head over the held-out answers: the training pass gives the loss and every acceptance probability."""
-    train_steps = head.train_steps
+    train_steps, reach = head.train_steps, head.max_speculative_tokens
+    num_speculative_tokens = num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
     device = next(head.parameters()).device
     loss, divisor = 0.0, 0.0
     sums = torch.zeros(3, train_steps, dtype=torch.float64)

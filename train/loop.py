@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -31,6 +31,7 @@ from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpo
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.pace import Interrupt, Pace
+from draftsmith.train.parallel import make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
 from draftsmith.train.sums import StepSums
 from draftsmith.train.tracking import Tracker
@@ -48,15 +49,13 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     spec = recipe.train
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(recipe.seed)
-    accelerator = Accelerator(
-        mixed_precision=spec.precision, gradient_accumulation_steps=spec.accumulation, cpu=target.device.type == "cpu"
-    )
+    accelerator = make_accelerator(spec, target.device)
     head = head.to(accelerator.device)
     target_head = target.head.to(accelerator.device)
-    model, *optimizers = accelerator.prepare(head, *build_optimizers(head, spec))
+    model, optimizers = prepare(accelerator, head, build_optimizers(head, spec), spec)
     progress = load_checkpoint(accelerator, folder)
     schedule = Schedule([data.source.lengths[i] for i in data.train], spec, recipe.seed, accelerator.num_processes)
-    run = _Run(recipe, accelerator, model, optimizers, target_head, data, schedule, folder, target)
+    run = _Run(recipe, accelerator, model, head, optimizers, target_head, data, schedule, folder, target)
     return run.run(progress)
 
 
@@ -68,6 +67,7 @@ class _Run:
         recipe: Recipe,
         accelerator: Accelerator,
         model: torch.nn.Module,
+        head: DraftHead,
         optimizers: Sequence[Any],
         target_head: Any,
         data: TrainData,
@@ -76,8 +76,7 @@ class _Run:
         target: Target,
     ) -> None:
         self.recipe, self.spec = recipe, recipe.train
-        self.accelerator, self.model, self.optimizers = accelerator, model, list(optimizers)
-        self.head: DraftHead = accelerator.unwrap_model(model)
+        self.accelerator, self.model, self.head, self.optimizers = accelerator, model, head, optimizers
         self.target, self.target_head, self.data, self.schedule, self.folder = (
             target,
             target_head,
@@ -217,7 +216,7 @@ class _Run:
         set_lr(self.optimizers, factor)
         for batch, counts in batches:
             with accelerator.accumulate(self.model):
-                output = self.model(batch, self.train_steps)
+                output = run_pass(self.model, batch, self.train_steps)
                 scored = head_loss(output, batch, self.target_head, self.head.draft_vocab, self.spec.loss)
                 accelerator.backward(scored.loss_sum * (scale * counts))
                 if counts:
@@ -253,16 +252,19 @@ class _Run:
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
         """Look at the held-out answers; keep the head if its tau is the best so far."""
-        held: HeldOut = evaluate_heldout(
-            self.head,
-            self.data.source,
-            self.heldout_batches,
-            self.spec.row_tokens,
-            self.target_head,
-            self.spec.loss,
-            self.recipe.answers.sampling,
-            self.recipe.evaluate.num_speculative_tokens,
-        )
+        with whole_head(self.model):
+            held: HeldOut = evaluate_heldout(
+                self.head,
+                self.data.source,
+                self.heldout_batches,
+                self.spec.row_tokens,
+                self.target_head,
+                self.spec.loss,
+                self.recipe.answers.sampling,
+                self.recipe.evaluate.num_speculative_tokens,
+            )
+        # One verdict for all processes: what follows from it (saving, stopping) they do together.
+        (held,) = broadcast_object_list([held])
         record |= {
             "heldout_loss": held.loss,
             "heldout_accuracy": held.accuracy,
@@ -273,8 +275,9 @@ class _Run:
             self._warn_at_chance(held)
         if progress.best_step and held.tau <= progress.best_tau:
             return replace(progress, stale=progress.stale + 1)
+        tensors = whole_state(self.accelerator, self.model)
         if self.accelerator.is_main_process:
-            save_head(self.head, self.folder / "best", self.target)
+            save_head(self.head, self.folder / "best", self.target, tensors)
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
 
     def _warn_at_chance(self, held: HeldOut) -> None:

@@ -33,6 +33,7 @@ class KnownText:
     name = "known text"
     layer_ids: tuple[int, ...] = ()
     max_nodes = 5
+    num_speculative_tokens = 4
 
     def __init__(self, texts: list[list[int]], rate: float) -> None:
         self.texts, self.rate = texts, rate

@@ -1,21 +1,28 @@
 """What the evaluation adds up: speeds, time split, intervals, loops, costs, and the comparison of texts."""
 
+from dataclasses import replace
+from typing import cast
+
 import pytest
 import torch
+from torch import nn
 
 from draftsmith.eval.cache import KVCache, build_mask
 from draftsmith.eval.clock import Stopwatch
+from draftsmith.eval.contender import Contender
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.decode import Decoded, Generation, Request, Round, decode_batch
 from draftsmith.eval.draft import Draft, TargetAlone
 from draftsmith.eval.generate_baseline import time_generate
 from draftsmith.eval.lossless import compare_texts
-from draftsmith.eval.measure import Timings, run_systems, summarize
+from draftsmith.eval.measure import Texts, Timings, run_systems, summarize
 from draftsmith.eval.passes import run_draft
 from draftsmith.eval.result import Costs
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import Tally, tally_generation
 from draftsmith.eval.texts import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.trees import StaticTree
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.target import Target
 from tests.models import KINDS, tiny_model
 
@@ -33,6 +40,17 @@ def decoded(generation: Generation, **seconds: float) -> Decoded:
     return Decoded([generation], {"ttft": 0.5, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0, **seconds})
 
 
+class NoHead(nn.Module):
+    """Stands for a head where nothing asks it for logits."""
+
+    method = "eagle3"
+
+
+def contender(name: str, max_k: int = 2) -> Contender:
+    """The target alone under another name."""
+    return Contender(name, cast(DraftHead, NoHead()), lambda k: TargetAlone(), 2, max_k)
+
+
 def text(generation: Generation) -> Text:
     tally = tally_generation(generation, 2)
     return Text(generation, tally, [tally, tally])
@@ -44,7 +62,7 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=6.0)] for _ in range(3)])
     costs = Costs({"1": 10.0, "3": 12.0}, {"eagle3": {"2": 3.0}})
     timings = {"": plain, "eagle3": drafted}
-    found = summarize("eagle3", [text(a), text(b)], timings, costs, {}, {}, [], 2)
+    found = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, costs, {}, {}, [])
     assert set(found.slices) == {"chat", "code"}
     m = found.overall
     assert (m.tokens, m.rounds, m.prompts) == (12, 5, 2)
@@ -65,7 +83,7 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
 def test_what_was_not_measured_is_null() -> None:
     only = answer("a", "chat", [])
     timings = {"": Timings([[decoded(only)]]), "eagle3": Timings([[decoded(only)]])}
-    m = summarize("eagle3", [text(only)], timings, Costs({}, {}), {}, {}, [], 2).overall
+    m = summarize(contender("eagle3"), Texts([text(only)]), timings, Costs({}, {}), {}, {}, []).overall
     assert m.tokens == 0
     for value in (m.tau, m.decode_tok_s, m.speedup, m.ms_per_round, m.ideal_speedup, m.speedup_vs_generate):
         assert value is None
@@ -113,11 +131,15 @@ def target() -> Target:
 
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_costs_are_measured_for_every_size_also_after_short_prompts(target: Target, length: int) -> None:
-    costs = measure_costs(
-        target, {"none": lambda k: TargetAlone()}, list(range(3, 3 + length)), Sampling(), max_k=3, repeats=1
-    )
-    assert list(costs.verify_ms) == ["1", "2", "3", "4"]
+    tree = StaticTree.of("bush", [[0], [1], [2], [0, 0], [1, 0]])
+    lineup = [contender("none", max_k=3), replace(contender("tree"), tree=tree)]
+    costs = measure_costs(target, lineup, list(range(3, 3 + length)), Sampling(), repeats=1)
+    assert list(costs.verify_ms) == ["1", "2", "3", "4", "6"]
     assert list(costs.draft_ms["none"]) == ["1", "2", "3"]
+    assert costs.nodes == {"tree": {"1": 4, "2": 6}}
+    assert costs.speedup("tree", 2, 2.0) == pytest.approx(
+        2 * costs.verify_ms["1"] / (costs.verify_ms["6"] + costs.draft_ms["tree"]["2"])
+    )
     assert all(value > 0 for value in costs.verify_ms.values())
 
 
@@ -126,10 +148,9 @@ def test_systems_answer_the_same_requests_slice_by_slice(target: Target) -> None
     seen: list[int] = []
     timings = run_systems(
         target,
-        {"again": lambda k: TargetAlone()},
+        [contender("again")],
         [requests, requests],
         Sampling(),
-        num_speculative_tokens=2,
         batch=2,
         on_batch=seen.append,
     )

@@ -17,6 +17,7 @@ from draftsmith.eval.result import (
     Costs,
     Divergence,
     Drafter,
+    DraftInfo,
     Example,
     Lossless,
     Measures,
@@ -62,8 +63,10 @@ def full_result() -> Result:
         recipe={"head": {"method": "eagle3", "layers": [2, 8, 13]}},
         target=TargetInfo("models/tiny", "abc", 3_300_000, 16, 128, 1024),
         settings=Settings(1.0, 50, 0.9, 5, 1, "float32", 0, 3),
-        drafters={"eagle3": Drafter(measures, {"chat": measures, "code": Measures(prompts=0)})},
-        costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}),
+        drafters={
+            "eagle3": Drafter(measures, {"chat": measures, "code": Measures(prompts=0)}, DraftInfo("eagle3", 2, 2))
+        },
+        costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}, {"eagle3": {"2": 3}}),
         examples=(Example("eagle3", "code", "Add.", (Piece("a", None), Piece("b", 0))),),
         supplement={"prompt set": "x.jsonl", "answers": 3, "ok": True, "nothing": None, "share": 0.5},
     )
@@ -81,7 +84,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 1
+    assert value["schema_version"] == 2
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = "temperature top_k top_p num_speculative_tokens batch dtype seed repeats"
@@ -99,14 +102,33 @@ def test_the_names_of_the_schema() -> None:
     assert [name for name, number in unmeasured.items() if number is not None] == ["prompts"]
 
 
+def test_results_of_version_1_are_read_with_nulls_for_what_is_new(tmp_path: Path) -> None:
+    old = to_json(full_result()) | {"schema_version": 1}
+    del old["costs"]["nodes"]
+    for drafter in old["drafters"].values():
+        del drafter["draft"]
+        for measures in (drafter["overall"], *drafter["slices"].values()):
+            for name in ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes"):
+                del measures[name]
+    expected = full_result()
+    drafter = replace(expected.drafters["eagle3"], draft=None)
+    costs = replace(expected.costs, nodes={})
+    assert from_json(old) == replace(expected, drafters={"eagle3": drafter}, costs=costs)
+    assert "nodes" not in old["costs"], "what was read is not changed"
+    del old["drafters"]["eagle3"]["overall"]["tau"]
+    with pytest.raises(UserError, match=r"overall\.tau"):
+        from_json(old)
+
+
 def places(value: Any, path: tuple = ()) -> list[tuple]:
     """Every object in the JSON whose keys the schema fixes."""
     free = {("recipe",), ("versions",), ("supplement",), ("drafters",), ("costs", "verify_ms"), ("costs", "draft_ms")}
+    free.add(("costs", "nodes"))
     found = []
     if isinstance(value, dict):
         if path not in free and path[-1:] != ("slices",):
             found.append(path)
-        if path[:1] != ("recipe",) and path[:2] != ("costs", "draft_ms"):
+        if path[:1] != ("recipe",) and path[:2] not in (("costs", "draft_ms"), ("costs", "nodes")):
             found += [place for key, item in value.items() for place in places(item, (*path, key))]
     elif isinstance(value, list):
         found += [place for i, item in enumerate(value) for place in places(item, (*path, i))]
@@ -193,7 +215,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "not valid JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 2}', "schema_version"),
+        ('{"schema_version": 3}', "schema_version"),
         ('{"schema_version": NaN}', "holds NaN"),
         ("[" * 100_000, "not valid JSON"),
     ],

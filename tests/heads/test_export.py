@@ -13,17 +13,19 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.heads import export
-from draftsmith.heads.contracts import EAGLE3, EAGLE3_LLAMA_CPP, validate
-from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options, build
-from draftsmith.heads.export import export_head, load_eagle3_directory, to_flat_eagle3
+from draftsmith.heads.contracts import ExportRequest, ModelFiles
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.eagle3_export import load_eagle3_directory, to_flat_eagle3
+from draftsmith.heads.eagle3_layouts import EAGLE3
+from draftsmith.heads.export import Layout, convert_head, export_head
 from draftsmith.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
-from models import tiny_model
+from exports import VOCAB, make_target
+from exports import make_eagle3 as make_head
 
 SHARED_FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
-VOCAB = torch.tensor([0, 2, 3, 7, 50, 51, 52, 100, 159])
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -32,21 +34,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-
-
-def make_target(**overrides) -> Target:
-    return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint="abc")
-
-
-def make_head(
-    target: Target, vocab: Tensor | None = VOCAB, layer_ids: tuple[int, ...] = (1, 3, 5), **options
-) -> Eagle3Head:
-    torch.manual_seed(0)
-    head = build(Eagle3Options(layer_ids=list(layer_ids), **options), target, vocab)
-    for name, parameter in head.named_parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
-    return head
 
 
 def check_same_logits(a: Eagle3Head, b: Eagle3Head, target: Target, tolerance: float = 0.0) -> None:
@@ -113,6 +100,16 @@ def test_two_aux_layers_and_rope_scaling_are_written(tmp_path):
     assert config["rope_scaling"]["rope_type"] == "llama3"
 
 
+def test_a_whole_vocabulary_has_no_map(tmp_path):
+    """vLLM refuses d2t where nothing is mapped; every engine takes a missing one as the identity."""
+    target = make_target()
+    for number, vocab in enumerate((None, torch.arange(160))):
+        head = make_head(target, vocab)
+        export_head(head, target, tmp_path / str(number))
+        assert not {"d2t", "t2d"} & load_file(tmp_path / str(number) / "model.safetensors").keys()
+        check_same_logits(load_eagle3_directory(tmp_path / str(number), target), head, target)
+
+
 def test_an_embedding_of_its_own_is_always_written(tmp_path):
     target = make_target()
     head = make_head(target)
@@ -138,7 +135,7 @@ MUTANTS: dict[str, tuple[Mutation, str]] = {
     "engine-unknown prefix": (lambda t, c: t.update({"layers.0.hidden_norm.weight": t.pop("midlayer.hidden_norm.weight")}), "no such tensor"),
     "second layer": (lambda t, c: c.update(num_hidden_layers=2), "num_hidden_layers: expected 1"),
     "mixed dtypes": (lambda t, c: t.update({"norm.weight": t["norm.weight"].half()}), r"norm\.weight: expected torch\.float32"),
-    "dtype of config": (lambda t, c: c.update(torch_dtype="bfloat16"), "expected torch.bfloat16, got torch.float32"),
+    "dtype of config": (lambda t, c: c.update(torch_dtype="bfloat16"), "torch_dtype: expected 'float32', the dtype of the tensors, got 'bfloat16'"),
     "flag left out": (lambda t, c: c.pop("norm_before_residual"), "norm_before_residual: .*got nothing"),
     "flag without tensor": (lambda t, c: c.update(norm_before_fc=True), r"input_norm\.weight: expected shape \[192\], got nothing"),
     "tensor without flag": (lambda t, c: t.update({"fc_norm.0.weight": torch.ones(64)}), "no such tensor"),
@@ -156,12 +153,12 @@ def test_mutants_are_refused_before_anything_is_written(mutant, tmp_path, monkey
     target = make_target()
     head = make_head(target)
 
-    def convert(head: Eagle3Head, target: Target, dtype: torch.dtype) -> export.ModelFiles:
-        files = to_flat_eagle3(head, target, dtype)
+    def convert(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
+        files = to_flat_eagle3(head, target, request)
         mutate(files.tensors, files.config)
         return files
 
-    monkeypatch.setitem(export.LAYOUTS, "eagle3", export.Layout(EAGLE3, ("eagle3",), convert, load_eagle3_directory))
+    monkeypatch.setitem(export.LAYOUTS, "eagle3", Layout("eagle3", EAGLE3, convert, load_eagle3_directory))
     with pytest.raises(UserError, match=words):
         export_head(head, target, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -171,13 +168,13 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
     target = make_target()
     head = make_head(target)
 
-    def convert(head: Eagle3Head, target: Target, dtype: torch.dtype) -> export.ModelFiles:
-        files = to_flat_eagle3(head, target, dtype)
+    def convert(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
+        files = to_flat_eagle3(head, target, request)
         name = "midlayer.self_attn.k_proj.weight"
         files.tensors[name] = files.tensors[name].flip(0)
         return files
 
-    monkeypatch.setitem(export.LAYOUTS, "eagle3", export.Layout(EAGLE3, ("eagle3",), convert, load_eagle3_directory))
+    monkeypatch.setitem(export.LAYOUTS, "eagle3", Layout("eagle3", EAGLE3, convert, load_eagle3_directory))
     with pytest.raises(AssertionError, match="other logits"):
         export_head(head, target, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -198,8 +195,7 @@ def test_what_llama_cpp_cannot_serve_is_refused_there_only(options, words, tmp_p
         export_head(head, target, tmp_path / "cpp", layout="eagle3_llama_cpp")
     assert not (tmp_path / "cpp").exists()
     export_head(head, target, tmp_path / "flat")
-    plain = to_flat_eagle3(make_head(target), target, torch.float32)
-    validate(plain.tensors, plain.config, EAGLE3_LLAMA_CPP)
+    convert_head(make_head(target), target, layout="eagle3_llama_cpp")
 
 
 @pytest.mark.parametrize(

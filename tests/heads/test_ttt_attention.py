@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads import ttt_attention as module
-from draftsmith.heads.ttt_attention import eager_ttt_attention, plan_rows, ttt_attention
+from draftsmith.heads import causal_kernels, row_plan
+from draftsmith.heads.row_plan import plan_rows
+from draftsmith.heads.ttt_attention import eager_ttt_attention, merged_attention, ttt_attention
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 5 + [2] * 6 + [-1] * 4, [0] * 24, [3] * 1 + [7] * 20 + [-1] * 3])
 
@@ -27,7 +28,7 @@ def make_inputs(needed: Tensor, *, heads: int, groups: int, diagonal: int, dtype
 @pytest.mark.parametrize("diagonal", [0, 1, 4])
 @pytest.mark.parametrize("bucket", [1, 32], ids=["alone", "grouped"])
 def test_equals_the_oracle_in_value_and_every_gradient(bucket, heads, groups, diagonal, dtype, tolerance, monkeypatch):
-    monkeypatch.setattr(module, "BUCKET", bucket)
+    monkeypatch.setattr(row_plan, "BUCKET", bucket)
     needed = needed_rows()
     plan = plan_rows(DOCUMENTS, needed)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=dtype)
@@ -67,7 +68,7 @@ def test_no_needed_row_gives_empty_output_and_zero_gradients():
 
 
 def test_plan_cuts_documents_after_their_last_needed_row_and_groups_them_by_length(monkeypatch):
-    monkeypatch.setattr(module, "BUCKET", 2)
+    monkeypatch.setattr(row_plan, "BUCKET", 2)
     needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
     needed[0, [2, 5, 15]] = True
     needed[2, 0] = True
@@ -93,3 +94,88 @@ def test_a_needed_row_in_the_padding_is_a_bug():
     needed[0, -1] = True
     with pytest.raises(AssertionError, match="padding"):
         plan_rows(DOCUMENTS, needed)
+
+
+def test_packed_documents_stand_end_to_end():
+    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
+    needed[0, [2, 5, 15]] = True
+    needed[2, 0] = True
+    packed = plan_rows(DOCUMENTS, needed).packed
+    assert packed.tokens_T.tolist() == [0, 1, 2, 3, 4, 5, 14, 15, 48]
+    assert packed.place_R.tolist() == [2, 5, 7, 8]
+    assert packed.starts.tolist() == [0, 6, 8, 9]
+    assert packed.starts.dtype == torch.int32
+    assert packed.longest == 6
+
+
+class GpuKernel:
+    """What a GPU's flash kernels compute, in plain operations, with their signatures and layouts."""
+
+    def probabilities(self, q, k, lse_HT, starts, scale):
+        """[H, T, T] exp(score - lse), 0 outside a document and after the query."""
+        number = torch.arange(len(q))
+        document = torch.searchsorted(starts[1:].contiguous(), number, right=True)
+        seen = (document[:, None] == document) & (number[:, None] >= number)
+        scores = torch.einsum("thd,shd->hts", q.float(), k.float()) * scale
+        return scores.masked_fill(~seen, -torch.inf), seen
+
+    def forward(self, q, k, v, starts, starts_k, longest, longest_k, dropout, causal, debug, *, scale):
+        assert q.dtype == k.dtype == v.dtype != torch.float32
+        assert (starts.dtype, dropout, causal, debug) == (torch.int32, 0.0, True, False)
+        assert longest == longest_k == int(starts.diff().max())
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
+        scores, _ = self.probabilities(q, k, None, starts, scale)
+        lse_HT = scores.logsumexp(-1)
+        out = torch.einsum("hts,shd->thd", (scores - lse_HT[..., None]).exp(), v)
+        return out.to(q.dtype), lse_HT, torch.zeros(2, dtype=torch.uint64), q.new_empty(0), q.new_empty(0)
+
+    def backward(
+        self, grad, q, k, v, out, lse_HT, starts, starts_k, longest, longest_k, dropout, causal, *state, scale
+    ):
+        assert grad.dtype == q.dtype == k.dtype == v.dtype == out.dtype != torch.float32
+        assert lse_HT.dtype == torch.float32
+        assert lse_HT.is_contiguous()
+        assert len(state) == 2
+        P = q.shape[1] // k.shape[1]
+        k_all, v_all = (x.repeat_interleave(P, 1).float() for x in (k, v))
+        scores, _ = self.probabilities(q, k_all, lse_HT, starts, scale)
+        p = (scores - lse_HT[..., None]).exp()
+        delta = (grad.float() * out.float()).sum(-1).T
+        d_s = p * (torch.einsum("thd,shd->hts", grad.float(), v_all) - delta[..., None]) * scale
+        d_q = torch.einsum("hts,shd->thd", d_s, k_all)
+        d_k, d_v = torch.einsum("hts,thd->shd", d_s, q.float()), torch.einsum("hts,thd->shd", p, grad.float())
+        d_k, d_v = (x.unflatten(1, (k.shape[1], P)).sum(2) for x in (d_k, d_v))
+        return d_q.to(q.dtype), d_k.to(q.dtype), d_v.to(q.dtype)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("diagonal", [0, 1, 4])
+def test_the_gpus_packed_way_equals_the_oracle(heads, groups, diagonal, monkeypatch):
+    """On a CPU with the kernels written out: tests/gpu runs the same with the kernels themselves."""
+    kernel = GpuKernel()
+    monkeypatch.setattr(causal_kernels, "_gpu_forward", kernel.forward)
+    monkeypatch.setattr(causal_kernels, "_gpu_backward", kernel.backward)
+    monkeypatch.setattr(causal_kernels, "_on_cpu", lambda x: False)
+    needed = needed_rows()
+    plan = plan_rows(DOCUMENTS, needed)
+    inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=torch.bfloat16)
+    exact = [x.detach().float().requires_grad_() for x in inputs]
+    fast, slow = merged_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)
+    assert fast.dtype == torch.bfloat16
+    torch.testing.assert_close(fast.float(), slow, atol=3e-2, rtol=3e-2)
+    grad = torch.randn(slow.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    fast.backward(grad)
+    slow.backward(grad.float())
+    for ours, theirs in zip(inputs, exact, strict=True):
+        assert ours.grad.dtype == torch.bfloat16
+        assert (ours.grad.float() - theirs.grad).norm() <= 0.02 * theirs.grad.norm()
+
+
+def test_autocast_leaves_the_merge_in_fp32():
+    needed = needed_rows()
+    plan = plan_rows(DOCUMENTS, needed)
+    inputs = make_inputs(needed, heads=4, groups=2, diagonal=3, dtype=torch.float32)
+    plain = ttt_attention(*inputs, plan, 0.4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = ttt_attention(*inputs, plan, 0.4)
+    assert torch.equal(inside, plain)

@@ -1,0 +1,38 @@
+"""What can be refused before hours of work are spent on it."""
+
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.evaluation import evaluation_conversations
+from draftsmith.exporting import export_options
+from draftsmith.heads.export import convert_head
+from draftsmith.heads.registry import METHODS
+from draftsmith.heads.vocab import choose_draft_vocab
+from draftsmith.lineup import load_beside, make_lineup
+from draftsmith.session import Session
+from draftsmith.train.parallel import check_launch
+
+
+def preflight(session: Session, *, evaluating: bool = False) -> list[str]:
+    """Find mistakes in a recipe before hours of work are spent on it.
+
+    Builds an untrained head, which checks its layers and draft vocabulary, and holds what is stored and
+    exported against it; with `evaluating` also checks that the prompts can be read and that the drafts fit the heads,
+    and returns the drafters' names. A launch file that contradicts the recipe is refused before the target is loaded.
+    """
+    check_launch(session.recipe.train)
+    recipe, target = session.recipe, session.target
+    size = getattr(recipe.head, "draft_vocab_size", None)
+    vocab = None if size is None else choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
+    head = METHODS[recipe.method].build(recipe.head, target, vocab)
+    stored = recipe.features.layer_ids
+    if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
+        raise UserError(
+            f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
+        )
+    convert_head(head, target, **export_options(recipe, recipe.method))
+    if evaluating:
+        evaluation_conversations(session)
+        lineup = make_lineup(session, {head.method: head} | load_beside(session, target, head.method))
+        return [contender.name for contender in lineup]
+    return []

@@ -1,0 +1,161 @@
+"""Static draft trees: which ranks of each head's prediction are tried, the same in every round.
+
+A node is named by its path: (0, 2) is the third most likely token of head 1 after the most likely token of head 0
+(Cai et al., "Medusa", 2024, section 2.1.2). Shapes: N nodes, node 0 is the root; D depth.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TreeTensors:
+    """A tree on a device: parents_N (-1 for the root), depth_N, rank_N (0 for the root), and the bool
+    ancestors_NN, true at (i, j) where node j is node i or above it."""
+
+    parents_N: Tensor
+    depth_N: Tensor
+    rank_N: Tensor
+    ancestors_NN: Tensor
+
+
+@dataclass(frozen=True)
+class StaticTree:
+    """A tree of drafts. choices: the path of ranks to each node but the root, by depth and then by rank."""
+
+    name: str
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def of(cls, name: str, choices: Sequence[Sequence[int]]) -> "StaticTree":
+        """Check and order `choices`. Raises UserError unless every node's parent is there, once."""
+        paths = [tuple(path) for path in choices]
+        if not paths or () in paths:
+            raise UserError(f"The tree {name} needs at least one node, and every node a path of at least one rank.")
+        known = set(paths)
+        if len(known) < len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise UserError(f"The tree {name} names the node {list(twice)} twice: remove one.")
+        if bad := next((path for path in paths if min(path) < 0), None):
+            raise UserError(f"The tree {name} has a negative rank in {list(bad)}: ranks count from 0, the most likely.")
+        if lost := next((path for path in paths if path[:-1] and path[:-1] not in known), None):
+            raise UserError(f"The tree {name} has the node {list(lost)} but not its parent {list(lost[:-1])}: add it.")
+        return cls(name, tuple(sorted(paths, key=lambda path: (len(path), path))))
+
+    @cached_property
+    def depth(self) -> int:
+        """The longest path: num_speculative_tokens of the tree."""
+        return len(self.choices[-1])
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many of each head's most likely tokens the tree looks at."""
+        return 1 + max(path[-1] for path in self.choices)
+
+    @cached_property
+    def levels(self) -> tuple[int, ...]:
+        """Nodes at depth 1, 2, ..."""
+        return tuple(sum(len(path) == d for path in self.choices) for d in range(1, self.depth + 1))
+
+    def cut(self, depth: int) -> "StaticTree":
+        """Return the tree without the nodes deeper than `depth`; its own depth or more leaves it whole."""
+        return self if depth >= self.depth else _cut(self, depth)
+
+    def on(self, device: torch.device) -> TreeTensors:
+        """Return the tree's tensors on `device`."""
+        return _tensors(self, device)
+
+
+@lru_cache(maxsize=256)
+def _cut(tree: StaticTree, depth: int) -> StaticTree:
+    assert depth >= 1
+    return StaticTree(tree.name, tuple(path for path in tree.choices if len(path) <= depth))
+
+
+@lru_cache(maxsize=256)
+def _tensors(tree: StaticTree, device: torch.device) -> TreeTensors:
+    paths: list[Choice] = [(), *tree.choices]
+    number = {path: node for node, path in enumerate(paths)}
+    parents = [-1] + [number[path[:-1]] for path in tree.choices]
+    ancestors = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+    for node, path in enumerate(paths):
+        for length in range(len(path) + 1):
+            ancestors[node, number[path[:length]]] = True
+    return TreeTensors(
+        torch.tensor(parents, device=device),
+        torch.tensor([len(path) for path in paths], device=device),
+        torch.tensor([path[-1] if path else 0 for path in paths], device=device),
+        ancestors.to(device),
+    )
+
+
+def load_tree(name: str) -> StaticTree | None:
+    """Return the tree that a recipe names: None for `chain`, a published one, or that of a JSON file.
+
+    The file holds a list of paths, [[0], [1], [0, 0], ...], or an object with that list under `choices`. Raises
+    UserError for an unknown name and for a file that holds no tree.
+    """
+    if name == "chain":
+        return None
+    if name in PUBLISHED:
+        return PUBLISHED[name]
+    path = Path(name)
+    if not path.is_file():
+        raise UserError(
+            f"There is no tree {name!r}: take chain, {', '.join(PUBLISHED)}, or a JSON file with a list of paths such as "
+            "[[0], [1], [0, 0]]."
+        )
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"The tree {name} is not JSON ({error}): write a list of paths, [[0], [1], [0, 0]].") from error
+    choices: Any = content.get("choices") if isinstance(content, dict) else content
+    whole = isinstance(choices, list) and all(
+        isinstance(path, list) and all(type(rank) is int for rank in path) for path in choices
+    )
+    if not whole:
+        raise UserError(f"The tree {name} does not hold a list of paths of whole numbers such as [[0], [1], [0, 0]].")
+    return StaticTree.of(path.stem, choices)
+
+
+def _medusa_63() -> StaticTree:
+    """The tree that Medusa publishes for 7B models with 63 nodes beside the root (`mc_sim_7b_63`)."""
+    after = {
+        (): 10,
+        (0,): 10,
+        (1,): 7,
+        (2,): 3,
+        (3,): 2,
+        (4,): 1,
+        (5,): 1,
+        (6,): 1,
+        (7,): 1,
+        (8,): 1,
+        (9,): 1,
+        (0, 0): 10,
+        (0, 1): 3,
+        (0, 2): 2,
+        (0, 3): 1,
+        (0, 4): 1,
+        (0, 5): 1,
+        (0, 6): 1,
+        (0, 7): 1,
+        (1, 0): 2,
+        (2, 0): 1,
+        (0, 0, 0): 2,
+    }
+    return StaticTree.of("medusa_63", [[*path, rank] for path, count in after.items() for rank in range(count)])
+
+
+PUBLISHED: dict[str, StaticTree] = {"medusa_63": _medusa_63()}

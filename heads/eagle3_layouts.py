@@ -1,0 +1,233 @@
+"""The contracts of the EAGLE-3 layouts: the flat one, what of it llama.cpp serves, and that of speculators.
+
+Symbols in shapes: H draft hidden, Ht target hidden, V target vocab, W draft vocab, A aux layers, I feed-forward
+width, N query heads, G key/value heads, D head size.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from draftsmith.heads.contracts import (
+    Config,
+    Contract,
+    KeyRule,
+    ModelFiles,
+    TensorRule,
+    broken,
+    check_torch_dtype,
+    lookup,
+)
+
+# A speculators config keeps what makes the layer in a section of its own.
+LAYER_SECTION = "transformer_layer_config"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the keys of a flat config.json for either kind: those of the layer's section move to the top."""
+    section = config.get(LAYER_SECTION)
+    return {**section, **config} if isinstance(section, Mapping) else dict(config)
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    flat = flatten(config)
+    return {
+        "H": flat["hidden_size"],
+        "Ht": flat["target_hidden_size"],
+        "V": flat["vocab_size"],
+        "W": flat["draft_vocab_size"],
+        "A": len(flat["eagle_aux_hidden_state_layer_ids"]),
+        "I": flat["intermediate_size"],
+        "N": flat["num_attention_heads"],
+        "G": flat["num_key_value_heads"],
+        "D": flat["head_dim"],
+    }
+
+
+def _has_vocab_map(config: Config) -> bool:
+    """vLLM refuses d2t beside a whole vocabulary; every engine takes a missing one as the identity."""
+    sizes = _sizes(config)
+    return sizes["W"] != sizes["V"]
+
+
+def _check_draft_vocab(contract: Contract, files: ModelFiles) -> None:
+    """d2t holds offsets (target id = i + d2t[i]) that name distinct ids, ascending, the same as t2d."""
+    if not _has_vocab_map(files.config):
+        return
+    sizes = _sizes(files.config)
+    target_ids = torch.arange(sizes["W"]) + files.tensors["d2t"].cpu()
+    inside = bool(((target_ids >= 0) & (target_ids < sizes["V"])).all())
+    if not inside or not bool((target_ids.diff() > 0).all()):
+        raise broken(
+            contract,
+            "tensor d2t",
+            f"offsets such that i + d2t[i] are ascending ids below {sizes['V']}",
+            f"ids {int(target_ids.min())}..{int(target_ids.max())} (are they absolute ids?)",
+        )
+    marked = files.tensors["t2d"].cpu().nonzero().flatten()
+    if not torch.equal(marked, target_ids):
+        raise broken(contract, "tensor t2d", "true exactly at i + d2t[i]", f"{len(marked)} other true entries")
+
+
+def _check_aux_layers(contract: Contract, files: ModelFiles, section: str = "") -> None:
+    """Engines assume three aux layers unless num_aux_hidden_states says otherwise."""
+    key, count = f"{section}num_aux_hidden_states", _sizes(files.config)["A"]
+    found = lookup(files.config, key)
+    if (found if isinstance(found, int) else 3) != count:
+        said = repr(found) if isinstance(found, int) else "nothing"
+        raise broken(contract, f"config key {key}", f"{count}, the number of aux layers", said)
+
+
+def _check_three_aux_layers(contract: Contract, files: ModelFiles) -> None:
+    layer_ids = files.config["eagle_aux_hidden_state_layer_ids"]
+    if len(layer_ids) != 3:
+        raise broken(contract, "config key eagle_aux_hidden_state_layer_ids", "exactly three layers", repr(layer_ids))
+
+
+def _check_proposal(contract: Contract, files: ModelFiles) -> None:
+    """vLLM drafts as many tokens as the first proposal method says."""
+    methods = files.config["speculators_config"]["proposal_methods"]
+    count = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
+    plain = [proposal_method(count)] if type(count) is int and count >= 1 else None
+    if methods != plain:
+        expected = "one greedy method, speculative_tokens at least 1, verifier_accept_k 1, accept_tolerance 0.0"
+        raise broken(contract, "config key speculators_config.proposal_methods", expected, repr(methods))
+
+
+def proposal_method(num_speculative_tokens: int) -> dict[str, Any]:
+    """Return the description of a chain of that many tokens, accepted without loss."""
+    return {
+        "proposal_type": "greedy",
+        "speculative_tokens": num_speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+
+
+def _tensors(layer: str, *, embedding_optional: bool) -> tuple[TensorRule, ...]:
+    """The tensors, those of the decoder layer under the prefix `layer`."""
+    return (
+        TensorRule("fc.weight", ("H", "A*Ht")),
+        TensorRule("fc_norm.{i}.weight", ("Ht",), when=lambda config: config["fc_norm"]),
+        TensorRule("input_norm.weight", ("A*Ht",), when=lambda config: config["norm_before_fc"]),
+        TensorRule(f"{layer}self_attn.q_proj.weight", ("N*D", "2*H")),
+        TensorRule(f"{layer}self_attn.k_proj.weight", ("G*D", "2*H")),
+        TensorRule(f"{layer}self_attn.v_proj.weight", ("G*D", "2*H")),
+        TensorRule(f"{layer}self_attn.o_proj.weight", ("H", "N*D")),
+        TensorRule(f"{layer}mlp.gate_proj.weight", ("I", "H")),
+        TensorRule(f"{layer}mlp.up_proj.weight", ("I", "H")),
+        TensorRule(f"{layer}mlp.down_proj.weight", ("H", "I")),
+        TensorRule(f"{layer}input_layernorm.weight", ("H",)),
+        TensorRule(f"{layer}hidden_norm.weight", ("H",)),
+        TensorRule(f"{layer}post_attention_layernorm.weight", ("H",)),
+        TensorRule("norm.weight", ("H",)),
+        TensorRule("lm_head.weight", ("W", "H")),
+        TensorRule("d2t", ("W",), torch.int64, when=_has_vocab_map),
+        TensorRule("t2d", ("V",), torch.bool, when=_has_vocab_map),
+        TensorRule("embed_tokens.weight", ("V", "H"), optional=embedding_optional),
+    )
+
+
+_LAYER_KEYS = (
+    KeyRule("model_type", str, "the layer is a Llama layer", "llama"),
+    KeyRule("num_hidden_layers", int, "engines build one draft layer", 1),
+    KeyRule("vocab_size", int, "the target's, V"),
+    KeyRule("hidden_size", int, "H"),
+    KeyRule("intermediate_size", int, "I"),
+    KeyRule("num_attention_heads", int, "N"),
+    KeyRule("num_key_value_heads", int, "G"),
+    KeyRule("head_dim", int, "D; H // N is not always right"),
+    KeyRule("hidden_act", str, "engines know no other", "silu"),
+    KeyRule("rms_norm_eps", float, "the same in training and serving"),
+    KeyRule("rope_theta", float, "the base that engines read outside rope_parameters"),
+    KeyRule("rope_parameters", dict, "base and scaling as trained"),
+    KeyRule("rope_scaling", dict, "scaling as engines with older transformers read it", optional=True),
+    KeyRule("max_position_embeddings", int, "the longest context"),
+    KeyRule("attention_bias", bool, "biases do not load in llama.cpp", False),
+    KeyRule("mlp_bias", bool, "biases do not load in llama.cpp", False),
+    KeyRule("tie_word_embeddings", bool, "lm_head has rows of its own", False),
+    KeyRule("torch_dtype", str, "the dtype of every float tensor"),
+    KeyRule("num_aux_hidden_states", int, "A; engines assume 3", optional=True),
+)
+_HEAD_KEYS = (
+    KeyRule("draft_vocab_size", int, "W; without it engines expect V rows in lm_head"),
+    KeyRule("target_hidden_size", int, "Ht"),
+    KeyRule("eagle_aux_hidden_state_layer_ids", list, "top level; llama.cpp reads it nowhere else"),
+    KeyRule("norm_before_residual", bool, "engines disagree about its default"),
+    KeyRule("norm_before_fc", bool, "adds input_norm"),
+    KeyRule("fc_norm", bool, "adds fc_norm"),
+    KeyRule("norm_output", bool, "which state is fed back"),
+)
+_FORBIDDEN = {"bias": "it would add biases to the drafts", "quantization_config": "the weights are plain"}
+
+# Flat EAGLE-3: vLLM, SGLang, TensorRT-LLM, llama.cpp. "midlayer." is the one prefix that all of them know:
+# SGLang skips "layers.0." without a word.
+EAGLE3 = Contract(
+    name="eagle3",
+    tensors=_tensors("midlayer.", embedding_optional=True),
+    keys=(
+        KeyRule("architectures", list, "how engines find the model class", ["LlamaForCausalLMEagle3"]),
+        *_LAYER_KEYS,
+        *_HEAD_KEYS,
+    ),
+    sizes=_sizes,
+    ranges={"i": "A"},
+    forbidden=_FORBIDDEN,
+    checks=(check_torch_dtype, _check_draft_vocab, _check_aux_layers),
+)
+
+# llama.cpp takes three aux layers, cannot convert fc_norm, and ignores norm_output without a word.
+EAGLE3_LLAMA_CPP = replace(
+    EAGLE3,
+    name="eagle3_llama_cpp",
+    keys=tuple(
+        replace(k, only=False, why="llama.cpp does not serve it: train without it or export for another engine")
+        if k.name in ("fc_norm", "norm_output")
+        else k
+        for k in EAGLE3.keys
+    ),
+    checks=(*EAGLE3.checks, _check_three_aux_layers),
+)
+
+# speculators: the package and vLLM, which starts the target that the directory names. The package knows only
+# "layers.0." and leaves what it does not find uninitialised, the embeddings too (it looks for NaN there, and memory
+# seldom holds any); vLLM knows both prefixes, and shares the target's embeddings where those in the file are the same.
+EAGLE3_SPECULATORS = Contract(
+    name="eagle3_speculators",
+    tensors=_tensors("layers.0.", embedding_optional=False),
+    keys=(
+        KeyRule("speculators_model_type", str, "how vLLM and speculators find the algorithm", "eagle3"),
+        KeyRule("speculators_version", str, "the version of the format"),
+        KeyRule("architectures", list, "the class that speculators loads", ["Eagle3DraftModel"]),
+        *(
+            replace(k, why="vLLM takes a missing one for true, speculators for false")
+            if k.name == "norm_before_residual"
+            else k
+            for k in _HEAD_KEYS
+        ),
+        KeyRule(LAYER_SECTION, dict, "vLLM builds the layer from it"),
+        *(replace(k, name=f"{LAYER_SECTION}.{k.name}") for k in _LAYER_KEYS),
+        KeyRule("speculators_config.algorithm", str, "the algorithm once more", "eagle3"),
+        KeyRule("speculators_config.default_proposal_method", str, "the only one there", "greedy"),
+        KeyRule("speculators_config.proposal_methods", list, "vLLM drafts as many tokens as the first says"),
+        KeyRule("speculators_config.verifier.name_or_path", str, "the target, which vLLM loads from there"),
+        KeyRule("speculators_config.verifier.architectures", list, "the target's model class"),
+    ),
+    sizes=_sizes,
+    ranges={"i": "A"},
+    forbidden={
+        **_FORBIDDEN,
+        "model_type": "vLLM reads the layout as another one where it is there",
+        "num_aux_hidden_states": f"vLLM reads it in {LAYER_SECTION} alone",
+    },
+    checks=(
+        partial(check_torch_dtype, key=f"{LAYER_SECTION}.torch_dtype"),
+        _check_draft_vocab,
+        partial(_check_aux_layers, section=f"{LAYER_SECTION}."),
+        _check_proposal,
+    ),
+)

@@ -1,0 +1,23 @@
+"""The switches of Medusa heads, apart from the heads so that reading a recipe imports no model code."""
+
+from dataclasses import dataclass
+
+from draftsmith.errors import UserError
+
+
+@dataclass(frozen=True)
+class MedusaOptions:
+    """The `head:` section of a recipe. Medusa reads the target's last hidden state, so it takes no aux layers."""
+
+    num_heads: int = 5
+    """Heads; head i predicts the token i + 2 places after the last one that the target has read."""
+    num_layers: int = 1
+    """Residual blocks per head (TGI and vLLM serve one block with the original heads; more are rarely worth it)."""
+    original_lm_head: bool = False
+    """All heads use the target's own output projection and train their blocks alone (the published v2 files); false
+    gives each head a projection of its own, which starts as the target's."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_layers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"head.{name} is {getattr(self, name)}: it must be at least 1.")

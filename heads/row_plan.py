@@ -1,0 +1,93 @@
+"""Which rows of a batch ask in EAGLE-3's training-time test, and about which documents.
+
+Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), n documents of a group, m its longest, T tokens of all
+documents up to their last needed row.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+BUCKET = 32  # documents whose lengths round up to the same multiple share a call
+
+
+@dataclass(frozen=True)
+class Group:
+    """Documents of about one length, a line each, up to their last needed row.
+
+    tokens_nm: flat index of each token, B*L past a document's end. queries_nm: its place among the needed rows,
+    R where it is none of them.
+    """
+
+    tokens_nm: Tensor
+    queries_nm: Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The same documents end to end, without padding.
+
+    tokens_T: flat index of each token. place_R: where each needed row stands in T. starts: [documents + 1] int32, where
+    each document starts, and T. longest: tokens of the longest document.
+    """
+
+    tokens_T: Tensor
+    place_R: Tensor
+    starts: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows ask, and about what. rows: [R] int64 flat indices, ascending. documents: [B, L] numbers that differ
+    between any two documents of the batch. spans: (first flat index, tokens up to the last needed row) of the documents
+    with needed rows, ascending."""
+
+    rows: Tensor
+    documents: Tensor
+    spans: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """The documents by length: what suits a kernel that takes lines of one length."""
+        device, past = self.rows.device, self.documents.numel()
+        place = torch.full((past + 1,), len(self.rows), device=device)
+        place[self.rows] = torch.arange(len(self.rows), device=device)
+        groups = []
+        by_length = sorted(self.spans, key=lambda span: span[1])
+        for _, members in groupby(by_length, key=lambda span: -(-span[1] // BUCKET)):
+            first, length = torch.tensor(list(members), device=device).T[..., None]
+            offset = torch.arange(int(length.max()), device=device)
+            tokens_nm = torch.where(offset < length, first + offset, past)
+            groups.append(Group(tokens_nm, place[tokens_nm]))
+        return tuple(groups)
+
+    @cached_property
+    def packed(self) -> Packed:
+        """The documents end to end: what suits a kernel that takes them at any lengths; needs at least one."""
+        device = self.rows.device
+        first, length = torch.tensor(self.spans, device=device).T
+        starts = torch.nn.functional.pad(length.cumsum(0), (1, 0))
+        total = sum(tokens for _, tokens in self.spans)
+        shift = torch.repeat_interleave(first - starts[:-1], length, output_size=total)
+        number = torch.arange(total, device=device)
+        tokens_T = number + shift
+        place = torch.empty(self.documents.numel(), dtype=torch.int64, device=device)
+        place[tokens_T] = number
+        return Packed(tokens_T, place[self.rows], starts.int(), max(tokens for _, tokens in self.spans))
+
+
+def plan_rows(document_BL: Tensor, needed_BL: Tensor) -> RowPlan:
+    """Return the plan for the rows marked in `needed_BL` (bool); each must lie in a document (id >= 0)."""
+    assert not (needed_BL & (document_BL < 0)).any(), "a row in the padding cannot be supervised"
+    before_BL = torch.nn.functional.pad(document_BL[:, :-1], (1, 0), value=-2)
+    starts_BL = document_BL != before_BL
+    number_BL = starts_BL.flatten().cumsum(0).unflatten(0, starts_BL.shape) - 1
+    rows = needed_BL.flatten().nonzero()[:, 0]
+    start = starts_BL.flatten().nonzero()[:, 0]
+    stop = start.scatter_reduce(0, number_BL.flatten()[rows], rows + 1, "amax")
+    spans = tuple((a, b - a) for a, b in torch.stack((start, stop), 1).tolist() if b > a)
+    return RowPlan(rows, number_BL, spans)

@@ -1,0 +1,76 @@
+"""What the tests on a GPU share. DRAFTSMITH_GPU_TESTS_ON=cpu rehearses them on a machine without one."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.extract import OnlineSource
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.registry import METHODS
+from draftsmith.heads.target import Target
+from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.train.schedule import TrainData
+from tests.models import tiny_model
+
+DEVICE = torch.device(os.environ.get("DRAFTSMITH_GPU_TESTS_ON", "cuda"))
+LAYERS = (2, 4, 6)
+
+on_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE.type == "cuda" and not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+
+
+def make_target(device: torch.device | str = DEVICE, dtype: torch.dtype = torch.float32, **overrides: object) -> Target:
+    """The same tiny Llama on any device."""
+    return Target(tiny_model("llama", **overrides).to(device, dtype), path="tiny", fingerprint="0")
+
+
+def make_texts(count: int = 24, new_tokens: int = 20) -> list[Tokenized]:
+    """Greedy texts of a few prompts, by the target on the CPU: easy to learn."""
+    model, samples = make_target("cpu").model, []
+    for i in range(count):
+        prompt = torch.tensor([[3 + i % 4, 7, 9]])
+        ids = model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)[0]
+        samples.append(Tokenized(ids, torch.arange(len(ids)) >= 3, f"s{i}", ("chat", "code")[i % 2]))
+    return samples
+
+
+def make_data(target: Target, samples: list[Tokenized]) -> TrainData:
+    """All but the last four samples to learn from."""
+    count = len(samples)
+    return TrainData(OnlineSource(target, samples, LAYERS), list(range(count - 4)), list(range(count - 4, count)))
+
+
+def make_recipe(*, epochs: int = 8, precision: str = "no") -> Recipe:
+    """A short training."""
+    spec = TrainSpec(
+        epochs=epochs,
+        row_tokens=64,
+        rows=2,
+        lr=3e-3,
+        muon_lr=0.01,
+        optimizer="muon",
+        precision=precision,
+        evaluations=2,
+    )
+    return Recipe(answers=AnswersSpec(temperature=0.0), evaluate=EvaluateSpec(num_speculative_tokens=3), train=spec)
+
+
+def make_head(target: Target, method: str, draft_vocab: Tensor | None = None) -> DraftHead:
+    """An untrained head of three steps; the same on every device."""
+    options = {"eagle3": Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3), "medusa": MedusaOptions(num_heads=3)}
+    # The random numbers of the CPU: a GPU has its own.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = METHODS[method].build(
+            options[method], make_target("cpu"), None if draft_vocab is None else draft_vocab.cpu()
+        )
+    head = METHODS[method].build(options[method], target, draft_vocab)
+    head.load_state_dict(model.state_dict())
+    return head

@@ -1,0 +1,122 @@
+"""Decoding on a GPU: the text of the target alone, tau as simulated, at fp32 and bf16."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from draftsmith.eval.decode import Generation, Request, decode_batch
+from draftsmith.eval.draft import TargetAlone
+from draftsmith.eval.noise import row_key
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.selfcheck import check_decoding
+from draftsmith.eval.tally import tally_generation, total
+from draftsmith.eval.teacher_forced import simulate_generations
+from draftsmith.eval.trees import StaticTree
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.losses import head_loss
+from draftsmith.heads.probe import check_target
+from draftsmith.heads.registry import METHODS
+from draftsmith.heads.target import Target
+from tests.gpu.support import DEVICE, LAYERS, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
+
+pytestmark = on_gpu
+TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+DRAFTS = [("eagle3", None), ("medusa", None), ("medusa", TREE)]
+NAMES = ["eagle3", "medusa", "medusa-tree"]
+
+
+@cache
+def trained(method: str) -> DraftHead:
+    """A head that has seen the texts a few hundred times, so that some drafts are accepted and some are not."""
+    target = make_target()
+    head, samples = make_head(target, method), make_texts()
+    from draftsmith.data.packing import collate
+
+    source = make_data(target, samples).source
+    optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
+    batch = collate([source.get_many(range(i, i + 4), LAYERS) for i in range(0, 16, 4)], 128).to(DEVICE)
+    spec = make_recipe().train.loss
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = head_loss(head(batch, 3), batch, target.head, head.draft_vocab, spec)
+        (loss.loss_sum / loss.rows).backward()
+        optimizer.step()
+    return head.eval()
+
+
+def make_requests(count: int = 5) -> list[Request]:
+    prompts = [[3 + i % 4, 7, 9, *range(20, 20 + 3 * i)] for i in range(count)]
+    return [Request(f"p{i}", "a", tuple(ids), 24, row_key(0, i)) for i, ids in enumerate(prompts)]
+
+
+def answer(target: Target, method: str | None, tree: StaticTree | None, sampling: Sampling) -> list[Generation]:
+    drafter = TargetAlone()
+    if method is not None:
+        head = trained(method)
+        options = {} if tree is None else {"tree": tree}
+        drafter = METHODS[method].drafter(head, 3, **options)
+    return decode_batch(target, drafter, make_requests(), sampling).generations
+
+
+@pytest.mark.parametrize(("method", "tree"), DRAFTS, ids=NAMES)
+def test_greedy_texts_are_the_targets_and_tau_is_as_simulated(method, tree):
+    target = make_target()
+    alone = answer(target, None, None, Sampling())
+    drafted = answer(target, method, tree, Sampling())
+    assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    here = decode_batch(make_target("cpu"), TargetAlone(), make_requests(), Sampling()).generations
+    assert [g.output_ids for g in alone] == [g.output_ids for g in here], "the CPU's texts in fp32"
+    decoded = total((tally_generation(g, 3) for g in drafted), 3)
+    simulated = simulate_generations(target, trained(method), drafted, Sampling(), 3, tree=tree).tallies
+    assert decoded.tau > 1.05, "a head that is never right would make this test easy"
+    assert decoded.tau == pytest.approx(total((t[2] for t in simulated), 3).tau, abs=1e-9)
+
+
+@pytest.mark.parametrize(("method", "tree"), DRAFTS, ids=NAMES)
+def test_sampled_answers_come_out_whole(method, tree):
+    sampling = Sampling(1.0, top_p=0.95)
+    target = make_target()
+    drafted = answer(target, method, tree, sampling)
+    assert all(g.finish_reason in ("eos", "length") and g.output_ids for g in drafted)
+    simulated = simulate_generations(target, trained(method), drafted, sampling, 3, tree=tree)
+    assert simulated.off_text <= 1
+    assert [g.output_ids for g in answer(target, method, tree, sampling)] == [g.output_ids for g in drafted]
+
+
+def test_sampled_texts_of_the_target_alone_are_those_of_the_cpu():
+    there = answer(make_target(), None, None, Sampling(1.0))
+    here = decode_batch(make_target("cpu"), TargetAlone(), make_requests(), Sampling(1.0)).generations
+    same = [a.output_ids == b.output_ids for a, b in zip(here, there, strict=True)]
+    assert sum(same) >= len(same) - 1, "rounding may tip one draw"
+
+
+@pytest.mark.parametrize(("method", "tree"), DRAFTS, ids=NAMES)
+def test_bf16_decodes_what_it_accepts(method, tree):
+    target = make_target(dtype=torch.bfloat16)
+    head = trained(method)
+    half = METHODS[method].load(
+        {"options": _options(head), **_layer(head), "layer_ids": list(head.layer_ids)}, target, None
+    )
+    half.load_state_dict(head.state_dict())
+    half = half.to(DEVICE, torch.bfloat16).eval()
+    drafter = METHODS[method].drafter(half, 3, **({} if tree is None else {"tree": tree}))
+    drafted = decode_batch(target, drafter, make_requests(), Sampling()).generations
+    decoded = total((tally_generation(g, 3) for g in drafted), 3)
+    simulated = simulate_generations(target, half, drafted, Sampling(), 3, tree=tree).tallies
+    assert decoded.tau == pytest.approx(total((t[2] for t in simulated), 3).tau, rel=0.15)
+
+
+def _options(head: DraftHead) -> dict[str, object]:
+    return head.describe()["options"]
+
+
+def _layer(head: DraftHead) -> dict[str, object]:
+    return {key: value for key, value in head.describe().items() if key != "options"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_self_checks_pass(dtype):
+    target = make_target(dtype=dtype)
+    check_target(target)
+    check_decoding(target)

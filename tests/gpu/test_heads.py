@@ -1,0 +1,132 @@
+"""Heads on a GPU: the training pass is the cached decoder's, losses and features are those of the CPU, exports reload."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.extract import compute_features, extract
+from draftsmith.data.packing import collate
+from draftsmith.eval.cache import SlotBuffer
+from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.heads.checkpoint import load_head, save_head
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.export import LAYOUTS, default_layout, export_head
+from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
+from tests.gpu.support import DEVICE, LAYERS, make_head, make_target, make_texts, on_gpu
+
+pytestmark = on_gpu
+METHODS = ("eagle3", "medusa")
+
+
+def make_batch(target):
+    """Two packed rows of the target's features."""
+    features = compute_features(target, make_texts(6), LAYERS, target.dtype)
+    return collate([features[:2], features[2:6]], 100)
+
+
+@torch.no_grad()
+def decode_document(head: Eagle3Head, ids: Tensor, aux: Tensor, num_steps: int) -> Tensor:
+    """Return [T, K, W]: the logits of every root, with the decoder's cache, one token at a time."""
+    T, result = len(ids), []
+    buffer = SlotBuffer(T + num_steps)
+    fused = head.fuse(aux[None])
+    for t in range(T - 1):
+        out, steps = None, []
+        for k in range(min(num_steps, T - t - 1)):
+            place = torch.tensor([[t + k]], device=ids.device)
+            hidden = fused[:, t : t + 1] if out is None else head.feedback(out)
+            token = ids[None, t + 1 + k : t + 2 + k]
+            out = head.layer(token, hidden, place, lambda k, v, p=place: buffer.write(k, v, p, int(p) + 1), None)
+            steps.append(head.logits(out)[0, 0])
+        missing = num_steps - len(steps)
+        result.append(torch.nn.functional.pad(torch.stack(steps), (0, 0, 0, missing), value=torch.nan))
+    return torch.stack(result)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)], ids=["fp32", "bf16"])
+def test_training_logits_equal_cached_decoding(dtype, tolerance):
+    target = make_target(dtype=dtype)
+    head = make_head(target, "eagle3").to(dtype)
+    batch = make_batch(target).to(DEVICE)
+    output = head(batch, 3)
+    tables, L = {}, batch.ids.shape[1]
+    for step in output.steps:
+        expected = []
+        for flat in step.rows.tolist():
+            b, t = divmod(flat, L)
+            inside = batch.document[b] == batch.document[b, t]
+            name = (b, int(batch.document[b, t]))
+            if name not in tables:
+                tables[name] = decode_document(head, batch.ids[b][inside], batch.aux[b][inside], 3)
+            expected.append(tables[name][int(batch.position[b, t]), step.offset])
+        assert len(expected) > 50
+        difference = (step.logits.float() - torch.stack(expected).float()).norm()
+        assert difference <= tolerance * torch.stack(expected).float().norm()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "spec", [LossSpec(), LossSpec("lk_hybrid", normalize="sequence"), LossSpec("hard_ce")], ids=str
+)
+def test_a_training_step_is_that_of_the_cpu(method, spec):
+    found = {}
+    batch = make_batch(make_target("cpu"))
+    for device in ("cpu", DEVICE):
+        target = make_target(device)
+        head, there = make_head(target, method), batch.to(device)
+        loss = head_loss(head(there, 3), there, target.head, head.draft_vocab, spec)
+        (loss.loss_sum / loss_divisor(there, spec)).backward()
+        gradients = {name: p.grad.cpu() for name, p in head.named_parameters() if p.grad is not None}
+        found[str(device)] = (loss, gradients)
+    (here, ours), (there, theirs) = found["cpu"], found[str(DEVICE)]
+    assert there.loss_sum.item() == pytest.approx(here.loss_sum.item(), rel=1e-4)
+    assert there.step_rows.tolist() == here.step_rows.tolist()
+    assert there.step_correct.tolist() == here.step_correct.tolist()
+    torch.testing.assert_close(there.step_acceptance.cpu(), here.step_acceptance, rtol=1e-4, atol=1e-4)
+    assert ours.keys() == theirs.keys()
+    for name, gradient in ours.items():
+        assert (theirs[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-7, name
+
+
+def test_a_draft_vocabulary_and_its_losses_stay_on_the_device():
+    target = make_target()
+    vocab = torch.arange(0, target.vocab_size, 2, device=DEVICE)
+    batch = make_batch(target).to(DEVICE)
+    output = make_head(target, "eagle3", vocab)(batch, 3)
+    picked = HeadOutput(tuple(StepOutput(s.offset, s.rows, s.logits) for s in output.steps))
+    loss = head_loss(picked, batch, target.head, vocab, LossSpec("kl"))
+    assert loss.loss_sum.device.type == DEVICE.type
+    assert torch.isfinite(loss.loss_sum)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 6e-2)], ids=["fp32", "bf16"])
+def test_features_are_those_of_the_cpu(dtype, tolerance):
+    samples = make_texts(6)
+    here, there = (compute_features(make_target(d, dtype), samples, LAYERS, dtype) for d in ("cpu", DEVICE))
+    for a, b in zip(here, there, strict=True):
+        assert b.aux.device.type == "cpu"
+        for name in ("aux", "last", "logsumexp"):
+            ours, theirs = getattr(a, name).float(), getattr(b, name).float()
+            assert (ours - theirs).norm() <= tolerance * ours.norm(), name
+        assert (a.top1 == b.top1).float().mean() >= (1.0 if dtype == torch.float32 else 0.9)
+
+
+def test_a_store_is_written_from_the_gpu(tmp_path):
+    target, samples = make_target(dtype=torch.bfloat16), make_texts(6)
+    store = extract(target, samples, tmp_path / "features", layer_ids=LAYERS, progress=False)
+    alone = compute_features(target, samples, LAYERS, torch.bfloat16)
+    for index, features in enumerate(alone):
+        assert torch.equal(store.get(index).aux, features.aux)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpoint_and_export_come_back(method, tmp_path):
+    target = make_target()
+    head = make_head(target, method)
+    batch = make_batch(target).to(DEVICE)
+    save_head(head, tmp_path / "head", target)
+    layout = default_layout(method)
+    export_head(head, target, tmp_path / "export", dtype="float32")
+    for again in (load_head(tmp_path / "head", target), LAYOUTS[layout].load(tmp_path / "export", target)):
+        for ours, theirs in zip(head(batch, 3).steps, again(batch, 3).steps, strict=True):
+            torch.testing.assert_close(theirs.logits, ours.logits)

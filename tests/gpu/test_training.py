@@ -1,0 +1,74 @@
+"""Training on a GPU: the trajectory of the CPU in fp32, and a head and an embedded target that learn in bf16."""
+
+import json
+
+import pytest
+import torch
+
+from draftsmith.data.embedded import EmbeddedSettings, ensure_embedded
+from draftsmith.heads.checkpoint import load_head
+from draftsmith.heads.target import load_target
+from draftsmith.train.loop import train
+from tests.gpu.support import DEVICE, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
+
+pytestmark = on_gpu
+
+
+def run(device, method, folder, **options):
+    """Train and return the losses, step by step."""
+    target = make_target(device)
+    train(make_recipe(**options), target, make_head(target, method), make_data(target, make_texts()), folder)
+    assert load_head(folder / "best", target).method == method
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
+    there = run(DEVICE, method, tmp_path / "there", epochs=3)
+    # Accelerate remembers its first device for a whole process, so the CPU's losses are computed by hand.
+    from draftsmith.heads.losses import head_loss, loss_divisor
+    from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
+    from draftsmith.train.schedule import MicroBatches, Schedule
+
+    target, recipe = make_target("cpu"), make_recipe(epochs=3)
+    head, data = make_head(target, method), make_data(target, make_texts())
+    optimizers, losses = build_optimizers(head, recipe.train), []
+    schedule = Schedule([data.source.lengths[i] for i in data.train], recipe.train, recipe.seed, 1)
+    micros = [micro for epoch in range(3) for micro in schedule.share(epoch, 0)]
+    for step, (batch, _) in enumerate(MicroBatches(data.source, data.train, micros, head.layer_ids, 64)):
+        set_lr(optimizers, lr_factor(step, len(micros), recipe.train))
+        loss = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, recipe.train.loss)
+        loss = loss.loss_sum / loss_divisor(batch, recipe.train.loss)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), recipe.train.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if len(losses) == len(micros):
+            break
+    assert len(there) == len(losses) > 10
+    assert losses[-1] < losses[0]
+    # Muon orthogonalises in bf16, so rounding grows from step to step.
+    assert [line["loss"] for line in there][:3] == pytest.approx(losses[:3], rel=2e-3)
+    assert [line["loss"] for line in there] == pytest.approx(losses, rel=0.1)
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_a_head_learns_in_bf16(method, tmp_path):
+    lines = run(DEVICE, method, tmp_path, precision="bf16")
+    assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]
+    assert max(line["tau"]["overall"] for line in lines if "tau" in line) > 1.1
+
+
+def test_the_embedded_target_learns(tmp_path, capsys):
+    settings = EmbeddedSettings(
+        conversations=200, prompts_per_slice=1, vocab_size=400, layers=8, hidden=64, ffn=128, heads=2, kv_heads=1, row_tokens=256,
+        shallow_layers=2, shallow_steps=30, steps=15,
+    )  # fmt: skip
+    made = ensure_embedded(tmp_path, device=str(DEVICE), progress=False, settings=settings)
+    target = load_target(str(made.target), device=DEVICE, dtype="bfloat16")
+    assert target.num_layers == 8
+    assert target.device.type == DEVICE.type
+    ids = torch.randint(3, 300, (1, 12), device=DEVICE)
+    assert torch.isfinite(target.head.logits(target.forward(ids).last)).all()

@@ -1,0 +1,170 @@
+"""Every rule of every layout's contract, broken one at a time; which layouts hold which heads; and their folders."""
+
+import copy
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.heads.contracts import ModelFiles, broken, lookup, validate
+from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head, find_layout, layouts_for
+from draftsmith.heads.registry import METHODS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from exports import make_eagle3, make_medusa, make_target
+
+OTHER: dict[type, Any] = {str: "other", int: 7, bool: None, list: ["other"], dict: {"other": 1}, float: 0.5}
+
+
+def files_for(layout: str) -> ModelFiles:
+    """Files that keep the layout's contract, with as many of its tensors as one head can have."""
+    target = make_target()
+    if LAYOUTS[layout].method == "medusa":
+        return convert_head(make_medusa(target), target, layout=layout)
+    flags = {} if layout == "eagle3_llama_cpp" else {"fc_norm": True, "norm_output": True}
+    head = make_eagle3(target, norm_before_residual=True, **flags)
+    return convert_head(head, target, layout=layout, include_embeddings=True, num_speculative_tokens=4)
+
+
+def put(config: dict[str, Any], name: str, value: Any) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        config = config.setdefault(section, {})
+    config[last] = value
+
+
+def drop(config: dict[str, Any], name: str) -> None:
+    *sections, last = name.split(".")
+    for section in sections:
+        config = config[section]
+    config.pop(last, None)
+
+
+def refused(layout: str, files: ModelFiles, *words: str) -> None:
+    """`files` break the contract, and the sentence names `words`."""
+    with pytest.raises(UserError) as caught:
+        validate(files, LAYOUTS[layout].contract)
+    for word in (f"layout {layout}", *words):
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_key_is_checked(layout):
+    files, contract = files_for(layout), LAYOUTS[layout].contract
+    validate(files, contract)
+    for rule in contract.keys:
+        value, changed = lookup(files.config, rule.name), copy.deepcopy(files)
+        if not rule.optional:
+            drop(changed.config, rule.name)
+            refused(layout, changed, rule.name, "got nothing")
+        put(changed.config, rule.name, [value] if rule.kind is not list else "text")
+        refused(layout, changed, rule.name, f"a {rule.kind.__name__}", rule.why)
+        if rule.only is not None:
+            put(changed.config, rule.name, not rule.only if rule.kind is bool else OTHER[rule.kind])
+            refused(layout, changed, rule.name, repr(rule.only), rule.why)
+    for name, why in contract.forbidden.items():
+        changed = copy.deepcopy(files)
+        put(changed.config, name, 1)
+        refused(layout, changed, name, "no such key", why)
+    changed = copy.deepcopy(files)
+    changed.config["num_attention_heads_of_mine"] = 1
+    if contract.closed:
+        refused(layout, changed, "num_attention_heads_of_mine", contract.closed)
+    else:
+        validate(changed, contract)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tensor_is_checked(layout):
+    files = files_for(layout)
+    for name, value in files.tensors.items():
+        less = {other: kept for other, kept in files.tensors.items() if other != name}
+        if name == "embed_tokens.weight" and layout != "eagle3_speculators":
+            validate(replace(files, tensors=less), LAYOUTS[layout].contract)
+        else:
+            refused(
+                layout, replace(files, tensors=less), f"tensor {name}: expected shape {list(value.shape)}, got nothing"
+            )
+        short = {**files.tensors, name: value[:-1]}
+        refused(layout, replace(files, tensors=short), f"tensor {name}", f"got {[len(value) - 1, *value.shape[1:]]}")
+        double = {**files.tensors, name: value.to(torch.float64)}
+        refused(layout, replace(files, tensors=double), f"tensor {name}", "got torch.float64")
+    more = {**files.tensors, "model.norm.weight": torch.ones(64)}
+    refused(layout, replace(files, tensors=more), "model.norm.weight: expected no such tensor")
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].method == "eagle3"])
+def test_the_vocabulary_map_and_the_aux_layers_are_checked(layout):
+    files = files_for(layout)
+    offsets, section = files.tensors["d2t"], "transformer_layer_config." if layout == "eagle3_speculators" else ""
+    ids = offsets + torch.arange(len(offsets))
+    for name, wrong in {"d2t": ids, "t2d": ~files.tensors["t2d"]}.items():
+        refused(layout, replace(files, tensors={**files.tensors, name: wrong}), f"tensor {name}")
+    changed = copy.deepcopy(files)
+    put(changed.config, f"{section}torch_dtype", "bfloat16")
+    refused(layout, changed, "torch_dtype", "'float32', the dtype of the tensors")
+    changed = copy.deepcopy(files)
+    put(changed.config, f"{section}num_aux_hidden_states", 2)
+    refused(layout, changed, "num_aux_hidden_states: expected 3")
+    target = make_target()
+    two = convert_head(make_eagle3(target, layer_ids=(1, 3)), target, layout="eagle3")
+    assert two.config["num_aux_hidden_states"] == 2
+    del two.config["num_aux_hidden_states"]
+    refused("eagle3", two, "num_aux_hidden_states: expected 2", "got nothing")
+
+
+def test_a_rule_is_one_sentence():
+    error = broken(LAYOUTS["medusa"].contract, "tensor x", "one", "none")
+    assert str(error) == "The export does not fit the layout medusa: tensor x: expected one, got none."
+
+
+def test_every_method_has_layouts_of_its_own():
+    assert {name: layouts_for(name) for name in METHODS} == {
+        "eagle3": ["eagle3", "eagle3_llama_cpp", "eagle3_speculators"],
+        "medusa": ["medusa", "medusa_tgi", "medusa_vllm"],
+    }
+    assert [default_layout(name) for name in METHODS] == ["eagle3", "medusa"]
+    assert all(name == layout.contract.name for name, layout in LAYOUTS.items())
+    assert layouts_for("hydra") == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        ("eagle3", "'eagle3', which holds eagle3 heads, not medusa: choose one of medusa, medusa_tgi, medusa_vllm."),
+        ("onnx", "'onnx', which is unknown: choose one of medusa, medusa_tgi, medusa_vllm."),
+    ],
+)
+def test_another_layout_is_one_sentence(layout, words, tmp_path):
+    target = make_target()
+    with pytest.raises(UserError, match=words):
+        export_head(make_medusa(target), target, tmp_path / "out", layout=layout)
+    with pytest.raises(UserError, match="which holds medusa heads, not eagle3: choose one of eagle3, "):
+        find_layout("medusa_vllm", "eagle3")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_layout_of_the_method_is_the_default(tmp_path):
+    target = make_target()
+    export_head(make_medusa(target), target, tmp_path / "out")
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "medusa"])
+def test_an_export_replaces_one_of_its_kind_and_nothing_else(layout, tmp_path):
+    target = make_target()
+    head = make_eagle3(target) if layout == "eagle3" else make_medusa(target)
+    place = export_head(head, target, tmp_path / "out", layout=layout)
+    (place / "config.json").write_text("{}")
+    export_head(head, target, place, layout=layout)
+    assert json.loads((place / "config.json").read_text()) != {}
+    foreign = "medusa_lm_head.safetensors" if layout == "eagle3" else "model.safetensors"
+    (place / foreign).write_text("mine")
+    with pytest.raises(UserError, match=f"not a model folder .it holds .'{foreign}'"):
+        export_head(head, target, place, layout=layout)
+    assert (place / foreign).read_text() == "mine"

@@ -1,0 +1,176 @@
+"""The formulas of a plan against the real thing: parameters, FLOPs, saved bytes, peak memory, optimizer state."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.head_costs import HeadCost, activation_bytes, head_cost, parameter_bytes
+from draftsmith.heads import causal_kernels, eagle3
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.registry import METHODS
+from draftsmith.heads.target import Target
+from draftsmith.heads.ttt_attention import merged_attention
+from draftsmith.recipe import TrainSpec
+from draftsmith.target_shape import shape_of
+from draftsmith.train.optimizers import build_optimizers
+from tests.models import tiny_model
+
+B, L, PROMPT, DOCUMENTS = 2, 264, 60, 2
+#: No two dimensions are equal, so that a formula with the wrong one fails.
+SIZES = {
+    "vocab_size": 960,
+    "hidden_size": 128,
+    "intermediate_size": 392,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "initializer_range": 0.05,
+}
+CASES: dict[str, tuple[str, Any]] = {
+    "eagle3": ("eagle3", Eagle3Options(ttt_steps=4, draft_vocab_size=480)),
+    "eagle3 frozen head": ("eagle3", Eagle3Options(ttt_steps=2, draft_vocab_size=400, train_lm_head=False)),
+    "eagle3 of its own size": (
+        "eagle3",
+        Eagle3Options([1, 3, 5, 6], None, 3, intermediate_size=500, num_attention_heads=4, num_key_value_heads=4),
+    ),
+    "medusa": ("medusa", MedusaOptions(num_heads=4)),
+    "medusa, two blocks": ("medusa", MedusaOptions(num_heads=3, num_layers=2)),
+    "medusa, the target's projection": ("medusa", MedusaOptions(num_heads=4, original_lm_head=True)),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", **SIZES).bfloat16(), path="tiny", fingerprint="0")
+
+
+@pytest.fixture(autouse=True)
+def _attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the flash kernel run in bf16, as on a GPU; a CPU's can do that, but the head prefers fp32 there."""
+    forward, backward = causal_kernels._cpu_forward, causal_kernels._cpu_backward
+
+    def narrow(q: Any, *rest: Any, **options: Any) -> Any:
+        out, lse = forward(q, *rest, **options)
+        return out, lse.to(q.dtype)
+
+    def wide(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **options: Any) -> Any:
+        return backward(grad, q, k, v, out, lse.float(), *rest, **options)
+
+    def attention(q: Any, *rest: Any) -> Any:
+        return merged_attention(q, *(x.to(q.dtype) for x in rest[:4]), *rest[4:])
+
+    monkeypatch.setattr(causal_kernels, "_cpu_forward", narrow)
+    monkeypatch.setattr(causal_kernels, "_cpu_backward", wide)
+    monkeypatch.setattr(eagle3, "ttt_attention", attention)
+
+
+@pytest.fixture(params=CASES, name="case")
+def _case(request: pytest.FixtureRequest, target: Target) -> tuple[DraftHead, HeadCost]:
+    method, options = CASES[request.param]
+    size = getattr(options, "draft_vocab_size", None)
+    vocab = None if size is None else torch.arange(size)
+    head = METHODS[method].build(options, target, vocab)
+    return head, head_cost(method, options, shape_of(target.model.config, 2))
+
+
+def batch(target: Target, head: DraftHead) -> TrainBatch:
+    """DOCUMENTS documents per row, each a prompt of PROMPT tokens and an answer."""
+    place = torch.arange(L) % (L // DOCUMENTS)
+    ids = torch.randint(0, target.vocab_size, (B, L))
+    return TrainBatch(
+        ids=ids,
+        mask=(place >= PROMPT).expand(B, L),
+        document=(torch.arange(L) // (L // DOCUMENTS)).expand(B, L),
+        position=place.expand(B, L),
+        aux=torch.randn(B, L, len(head.layer_ids) * target.hidden_size).bfloat16(),
+        last=torch.randn(B, L, target.hidden_size).bfloat16(),
+        top1=ids.roll(-1, 1) % 400,
+        logsumexp=torch.full((B, L), 10.0),
+    )
+
+
+def rows(cost: HeadCost) -> list[float]:
+    answer = L // DOCUMENTS - PROMPT
+    return [float(B * DOCUMENTS * (answer - 1 - k)) for k in range(cost.steps)]
+
+
+def train_step(head: DraftHead, data: TrainBatch, target: Target, loss: LossSpec) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        output = head(data, head.train_steps)
+        scored = head_loss(output, data, target.head, head.draft_vocab, loss)
+    scored.loss_sum.backward()
+
+
+def test_parameters_are_exact(case: tuple[DraftHead, HeadCost]) -> None:
+    head, cost = case
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    assert cost.matrices + cost.others == trained
+    assert cost.aux_layers == len(head.layer_ids)
+    assert cost.steps == head.train_steps
+
+
+def test_flops_of_a_training_step(case: tuple[DraftHead, HeadCost], target: Target) -> None:
+    """Within 1%: the counter leaves out the flash kernel, the formula the diagonal keys, one per step instead of L."""
+    head, cost = case
+    data = batch(target, head)
+    with FlopCounterMode(display=False) as counter:
+        train_step(head, data, target, LossSpec())
+    assert counter.get_total_flops() == pytest.approx(cost.product_flops(B * L, rows(cost)), rel=0.01)
+
+
+def test_flops_of_attention(target: Target) -> None:
+    """As torch counts a kernel over all pairs of a text's tokens; a causal one skips half of them."""
+    cost = head_cost("eagle3", Eagle3Options(ttt_steps=4), shape_of(target.model.config, 2))
+    length, texts = 40, 6
+    shape = (texts, 8, length, 24)
+    pairs = sdpa_flop_count(shape, shape, shape) + sdpa_backward_flop_count(shape, shape, shape, shape)
+    assert cost.attention_flops(texts * length, length) == 4 * pairs / 2
+
+
+@pytest.mark.parametrize("kind", ["kl", "hard_ce"])
+def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target: Target, kind: Any) -> None:
+    """Allocations as the profiler sees them, minus the bf16 copies of the weights, which parameter_bytes counts."""
+    head, cost = case
+    loss, data = LossSpec(kind=kind), batch(target, head)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        train_step(head, data, target, loss)
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    copies = 2 * sum(p.numel() for p in head.parameters() if p.requires_grad)
+    assert peak - copies == pytest.approx(activation_bytes(cost, B * L, rows(cost), loss), rel=0.1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_gradients_and_optimizer(case: tuple[DraftHead, HeadCost], target: Target, optimizer: Any) -> None:
+    """Real tensors, exact but for the step counters; the bf16 copies (2 bytes) exist during a pass only."""
+    head, cost = case
+    train_step(head, batch(target, head), target, LossSpec())
+    trained = [p for p in head.parameters() if p.requires_grad]
+    optimizers = build_optimizers(head, TrainSpec(optimizer=optimizer))
+    for each in optimizers:
+        each.step()
+    states = [s for each in optimizers for state in each.state.values() for s in state.values()]
+    tensors = [*trained, *(p.grad for p in trained if p.grad is not None)]
+    tensors += [s for s in states if isinstance(s, torch.Tensor) and s.ndim]
+    assert sum(x.numel() * x.element_size() for x in tensors) == parameter_bytes(cost, optimizer, 1) - 2 * (
+        cost.matrices + cost.others
+    )
+    assert parameter_bytes(cost, optimizer, 8) - parameter_bytes(cost, optimizer, 1) == 4 * sum(
+        p.numel() for p in trained
+    )
+
+
+def test_a_method_without_formulas_is_refused(target: Target) -> None:
+    with pytest.raises(UserError, match="no formula"):
+        head_cost("hydra", None, shape_of(target.model.config, 2))

@@ -1,0 +1,100 @@
+"""A tiny run for tests of several processes: prepared once, trained by one process, to be trained by two."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from draftsmith.cli import main
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """`folder`/one is the run of one process with accumulation 2; `method` and its recipe are fixed."""
+
+    folder: Path
+    method: str
+
+    def words(self, name: str) -> list[str]:
+        """Return the arguments that train run `name`."""
+        return ["--recipe", str(self.folder / "recipe.yaml"), "--output_dir", str(self.folder / name)]
+
+    def copy(self, name: str) -> None:
+        """Give run `name` the answers and hidden states of `one`, but no training."""
+        shutil.copytree(self.folder / "one", self.folder / name)
+        shutil.rmtree(self.folder / name / "train")
+
+    def launch(self, name: str, script: list[str], environment: Mapping[str, str]) -> str:
+        """Train run `name` in two processes with accumulation 1; return what they said. The files are the judge."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+        command += [*script, *self.words(name)]
+        done = subprocess.run(command, cwd=ROOT, env=env, timeout=240, capture_output=True, text=True, check=False)
+        return done.stderr[-4000:]
+
+    def metrics(self, name: str) -> list[dict[str, Any]]:
+        """Return the metrics of run `name`."""
+        file = self.folder / name / "train" / "metrics.jsonl"
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def progress(self, name: str) -> dict[str, Any]:
+        """Return what the last checkpoint of run `name` says."""
+        (folder,) = (self.folder / name / "train").glob("step_*")
+        return json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+
+    def check_same(self, name: str) -> None:
+        """The losses, taus and best head of run `name` are those of one process."""
+        one, two = self.metrics("one"), self.metrics(name)
+        assert [x["loss"] for x in two] == pytest.approx([x["loss"] for x in one], rel=1e-5)
+        taus = [[x["tau"]["overall"] for x in metrics if "tau" in x] for metrics in (one, two)]
+        assert taus[1] == pytest.approx(taus[0], rel=1e-5)
+        heads = [load_file(self.folder / run / "train" / "best" / "model.safetensors") for run in ("one", name)]
+        assert heads[0].keys() == heads[1].keys()
+        for key, value in heads[0].items():
+            assert heads[1][key].dtype == value.dtype, key
+            assert float((heads[1][key] - value).abs().max()) < 1e-5, key
+
+
+def make_run(folder: Path, method: str = "eagle3") -> TinyRun:
+    """Make answers and hidden states, and train `folder`/one."""
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    rows = [{"messages": [{"role": "user", "content": f"question {i}?"}]} for i in range(40)]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = {
+        "target": {"path": str(folder / "target"), "device": "cpu"},
+        "data": {"sources": [str(folder / "talk.jsonl")], "heldout": 8, "max_length": 128},
+        "answers": {"max_new_tokens": 12, "batch": 8},
+        "features": {"layer_ids": [2, 4, 6]},
+        "method": method,
+        "head": {"layer_ids": [2, 4, 6], "ttt_steps": 3} if method == "eagle3" else {"num_heads": 3},
+        # An odd number of micro-batches, so that a filler completes the last window; gradients that are clipped to the
+        # size of AdamW's epsilon, as it would undo any milder clipping.
+        "train": {
+            "epochs": 2,
+            "row_tokens": 64,
+            "rows": 1,
+            "lr": 1e-3,
+            "clip": 1e-5,
+            "precision": "no",
+            "evaluations": 2,
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    run = TinyRun(folder, method)
+    assert main(["train", *run.words("one"), "--train.accumulation", "2"]) == 0
+    return run

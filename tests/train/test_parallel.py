@@ -1,0 +1,126 @@
+"""What a launch file may say, what the recipe keeps to itself, and which checkpoints fit."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from draftsmith.errors import UserError
+from draftsmith.recipe import TrainSpec
+from draftsmith.train import parallel
+from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
+from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "recipes" / "accelerate"
+SPEC = TrainSpec(accumulation=3, clip=0.0, rows=2)
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(parallel, "find_spec", lambda name: object())
+
+
+def changed(tmp_path: Path, name: str, section: str, **keys: Any) -> Path:
+    """A shipped launch file with other keys in a section; None removes a key."""
+    config = yaml.safe_load((LAUNCH / f"{name}.yaml").read_text())
+    config[section] = {key: value for key, value in (config[section] | keys).items() if value is not None}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path / "launch.yaml"
+
+
+def changed_json(tmp_path: Path, **keys: Any) -> Path:
+    """The shipped ZeRO-2 launch file, with other keys in its JSON."""
+    config = json.loads((ROOT / "recipes" / "deepspeed" / "zero2.json").read_text()) | keys
+    (tmp_path / "zero.json").write_text(json.dumps(config))
+    return changed(tmp_path, "zero2-8gpu", "deepspeed_config", deepspeed_config_file=str(tmp_path / "zero.json"))
+
+
+@pytest.mark.parametrize("file", sorted(LAUNCH.glob("*.yaml")), ids=lambda file: file.stem)
+def test_shipped_launch_files_are_accepted(file: Path) -> None:
+    check_launch(SPEC, file)
+
+
+@pytest.mark.parametrize("name", ["fsdp2-8gpu", "zero2-8gpu"])
+def test_two_optimizers_and_loss_scalers_are_refused(name: str) -> None:
+    with pytest.raises(UserError, match=r"set train\.optimizer to adamw"):
+        check_launch(replace(SPEC, optimizer="muon"), LAUNCH / f"{name}.yaml")
+    with pytest.raises(UserError, match="take bf16"):
+        check_launch(replace(SPEC, precision="fp16"), LAUNCH / f"{name}.yaml")
+    check_launch(replace(SPEC, optimizer="muon"), LAUNCH / "ddp-8gpu.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("fsdp_version", 1),
+        ("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
+        ("fsdp_cpu_ram_efficient_loading", None),
+        ("fsdp_activation_checkpointing", True),
+    ],
+)
+def test_fsdp_that_would_break_the_head_is_refused(key: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"but a head needs {key}: "):
+        check_launch(SPEC, changed(tmp_path, "fsdp2-8gpu", "fsdp_config", **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping: 1.0, but train.clip is 0.0"),
+        ({"gradient_accumulation_steps": 1}, "train.accumulation is 3"),
+        ({"bf16": {"enabled": True}}, "section bf16: remove it, as train.precision"),
+        ({"optimizer": {"type": "AdamW"}}, "section optimizer"),
+        ({"scheduler": {"type": "WarmupLR"}}, "section scheduler"),
+        ({"zero_optimization": {"stage": 3}}, "stage 3: 1 and 2 are supported"),
+    ],
+)
+def test_deepspeed_that_contradicts_the_recipe_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        check_launch(SPEC, changed_json(tmp_path, **keys))
+
+
+def test_the_recipe_completes_deepspeeds_configuration(tmp_path: Path) -> None:
+    agreeing = {"gradient_clipping": "auto", "gradient_accumulation_steps": 3, "bf16": {"enabled": "auto"}}
+    config = deepspeed_config(SPEC, launch_settings(changed_json(tmp_path, **agreeing)))
+    assert config["gradient_clipping"] == 0.0
+    assert config["gradient_accumulation_steps"] == 3
+    assert config["bf16"] == config["fp16"] == {"enabled": False}
+    with pytest.raises(UserError, match=r"There is no DeepSpeed configuration 'nowhere\.json'"):
+        deepspeed_config(SPEC, {"deepspeed_config_file": "nowhere.json"})
+
+
+def test_a_missing_deepspeed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="not installed"):
+        check_launch(SPEC, LAUNCH / "zero2-8gpu.yaml")
+
+
+def test_the_launcher_cannot_change_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    accelerator = make_accelerator(SPEC, torch.device("cpu"))
+    assert accelerator.gradient_accumulation_steps == 3
+    assert accelerator.mixed_precision == "no", "the head's own autocast is the precision"
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_accelerator(SPEC, torch.device("cpu"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"started 2 process\(es\) for NO, but Accelerate made 1 of NO"):
+        make_accelerator(SPEC, torch.device("cpu"))
+
+
+def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
+    accelerator = make_accelerator(SPEC, torch.device("cpu"))
+    save_checkpoint(accelerator, tmp_path, Progress(step=5, window=1))
+    assert load_checkpoint(accelerator, tmp_path) == Progress(step=5, window=1)
+    file = tmp_path / "step_5" / "progress.json"
+    file.write_text(file.read_text().replace("plain", "FSDP2"))
+    with pytest.raises(UserError, match="made under FSDP2 and cannot be resumed under plain"):
+        load_checkpoint(accelerator, tmp_path)

@@ -1,0 +1,73 @@
+"""A miniature of everything that a run needs: target, data, prompts and a recipe."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import yaml
+
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+
+
+def make_workplace(folder: Path) -> Path:
+    """Put a tiny target with a tokenizer, conversations in two slices, prompts, and a recipe for them into `folder`."""
+    tokenizer = tiny_tokenizer()
+    model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    for name, count in (("chat", 40), ("code", 40)):
+        rows = [
+            {"id": f"{name}-{i}", "messages": [{"role": "user", "content": f"{name} question {i}: why {i * 7}?"}]}
+            for i in range(count)
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    prompts = [
+        {"id": f"p{i}", "slice": ("chat", "code")[i % 2], "messages": [{"role": "user", "content": f"number {i}?"}]}
+        for i in range(4)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+    recipe = {
+        "name": "mini",
+        "target": {"path": str(folder / "target"), "device": "cpu"},
+        "data": {
+            "sources": [str(folder / "chat.jsonl"), str(folder / "code.jsonl")],
+            "max_length": 128,
+            "heldout": 10,
+        },
+        "answers": {"max_new_tokens": 12, "batch": 4},
+        "features": {"shard_mb": 1, "batch_tokens": 256},
+        "head": {"layer_ids": [2, 4, 6], "ttt_steps": 3, "draft_vocab_size": 200},
+        "train": {
+            "epochs": 2,
+            "row_tokens": 128,
+            "rows": 2,
+            "optimizer": "muon",
+            "precision": "no",
+            "evaluations": 3,
+            "checkpoint_minutes": 0.0,
+        },
+        "evaluate": {
+            "prompts": [str(folder / "prompts.jsonl")],
+            "num_speculative_tokens": 3,
+            "max_k": 4,
+            "max_new_tokens": 16,
+            "repeats": 2,
+        },
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+def options(workplace: Path, run: Path) -> list[str]:
+    """The command-line options of a run in a directory of its own."""
+    return ["--recipe", str(workplace / "recipe.yaml"), "--output_dir", str(run)]
+
+
+def digests(run: Path) -> dict[str, str]:
+    """SHA-256 of every file of a run that holds no clock times."""
+    return {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name not in ("summary.json",) and "step_" not in str(path)
+    }

@@ -1,0 +1,217 @@
+"""How a head is spread over processes: alone, by DDP, by FSDP2 or by DeepSpeed ZeRO.
+
+    accelerate launch --config_file recipes/accelerate/fsdp2-8gpu.yaml train/eagle.py --recipe R
+
+The launch file says how many processes there are and what they share out. Accumulation, clipping, precision and the
+optimizer belong to the recipe: a launch file that says otherwise is refused, before anything runs.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
+from draftsmith.recipe import TrainSpec
+
+FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
+
+# What FSDP2 needs, and what Accelerate takes where a launch file is silent. One shard group: EAGLE-3 calls parts of its
+# layer without going through their `forward`, where FSDP would gather them. With RAM-efficient loading, transformers
+# would leave the target of every process but the first empty.
+_FSDP_NEEDS = {
+    "fsdp_version": ("2", "1"),
+    "fsdp_auto_wrap_policy": ("NO_WRAP", "NO_WRAP"),
+    "fsdp_cpu_ram_efficient_loading": ("false", "true"),
+    "fsdp_activation_checkpointing": ("false", "false"),
+}
+# Sections of DeepSpeed's configuration that would take over what a key of `train` decides.
+_SECTIONS = {
+    "bf16": "precision",
+    "fp16": "precision",
+    "torch_autocast": "precision",
+    "optimizer": "optimizer",
+    "scheduler": "lr",
+}
+
+
+class TrainingPass(nn.Module):
+    """A head as Accelerate wraps it, with outputs that are plain tuples: FSDP2 and DeepSpeed look for tensors there.
+
+    It also keeps the head's final norm away from Accelerate, which would make it a shard group of its own.
+    """
+
+    def __init__(self, head: DraftHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[int, Tensor, Tensor], ...]:
+        """Return (offset, rows [R], logits [R, W]) of every step."""
+        return tuple((step.offset, step.rows, step.logits) for step in self.head(batch, num_steps).steps)
+
+
+def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
+    """Call a prepared TrainingPass."""
+    return HeadOutput(tuple(StepOutput(*step) for step in model(batch, num_steps)))
+
+
+def launch_settings(config: Path | None = None) -> dict[str, str]:
+    """Return what a launch file says, or (None) what the launcher told this process, as lower-case strings.
+
+    Keys: distributed_type, deepspeed_config_file, and those of fsdp_config.
+    """
+    if config is not None:
+        file = yaml.safe_load(Path(config).read_text(encoding="utf-8")) or {}
+        found = {"distributed_type": file.get("distributed_type", "NO")}
+        found |= (file.get("fsdp_config") or {}) | (file.get("deepspeed_config") or {})
+        return {key: str(value) for key, value in found.items()}
+    on = [kind for kind in (DEEPSPEED, FSDP) if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
+    found = {"distributed_type": on[0] if on else "NO"}
+    found |= {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
+    if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
+        found["deepspeed_config_file"] = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+    return found
+
+
+def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
+    """Raise UserError where a launch file, or (None) the launcher of this process, cannot train this recipe."""
+    settings = launch_settings(config)
+    kind = settings["distributed_type"]
+    if kind not in (FSDP, DEEPSPEED):
+        return
+    if spec.precision == "fp16":
+        raise UserError(f"train.precision is 'fp16', which {kind} would need a loss scaler of its own for: take bf16.")
+    if spec.optimizer == "muon":
+        raise UserError(
+            f"train.optimizer is 'muon', which is two optimizers, and under {kind} there can only be one: set "
+            "train.optimizer to adamw, or launch with recipes/accelerate/ddp-8gpu.yaml."
+        )
+    if kind == FSDP:
+        for key, (needed, default) in _FSDP_NEEDS.items():
+            found = settings.get(key, default)
+            if found.lower() != needed.lower():
+                raise UserError(
+                    f"The launch file has {key}: {found}, but a head needs {key}: {needed} under fsdp_config: see "
+                    "recipes/accelerate/fsdp2-8gpu.yaml."
+                )
+        return
+    if find_spec("deepspeed") is None:
+        raise UserError(
+            'The launch file asks for DeepSpeed, which is not installed: pip install "draftsmith[deepspeed]".'
+        )
+    deepspeed_config(spec, settings)
+
+
+def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: the file that the launch file names, completed from the recipe.
+
+    Raises UserError where the file is missing or contradicts the recipe.
+    """
+    path = Path(settings.get("deepspeed_config_file", ""))
+    if not path.is_file():
+        raise UserError(
+            f"There is no DeepSpeed configuration {str(path)!r}: name one with deepspeed_config_file in the launch file, "
+            "from the folder you start in (recipes/deepspeed/zero2.json from the repository's root)."
+        )
+    config = json.loads(path.read_text(encoding="utf-8"))
+    owned = {
+        "gradient_accumulation_steps": (spec.accumulation, "train.accumulation"),
+        # Left out or "auto", Accelerate would clip at 1.0 without a word.
+        "gradient_clipping": (spec.clip, "train.clip"),
+        "train_micro_batch_size_per_gpu": (spec.rows, "train.rows"),
+    }
+    for key, (value, owner) in owned.items():
+        if config.get(key, "auto") not in ("auto", value):
+            raise UserError(f"{path} has {key}: {config[key]}, but {owner} is {value}: remove it, the recipe decides.")
+        config[key] = value
+    for key, owner in _SECTIONS.items():
+        if config.get(key, {}).get("enabled", key in config) not in (False, "auto"):
+            raise UserError(f"{path} has a section {key}: remove it, as train.{owner} of the recipe decides.")
+        config.pop(key, None)
+    stage = config.get("zero_optimization", {}).get("stage")
+    if stage not in (1, 2):
+        raise UserError(f"{path} has zero_optimization.stage {stage}: 1 and 2 are supported; FSDP2 shards weights too.")
+    # Weights stay in fp32, and the head itself computes in train.precision, as it does without DeepSpeed.
+    return config | {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
+
+
+def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
+    """Return the Accelerator of this process. Raises UserError where it is not what the launcher meant to start."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+
+    check_launch(spec)
+    settings = launch_settings()
+    kind = settings["distributed_type"]
+    accelerator = Accelerator(
+        # Precision is the head's own autocast (see `prepare`); Accelerate only adds the loss scaler of fp16.
+        mixed_precision="fp16" if spec.precision == "fp16" else "no",
+        # A plain number would give way to an environment variable that launchers set.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=spec.accumulation),
+        cpu=device.type == "cpu",
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(spec, settings)) if kind == DEEPSPEED else None,
+        fsdp_plugin=FullyShardedDataParallelPlugin() if kind == FSDP else None,
+    )
+    made, started = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != started or (kind in (FSDP, DEEPSPEED) and made != kind):
+        raise UserError(
+            f"The launcher started {started} process(es) for {kind}, but Accelerate made {accelerator.num_processes} of "
+            f"{made}: FSDP and DeepSpeed need GPUs; on a CPU take recipes/accelerate/cpu.yaml."
+        )
+    return accelerator
+
+
+def prepare(
+    accelerator: Any, head: DraftHead, optimizers: Sequence[torch.optim.Optimizer], spec: TrainSpec
+) -> tuple[nn.Module, list[Any]]:
+    """Return the wrapped TrainingPass of `head` and the wrapped optimizers; `head` stays a part of the former.
+
+    From here on the head computes in train.precision whoever calls it; its weights are fp32 in every mode.
+    """
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    if spec.precision in dtypes:
+        autocast = torch.autocast(accelerator.device.type, dtypes[spec.precision])
+        head.forward = autocast(head.forward)  # type: ignore[method-assign]
+    if accelerator.is_fsdp2:
+        # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.
+        frozen = [m for m in head.modules() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)]
+        accelerator.state.fsdp_plugin.ignored_modules = frozen
+    model, *wrapped = accelerator.prepare(TrainingPass(head), *optimizers)
+    return model, wrapped
+
+
+@contextmanager
+def whole_head(model: nn.Module) -> Iterator[None]:
+    """While it lasts, the head inside a prepared model can be called directly, by each process on its own."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(model, FSDPModule):
+        yield
+        return
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+def whole_state(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Return the head's fp32 tensors under its own names, complete on the main process. All processes must call it."""
+    return {name.removeprefix("head."): value for name, value in accelerator.get_state_dict(model).items()}
+
+
+def checkpoint_layout(accelerator: Any) -> str:
+    """Name what a checkpoint to resume from can be loaded by: those of one and of several plain processes are alike."""
+    kind = accelerator.distributed_type.value
+    if kind == DEEPSPEED:
+        return f"DeepSpeed on {accelerator.num_processes} processes"
+    return "FSDP2" if kind == FSDP else "plain"

@@ -23,7 +23,8 @@ class Draft:
     count_B: valid nodes per row, the root included; nodes from there on are padding.
     laws_BKW: for a sampled chain, the law that node j+1 was drawn from; None where the tokens were
     chosen deterministically. vocab_W: the target ids of the law's columns; None if they are the same.
-    tree: the static tree that every row has, which spares working out its shape in every round.
+    tree: the static tree that every row has; linear: every row is a chain. Both spare working out the shape in every
+    round (and, on a GPU, waiting for it).
     """
 
     tokens_BN: Tensor
@@ -32,6 +33,7 @@ class Draft:
     laws_BKW: Tensor | None = None
     vocab_W: Tensor | None = None
     tree: StaticTree | None = None
+    linear: bool = False
 
     @classmethod
     def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
@@ -55,11 +57,13 @@ class Draft:
         tokens_BN = torch.cat([root_B[:, None], drafted_BK], 1)
         parents_BN = torch.arange(-1, length, device=root_B.device).expand(rows, -1)
         valid_B = torch.full_like(root_B, length) if count_B is None else count_B
-        return cls(tokens_BN, parents_BN, valid_B + 1, laws_BKW, vocab_W)
+        return cls(tokens_BN, parents_BN, valid_B + 1, laws_BKW, vocab_W, linear=True)
 
     @cached_property
     def is_chain(self) -> bool:
         """True when every node's parent is the node before it."""
+        if self.linear:
+            return True
         if self.tree is not None:
             return self.tree.depth == len(self.tree.choices)
         order = torch.arange(-1, self.parents_BN.shape[1] - 1, device=self.parents_BN.device)

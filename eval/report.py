@@ -97,9 +97,10 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
     return table
 
 
-def headline_markdown(results: Sequence[Result]) -> str:
-    """Return the same table in Markdown, for README and docs."""
-    lines = [HEADLINE_COLUMNS, ("---", "---", *["---:"] * (len(HEADLINE_COLUMNS) - 2)), *headline_rows(results)]
+def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) -> str:
+    """Return the same table in Markdown, for README and docs; overall_only leaves out the slices."""
+    rows = [row for row in headline_rows(results) if not overall_only or row[1] == OVERALL]
+    lines = [HEADLINE_COLUMNS, ("---", "---", *["---:"] * (len(HEADLINE_COLUMNS) - 2)), *rows]
     return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
 
 

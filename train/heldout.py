@@ -18,11 +18,12 @@ from draftsmith.heads.target import TargetHead
 
 @dataclass(frozen=True)
 class HeldOut:
-    """loss: per supervised row, as in training. accuracy, acceptance: per step. tau: simulated accepted
-    length at K drafts, over all answers and per slice. chance: the accuracy of always guessing the
-    target's most common choice."""
+    """loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
+    tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
+    the target's most common choice."""
 
     loss: float
+    loss_by_slice: dict[str, float]
     accuracy: list[float]
     acceptance: list[float]
     tau: float
@@ -31,10 +32,14 @@ class HeldOut:
 
 
 def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens: int, rows: int) -> list[Batch]:
-    """Plan the held-out batches once, as samples of `source`; they stay the same for the whole run."""
-    lengths = [source.lengths[i] for i in index]
-    plan = plan_batches(lengths, row_tokens=row_tokens, rows=rows, seed=0, epoch=0)
-    return [[[index[i] for i in row] for row in batch] for batch in plan]
+    """Plan the held-out batches once, as samples of `source`, each of one slice; they stay the same for the whole run."""
+    batches: list[Batch] = []
+    for name in sorted({source.slices[i] for i in index}):
+        # One slice per batch, so that its loss is the slice's.
+        chosen = [i for i in index if source.slices[i] == name]
+        plan = plan_batches([source.lengths[i] for i in chosen], row_tokens=row_tokens, rows=rows, seed=0, epoch=0)
+        batches += [[[chosen[i] for i in row] for row in batch] for batch in plan]
+    return batches
 
 
 @torch.no_grad()
@@ -52,7 +57,7 @@ def evaluate_heldout(
     train_steps, reach = head.train_steps, head.max_speculative_tokens
     num_speculative_tokens = num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
     device = next(head.parameters()).device
-    loss, divisor = 0.0, 0.0
+    losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     sums = torch.zeros(3, train_steps, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
     choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
@@ -61,8 +66,9 @@ def evaluate_heldout(
         batch = collate(samples, row_tokens).to(device)
         output = head(batch, max(train_steps, num_speculative_tokens))
         scored = head_loss(HeadOutput(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
-        loss += float(scored.loss_sum)
-        divisor += float(loss_divisor(batch, spec))
+        of_slice = losses[samples[0][0].slice]
+        of_slice[0] += float(scored.loss_sum)
+        of_slice[1] += float(loss_divisor(batch, spec))
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
         chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
         choices += torch.bincount(chosen, minlength=len(choices))
@@ -73,7 +79,8 @@ def evaluate_heldout(
     everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
     by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
     return HeldOut(
-        loss / max(divisor, 1),
+        sum(loss for loss, _ in losses.values()) / max(sum(divisor for _, divisor in losses.values()), 1),
+        {name: loss / max(divisor, 1) for name, (loss, divisor) in losses.items()},
         (sums[0] / sums[2].clamp(min=1)).tolist(),
         (sums[1] / sums[2].clamp(min=1)).tolist(),
         everything.tau or 0.0,

@@ -267,6 +267,7 @@ class _Run:
         (held,) = broadcast_object_list([held])
         record |= {
             "heldout_loss": held.loss,
+            "heldout_loss_by_slice": held.loss_by_slice,
             "heldout_accuracy": held.accuracy,
             "heldout_acceptance": held.acceptance,
             "tau": {"overall": held.tau, "slices": held.tau_by_slice},

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from draftsmith.allocator import keep_freed_memory
 from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.templates import check_tokenizer, load_tokenizer
@@ -68,6 +69,8 @@ class Session:
         if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:
             # Accelerate takes the current device, whatever the recipe says.
             torch.cuda.set_device(device)
+        if device == "cpu":
+            keep_freed_memory()
         return device
 
     @cached_property

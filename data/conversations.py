@@ -69,7 +69,8 @@ def load_conversations(
         rows = islice(in_turn, limit)
     conversations = _unique(rows, slice)
     if not conversations:
-        raise UserError(f"No conversation in {', '.join(map(str, sources)) or 'an empty list of sources'}.")
+        named = ", ".join(map(str, sources)) or "an empty list of sources"
+        raise UserError(f"No conversation in {named}: nothing is in there; give a file with a conversation per line.")
     return conversations
 
 
@@ -125,18 +126,20 @@ def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
         if not files:
-            raise UserError(f"The folder {source} holds no {', '.join(SUFFIXES)} file.")
+            raise UserError(
+                f"The folder {source} holds no {', '.join(SUFFIXES)} file: put the data there as one of them."
+            )
         return [_open_file(file) for file in files]
     if any(character in source for character in "*?["):
         matches = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
         if not matches:
-            raise UserError(f"No file matches {source}.")
+            raise UserError(f"No file matches {source}: check the pattern, and the folder you start in ({Path.cwd()}).")
         return [_open_file(file) for file in matches]
     name = _HUB_NAME.fullmatch(source)
     if name is None or path.suffix in SUFFIXES:
         raise UserError(
             f"There is no file or folder {source}, and it is not the name of a Hub data set "
-            "(org/name or org/name:config) either."
+            f"(org/name or org/name:config) either: check the path, which is relative to {Path.cwd()}."
         )
     return [_hub_rows(name[1], name[2], split, streaming)]
 
@@ -148,7 +151,9 @@ def _open_file(path: Path) -> Iterator[_Row]:
         return _json_rows(path)
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
-    raise UserError(f"{path} is of no known kind: give a {', '.join(SUFFIXES)} file.")
+    raise UserError(
+        f"{path} is of no known kind: convert it to {' or '.join(SUFFIXES)}; docs/bring-your-data.md has the shapes."
+    )
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:
@@ -164,7 +169,9 @@ def _jsonl_rows(path: Path) -> Iterator[_Row]:
                     f"{place}: the line is not UTF-8 text ({error.reason} at byte {error.start})."
                 ) from error
             except json.JSONDecodeError as error:
-                raise UserError(f"{place}: the line is not JSON ({error.msg} at column {error.colno}).") from error
+                raise UserError(
+                    f"{place}: the line is not JSON ({error.msg} at column {error.colno}): mend or remove it."
+                ) from error
             yield _Row(value, place, path.stem, number)
 
 

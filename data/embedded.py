@@ -7,6 +7,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -184,4 +185,4 @@ def _write_jsonl(path: Path, conversations: Sequence[Conversation]) -> None:
 
 def _say(text: str, progress: bool) -> None:
     if progress:
-        print(text, flush=True)
+        print(text, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ Ht target hidden size, V target vocab.
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ def extract(
         shard_bytes=shard_bytes,
     )
     size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
-    print(f"Features of {len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)} in {path}", flush=True)
+    told = f"Features of {len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)} in {path}"
+    print(told, file=sys.stderr, flush=True)
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
     done = writer.num_done

@@ -26,10 +26,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
+        files = "its files (tokenizer.json, or tokenizer.model, and tokenizer_config.json) are missing or damaged"
+        if folder.is_dir():
+            raise UserError(f"No tokenizer could be loaded from {path}: {files}; fetch the whole model.") from error
         reason = str(error).strip().split("\n", 1)[0].rstrip(".: ")
         raise UserError(
-            f"No tokenizer could be loaded from {path}: its files (tokenizer.json, or tokenizer.model, and "
-            f"tokenizer_config.json) are missing or damaged, or the name cannot be reached on the Hub ({reason})."
+            f"No tokenizer could be loaded from {path}: {files}, or the name cannot be reached on the Hub ({reason})."
         ) from error
     if not tokenizer.get_vocab():
         raise UserError(f"The tokenizer in {path} is empty: its vocabulary files are missing.")

@@ -5,17 +5,22 @@ draftsmith evaluate --recipe R --no-decode
 draftsmith inspect --recipe R
 """
 
-import subprocess
+import os
+import signal
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.errors import UserError
+from draftsmith.errors import StoppedError, UserError
 
 if TYPE_CHECKING:
     from draftsmith.eval.gate import Threshold
     from draftsmith.session import Session
+
+LAUNCHED = "DRAFTSMITH_LAUNCHED"
+"""Set for the processes that --launch starts, which inherit that Ctrl-C is ignored."""
 
 COMMANDS: dict[str, str] = {
     "run": "all stages of a recipe: answers, features, training, evaluation, export, report",
@@ -58,19 +63,22 @@ USAGE = "\n".join(
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return its exit code. A user's mistake is printed as one sentence, with exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help"):
-        print(USAGE)
-        print("\n`draftsmith COMMAND --help` lists every key of a recipe with its meaning.")
-        return 0 if words else 2
-    if words[0] == "--version":
-        import draftsmith
-
-        print(draftsmith.__version__)
-        return 0
+    if LAUNCHED in os.environ:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if words[0] not in COMMANDS:
-            raise UserError(f"There is no command '{words[0]}': the commands are {', '.join(COMMANDS)}.")
-        return _HANDLERS[words[0]](words[1:])
+        if not words or words[0] in ("-h", "--help"):
+            print(USAGE)
+            print("\n`draftsmith COMMAND --help` lists every key of a recipe with its meaning.")
+            return 0 if words else 2
+        if words[0] == "--version":
+            import draftsmith
+
+            print(draftsmith.__version__)
+            return 0
+        return _handler(words[0])(words[1:])
+    except StoppedError as error:
+        print(f"draftsmith: {error}", file=sys.stderr)
+        return 130
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
         return 2
@@ -79,6 +87,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 1
+
+
+def _handler(command: str) -> Callable[[list[str]], int]:
+    """Return what carries out a command. Raises UserError for one that does not exist."""
+    if command in COMMANDS:
+        return _HANDLERS[command]
+    near = get_close_matches(command.lower(), COMMANDS, n=1)
+    hint = "options come after it; " if command.startswith("-") else f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"There is no command '{command}': {hint}the commands are {', '.join(COMMANDS)}.")
 
 
 def take(words: list[str], name: str, *, flag: bool = False) -> list[str]:
@@ -101,35 +118,40 @@ def take(words: list[str], name: str, *, flag: bool = False) -> list[str]:
 
 
 def _session(words: list[str], command: str) -> "Session":
-    from draftsmith.recipe_file import parse_recipe
     from draftsmith.run import check_stage_names
-    from draftsmith.session import Session
 
     redo = take(words, "--redo")
     check_stage_names(redo)
     named = ("--recipe", "--target.path", "--help", "-h")
     if not any(word.split("=", 1)[0] in named for word in words):
-        raise UserError(f"{command} needs a recipe: add --recipe recipes/eagle3/tiny.yaml, or a recipe of your own.")
-    return Session(parse_recipe(words, f"draftsmith {command}", COMMANDS[command]), redo=set(redo))
+        example = next((word for word in words if word.endswith((".yaml", ".yml"))), "recipes/eagle3/tiny.yaml")
+        raise UserError(f"{command} needs a recipe: add --recipe {example}, or a recipe of your own.")
+    from draftsmith.recipe_file import parse_recipe
+
+    # A mistake in the recipe is told before the slow imports.
+    recipe = parse_recipe(words, f"draftsmith {command}", COMMANDS[command])
+    from draftsmith.session import Session
+
+    return Session(recipe, redo=set(redo))
 
 
 def _run(words: list[str]) -> int:
     config, thresholds = take(words, "--launch"), _thresholds(words)
     session = _session(words, "run")
-    if config:
-        _check_config(session, config[-1])
-    from draftsmith import stages
+    from draftsmith import launching, stages
     from draftsmith.exporting import export_stage
     from draftsmith.gating import check_thresholds, gate
     from draftsmith.preflight import preflight
 
-    drafters = preflight(session, evaluating=True)
+    if config:
+        launching.check_config(session.recipe.train, config[-1])
+    drafters = preflight(session, "run")
     check_thresholds(session, thresholds, drafters, decode=True)
     if config:
         stages.features_stage(session, stages.load_samples(session).samples)
         if "train" in session.redo:
             session.run.remove("train")
-        _launch(session.recipe.method, config[-1], words)
+        launching.launch(session.recipe.method, config[-1], words)
     stages.train_stage(session)
     paths = _evaluate_and_show(session, decode=True, head=None)
     exported = export_stage(session)
@@ -139,26 +161,6 @@ def _run(words: list[str]) -> int:
         print(f"result  {folder / f't{temperature:g}' / 'result.json'}")
     print(f"export  {exported}")
     return gate(paths, thresholds)
-
-
-def _check_config(session: "Session", config: str) -> None:
-    """Refuse a launch file that is missing or contradicts the recipe, before answers and hidden states are made."""
-    from draftsmith.train.parallel import check_launch
-
-    if not Path(config).exists():
-        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
-    check_launch(session.recipe.train, Path(config))
-
-
-def _launch(method: str, config: str, words: list[str]) -> None:
-    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/<method>.py` would."""
-    import draftsmith.train
-    from draftsmith.heads.registry import METHODS
-
-    script = Path(next(iter(draftsmith.train.__path__))) / METHODS[method].launcher
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, str(script), *words]
-    if code := subprocess.run(command).returncode:
-        raise UserError(f"Training ended with exit code {code}: its own message is above.")
 
 
 def _regenerate(words: list[str]) -> int:
@@ -179,7 +181,7 @@ def _extract(words: list[str]) -> int:
     session = _session(words, "extract")
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
-    preflight(session)
+    preflight(session, "extract")
     features_stage(session, load_samples(session).samples)
     print(session.recipe.data_path / "features")
     return 0
@@ -190,7 +192,7 @@ def _train(words: list[str]) -> int:
     from draftsmith.stages import train_stage
 
     session = _session(words, "train")
-    preflight(session)
+    preflight(session, "train")
     print(train_stage(session))
     return 0
 
@@ -201,8 +203,10 @@ def _evaluate(words: list[str]) -> int:
     session = _session(words, "evaluate")
     from draftsmith.gating import check_thresholds, gate
     from draftsmith.preflight import preflight
+    from draftsmith.stages import find_head
 
-    drafters = preflight(session, evaluating=True)
+    find_head(session, Path(head[-1]) if head else None)
+    drafters = preflight(session, "evaluate")
     check_thresholds(session, thresholds, drafters, decode=decode)
     paths = _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None)
     for path in paths:
@@ -225,11 +229,13 @@ def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -
 def _export(words: list[str]) -> int:
     from draftsmith.exporting import export_stage
     from draftsmith.preflight import preflight
+    from draftsmith.stages import find_head
 
     head = take(words, "--head")
     session = _session(words, "export")
-    preflight(session)
-    print(export_stage(session, Path(head[-1]) if head else None))
+    folder = find_head(session, Path(head[-1]) if head else None)
+    preflight(session, "export")
+    print(export_stage(session, folder if head else None))
     return 0
 
 
@@ -269,8 +275,8 @@ def _inspect(words: list[str]) -> int:
     from draftsmith.stages import samples_at_hand
 
     count = take(words, "--count") or ["3"]
-    if not count[-1].isdigit():
-        raise UserError(f"--count is {count[-1]!r}: give a number of conversations.")
+    if not count[-1].isdecimal() or not int(count[-1]):
+        raise UserError(f"--count is {count[-1]!r}: give a number of conversations, at least 1.")
     session = _session(words, "inspect")
     console = Console()
     for sample in samples_at_hand(session, int(count[-1])):

@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake."""
+"""The exception that stands for a user's mistake, and the one that stands for Ctrl-C."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The command line prints the sentence alone and exits with code 2; any other exception is a bug
     and keeps its traceback.
     """
+
+
+class StoppedError(UserError):
+    """Work that stopped because the user asked for it, and that the same command goes on with: exit code 130."""

@@ -1,13 +1,14 @@
 """Writing files so that a reader never sees half of one."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
@@ -30,7 +31,7 @@ def explain_os_error(path: Path) -> Iterator[None]:
             ) from error
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR):
             raise UserError(
-                f"Cannot write {path}: {os.strerror(error.errno)}; choose a folder you may write to with --output_dir."
+                f"Cannot write {path}: {os.strerror(error.errno)}; choose a folder you may write to with --output_dir (report: --output)."
             ) from error
         raise
 
@@ -52,6 +53,25 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def claim(path: Path) -> TextIO:
+    """Return an open file whose lock this process holds until it is closed.
+
+    Raises UserError where another process holds it. A file system without locks grants it to everybody.
+    """
+    with explain_os_error(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a", encoding="utf-8")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            file.close()
+            raise UserError(
+                f"Another draftsmith is at work in {path.parent}: wait for it to end, or choose another --output_dir."
+            ) from error
+    return file
 
 
 def write_text(path: Path, text: str) -> None:

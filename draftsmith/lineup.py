@@ -27,14 +27,14 @@ def load_beside(session: Session, target: Target, taken: str) -> dict[str, Draft
     for name, folder in session.recipe.evaluate.beside.items():
         if name == taken or not name.strip():
             raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
-        heads[name] = load_best(session, target, _beside_folder(session, name, folder)).to(target.dtype)
+        heads[name] = load_best(session, target, beside_folder(session, name, folder)).to(target.dtype)
     return heads
 
 
 def digests(session: Session, head_folder: Path | None) -> dict[str, Any]:
     """Identify the heads and trees of the evaluation."""
     spec = session.recipe.evaluate
-    beside = {name: head_digest(session, _beside_folder(session, name, folder)) for name, folder in spec.beside.items()}
+    beside = {name: head_digest(session, beside_folder(session, name, folder)) for name, folder in spec.beside.items()}
     trees = {d.tree: tree.choices for d in spec.drafts if (tree := load_tree(d.tree)) is not None}
     return {"head": head_digest(session, head_folder), "beside": beside, "trees": trees}
 
@@ -73,11 +73,10 @@ def at_temperature(lineup: list[Contender], sampling: Sampling) -> list[Contende
     return [c for c in lineup if c.lossless or not any(c.head is h and c.tree == t for h, t in exact)]
 
 
-def _beside_folder(session: Session, name: str, folder: str) -> Path:
+def beside_folder(session: Session, name: str, folder: str) -> Path:
     """Accept the folder of a head or of a run. Raises UserError that names the recipe's key."""
-    best = Path(folder) / "train" / "best"
     try:
-        return find_head(session, best if best.exists() else Path(folder))
+        return find_head(session, Path(folder))
     except UserError as error:
         raise UserError(
             f"evaluate.beside.{name}: there is no trained head in {folder}: train it first, or remove it."

@@ -91,7 +91,12 @@ def plan_command(words: list[str]) -> str:
         prompt=int(read.get("--prompt-tokens", given.prompt)),
         answer=int(read.get("--answer-tokens", given.answer)),
     )
-    plan = make_plan(recipe, target, count_conversations(recipe), given)
+    count = count_conversations(recipe)
+    if recipe.data.heldout >= count:
+        raise UserError(
+            f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
+        )
+    plan = make_plan(recipe, target, count, given)
     return comment(plan) if as_comment else "\n".join([f"plan of {recipe.name}", *describe(plan)])
 
 

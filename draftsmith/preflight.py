@@ -3,25 +3,40 @@
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.eval.trees import load_tree
 from draftsmith.evaluation import evaluation_conversations
 from draftsmith.exporting import export_options
 from draftsmith.heads.export import convert_head
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.vocab import choose_draft_vocab
-from draftsmith.lineup import load_beside, make_lineup
+from draftsmith.lineup import beside_folder, load_beside, make_lineup
 from draftsmith.session import Session
 from draftsmith.train.parallel import check_launch
 
 
-def preflight(session: Session, *, evaluating: bool = False) -> list[str]:
-    """Find mistakes in a recipe before hours of work are spent on it.
+def preflight(session: Session, command: str) -> list[str]:
+    """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
     Builds an untrained head, which checks its layers and draft vocabulary, and holds what is stored and
-    exported against it; with `evaluating` also checks that the prompts can be read and that the drafts fit the heads,
-    and returns the drafters' names. A launch file that contradicts the recipe is refused before the target is loaded.
+    exported against it; where it evaluates also checks that the prompts can be read and that the drafts fit the heads,
+    and returns the drafters' names. What takes no target is checked before it is loaded: the launch file, the
+    prompts, heads and trees of the evaluation, and the data.
     """
-    check_launch(session.recipe.train)
-    recipe, target = session.recipe, session.target
+    recipe = session.recipe
+    check_launch(recipe.train)
+    learning, evaluating = command in ("run", "train"), command in ("run", "evaluate")
+    count = len(session.conversations) if learning or command == "extract" else 0
+    if learning and recipe.answers.regenerate and recipe.data.heldout >= count:
+        raise UserError(
+            f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
+        )
+    if evaluating:
+        evaluation_conversations(session)
+        for name, folder in recipe.evaluate.beside.items():
+            beside_folder(session, name, folder)
+        for draft in recipe.evaluate.drafts:
+            load_tree(draft.tree)
+    target = session.target
     size = getattr(recipe.head, "draft_vocab_size", None)
     vocab = None if size is None else choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
     head = METHODS[recipe.method].build(recipe.head, target, vocab)
@@ -32,7 +47,6 @@ def preflight(session: Session, *, evaluating: bool = False) -> list[str]:
         )
     convert_head(head, target, **export_options(recipe, recipe.method))
     if evaluating:
-        evaluation_conversations(session)
         lineup = make_lineup(session, {head.method: head} | load_beside(session, target, head.method))
         return [contender.name for contender in lineup]
     return []

@@ -3,7 +3,9 @@
 Unknown keys and wrong types are errors that name the key; `--section.key value` overrides the file.
 """
 
+import re
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,8 @@ from draftsmith.recipe import (
 )
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list such as [a, b]"}
 
 _SECTIONS: dict[str, type] = {
     "target": TargetSpec,
@@ -59,17 +63,43 @@ def recipe_parser(method: str, prog: str | None = None, description: str | None 
 
 
 def load_yaml(path: str) -> dict[str, Any]:
-    """Read a recipe file as a mapping. Raises UserError when it is missing or not a mapping."""
+    """Read a recipe file as a mapping. Raises UserError when it is missing, not a mapping, or names a key twice."""
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a folder: name a recipe in it, a YAML file.")
     try:
         text = Path(path).read_text(encoding="utf-8")
         content = yaml.safe_load(text)
+        _refuse_twice(path, yaml.compose(text, Loader=yaml.SafeLoader))
     except FileNotFoundError as error:
         raise UserError(f"There is no recipe at {path}: check the path; recipes/ holds examples.") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        hint = "indent with spaces, not with tabs" if "'\\t'" in str(error.problem) else "mend that line"
+        raise UserError(f"The recipe {path}{line} cannot be read as YAML ({error.problem}): {hint}.") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"The recipe {path} cannot be read as YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(content, dict):
         raise UserError(f"The recipe {path} is not a mapping of keys: see recipes/eagle3/tiny.yaml for the form.")
     return content
+
+
+def _refuse_twice(path: str, node: yaml.Node | None) -> None:
+    """Refuse a key that stands twice in one mapping, of which YAML would silently take the last."""
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[Any, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                where = f"lines {seen[key.value]} and {line}"
+                raise UserError(
+                    f"The recipe {path} names {key.value!r} twice, in {where}: keep one, with all of its keys."
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen[key.value] = line
+            _refuse_twice(path, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_twice(path, item)
 
 
 def parse_recipe(argv: list[str], prog: str | None = None, description: str | None = None) -> Recipe:
@@ -83,12 +113,17 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
     if method not in METHODS:
         raise UserError(f"method is {method!r}: the drafters are {', '.join(METHODS)}.")
     parser = recipe_parser(method, prog, description)
+    for section in (*_SECTIONS, "head"):
+        if not isinstance(content.get(section) or {}, dict):
+            raise UserError(
+                f"{_where(path)}{section} is {content[section]!r}, but it is a section: indent its keys below."
+            )
     try:
         base = parser.parse_object(content) if content else parser.get_defaults()
         chosen = parser.parse_args(argv, namespace=base) if argv else base
         ready = parser.instantiate(chosen)
     except (ParserError, ArgumentError) as error:
-        raise UserError(f"{_where(path)}{_first_sentence(str(error))}") from error
+        raise UserError(f"{_where(path)}{_sentence(str(error), parser)}") from error
     names = {f.name for f in fields(Recipe)}
     return Recipe(**{key: value for key, value in vars(ready).items() if key in names})
 
@@ -107,6 +142,26 @@ def _where(path: str | None) -> str:
     return f"The recipe {path} or its overrides: " if path else "The options: "
 
 
-def _first_sentence(message: str) -> str:
-    """Keep what names the key and the reason, without the parser's layout."""
-    return " ".join(message.split()).rstrip(".") + "; see --help for every key and its type."
+def _sentence(message: str, parser: ArgumentParser) -> str:
+    """Keep what names the key and the reason, without the parser's words; name the key that a typo may have meant."""
+    text = " ".join(message.split()).rstrip(".")
+    wrong = re.fullmatch(r'Parser key "([\w.]+)": Expected a (.+?)\. Got value: (.*)', text)
+    wrong = wrong or re.fullmatch(r'Parser key "([\w.]+)": .*Subtypes: \[(.+?)\] Errors: .*Given value: (.*)', text)
+    if wrong:
+        key, kind, value = wrong.groups()
+        kind = kind.replace(", <class 'NoneType'>", " or null")
+        kind = re.sub(r"<class '(\w+)'>", lambda match: _KINDS.get(match[1], match[1]), kind)
+        text = f"{key} is {value!r}, which is not {kind.replace('typing.Literal', 'one of ')}"
+    group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
+    unknown = re.match(r"unrecognized arguments: --([\w.-]+)", text)
+    if group or unknown:
+        key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
+        keys = [action.dest for action in parser._actions]
+        near = get_close_matches(key, keys, n=1) or [name for name in keys if name.endswith(f".{key}")]
+        text = f"there is no key {key}" + (f", did you mean {near[0]}?" if near else "")
+        return (
+            f"{text} `draftsmith train --help` lists every key."
+            if near
+            else f"{text}; `draftsmith train --help` lists them."
+        )
+    return text + "; see --help for every key and its type."

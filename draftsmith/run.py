@@ -4,14 +4,15 @@ runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  expo
 """
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from draftsmith.errors import UserError
-from draftsmith.files import fingerprint, write_json
+from draftsmith.files import claim, fingerprint, write_json
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 DATA_STAGES = ("answers", "features")
@@ -55,6 +56,7 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path / "run.json"
+        self._claim: TextIO | None = None
 
     def record(self, stage: str) -> StageRecord | None:
         """Return what is known of a stage."""
@@ -64,16 +66,22 @@ class RunDirectory:
     def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False) -> bool:
         """Return True if the stage is already done with the same inputs; else mark it as running.
 
-        Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first).
+        Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first), and
+        where another process is making a stage in this directory.
         """
         flat = json.loads(json.dumps(_flatten(inputs), default=str))
         print_ = fingerprint(flat)
         if redo:
+            self._alone()
             self.remove(stage)
         known = self.record(stage)
         if known and known.fingerprint != print_ and self._has_work(stage):
-            changed = [key for key in sorted(flat.keys() | known.inputs) if flat.get(key) != known.inputs.get(key)]
-            shown = "; ".join(f"{key} was {known.inputs.get(key)!r}, is {flat.get(key)!r}" for key in changed[:3])
+            before = known.inputs
+            changed = [
+                key for key in sorted(flat.keys() | before) if (flat.get(key) or None) != (before.get(key) or None)
+            ]
+            changed.sort(key=lambda key: key != "method")  # which brings its own options
+            shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
             raise UserError(
                 f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another --output_dir, "
                 f"or add --redo {stage} to remove it and what follows from it."
@@ -81,8 +89,14 @@ class RunDirectory:
         same = known is not None and known.fingerprint == print_
         if same and known is not None and known.state == "done" and (self.path / FILES[stage][0]).exists():
             return True
+        self._alone()
         self._write(stage, StageRecord(flat, print_, "running", {}))
         return False
+
+    def _alone(self) -> None:
+        """Keep other processes from making a stage here until `finish`, or until this process ends."""
+        if self._claim is None and os.environ.get("RANK", "0") == "0":
+            self._claim = claim(self.path / ".lock")
 
     def holds(self, stage: str, inputs: dict[str, Any]) -> bool:
         """Whether a stage is done with these inputs; nothing is changed."""
@@ -102,6 +116,9 @@ class RunDirectory:
         known = self.record(stage)
         assert known is not None
         self._write(stage, StageRecord(known.inputs, known.fingerprint, "done", facts))
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def remove(self, stage: str) -> None:
         """Remove a stage and all that follow from it."""
@@ -126,12 +143,18 @@ class RunDirectory:
                 StageRecord(**entry)
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{self._file} cannot be read ({error}): it was changed by hand; restore it or choose another --output_dir."
+                f"{self._file} cannot be read ({error}): it was changed by hand or written by another version of "
+                "draftsmith; restore it or choose another --output_dir."
             ) from error
         return entries
 
     def _write(self, stage: str, record: StageRecord) -> None:
         write_json(self._file, self._read() | {stage: vars(record)})
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -32,11 +32,11 @@ def data_inputs(session: Session) -> dict[str, Any]:
     # Sources count by what they say, not by where they lie; the rest matters to later stages only.
     elsewhere = ("sources", "split", "slice", "limit", "heldout", "on_too_long")
     return {
+        "conversations": session.conversations_digest,  # first: a wrong path is told before the target is loaded
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
-        "conversations": session.conversations_digest,
         "data": {key: value for key, value in asdict(recipe.data).items() if key not in elsewhere},
         "answers": asdict(recipe.answers),
         "seed": recipe.seed,
@@ -270,11 +270,16 @@ def split_samples(session: Session, samples: list[Tokenized]) -> "tuple[list[int
 
 
 def find_head(session: Session, folder: Path | None = None) -> Path:
-    """Return the folder of a trained head, by default the run's best. Raises UserError where there is none."""
-    folder = folder or session.recipe.run_dir / "train" / "best"
-    if not (folder / "model.safetensors").exists():
-        raise UserError(f"There is no trained head in {folder}: run `draftsmith train` first, or name one with --head.")
-    return folder
+    """Return the folder of a trained head; `folder` is a head's or a run's, by default this run's.
+
+    Raises UserError where there is none.
+    """
+    folder = folder or session.recipe.run_dir
+    best = folder / "train" / "best"
+    found = best if best.exists() or folder == session.recipe.run_dir else folder
+    if not (found / "model.safetensors").exists():
+        raise UserError(f"There is no trained head in {found}: run `draftsmith train` first, or name one with --head.")
+    return found
 
 
 def head_digest(session: Session, folder: Path | None = None) -> str:

@@ -4,6 +4,7 @@ Symbols: n layers, H hidden, N query heads, G key/value heads, D head size, V vo
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,8 +82,9 @@ def load_config(path: str, trust_remote_code: bool = False) -> Any:
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
+        hub = "" if Path(path).exists() else ", or for a Hub name its spelling and the network"
         reason = str(error).strip().split("\n", 1)[0].rstrip(". ")
-        raise UserError(f"The config of the target {path} cannot be read ({reason}): check its path.") from error
+        raise UserError(f"The config of the target {path} cannot be read ({reason}): check its path{hub}.") from error
 
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:

@@ -1,5 +1,6 @@
 """Opening a model with transformers, with one sentence for everything that can be wrong about it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,20 @@ def _check_path(path: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise UserError(f"The target {path} has no config.json: give the folder that holds the model's files.")
+    if is_draft_head(folder / "config.json"):
+        raise UserError(f"The target {path} is a draft head: give the folder of the model that it drafts for.")
+
+
+def is_draft_head(config: Path) -> bool:
+    """Whether a config.json is that of a head as training wrote it, or of an export for an engine."""
+    try:
+        keys = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # for the reader of configs to tell
+    return isinstance(keys, dict) and any(
+        mark <= keys.keys()
+        for mark in ({"method", "layer_ids"}, {"draft_vocab_size"}, {"medusa_num_heads"}, {"speculators_model_type"})
+    )
 
 
 def _load_config(path: str, trust_remote_code: bool) -> Any:
@@ -84,8 +99,8 @@ def _load_config(path: str, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise UserError(
-            f"The target {path} is neither a local folder nor a model that could be fetched from the Hub: "
-            f"{_first_line(error)}"
+            f"The target {path} is neither a local folder nor a model that could be fetched from the Hub "
+            f"({_first_line(error)}): check the spelling and the network, or give a folder."
         ) from error
     except (ValueError, KeyError) as error:
         hint = (

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith import cli
 from draftsmith.cli import COMMANDS, main, take
-from draftsmith.errors import UserError
+from draftsmith.errors import StoppedError, UserError
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -34,6 +35,8 @@ def words(target: Path, tmp_path: Path) -> list[str]:
         "cpu",
         "--data.sources",
         f"[{tmp_path / 'talk.jsonl'}]",
+        "--data.heldout",
+        "1",
         "--output_dir",
         str(tmp_path / "run"),
     ]
@@ -58,7 +61,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no command 'trian'" in fails(["trian"], capsys)
+    assert "no command 'trian': did you mean train?" in fails(["trian"], capsys)
+    assert "options come after it" in fails(["--recipe", "r.yaml", "run"], capsys)
+    assert "add --recipe own.yaml" in fails(["run", "own.yaml"], capsys)
     assert "needs a recipe" in fails(["run"], capsys)
     assert "--redo everything" in fails(["train", *words, "--redo", "everything"], capsys)
     assert "--head needs a value" in fails(["evaluate", *words, "--head"], capsys)
@@ -68,6 +73,10 @@ def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixtu
 def test_a_wrong_target_is_one_sentence_and_leaves_nothing(
     command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if command in ("evaluate", "export"):
+        (tmp_path / "head").mkdir()
+        (tmp_path / "head" / "model.safetensors").touch()
+        words = [*words, "--head", str(tmp_path / "head"), "--evaluate.prompts", f"[{tmp_path / 'talk.jsonl'}]"]
     message = fails([command, *words, "--target.path", str(tmp_path / "nowhere")], capsys)
     assert "nowhere" in message
     assert not list((tmp_path / "run").rglob("*.safetensors"))
@@ -105,7 +114,35 @@ def test_inspect_shows_what_is_learnt(words: list[str], tmp_path: Path, capsys: 
     assert main(["inspect", *words, "--count", "2"]) == 0
     assert "yes" in capsys.readouterr().out
     assert not (tmp_path / "run").exists(), "looking makes nothing"
-    assert "--count is 'x'" in fails(["inspect", *words, "--count", "x"], capsys)
+    for count in ("x", "0"):
+        assert f"--count is '{count}'" in fails(["inspect", *words, "--count", count], capsys)
+
+
+def test_paths_are_checked_before_the_target(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a target that does not exist, the message is about the other path."""
+    words = [*words, "--target.path", str(tmp_path / "nowhere")]
+    talk = f"[{tmp_path / 'talk.jsonl'}]"
+    run = ["run", *words, "--evaluate.prompts", talk, "--data.heldout", "1"]
+    assert "typo.jsonl" in fails([*run, "--data.sources", "[typo.jsonl]"], capsys)
+    assert "typo.jsonl" in fails([*run, "--evaluate.prompts", "[typo.jsonl]"], capsys)
+    assert "typo.json" in fails([*run, "--evaluate.drafts", "[{tree: typo.json}]"], capsys)
+    assert "evaluate.beside.other" in fails([*run, "--evaluate.beside.other", "typo"], capsys)
+    assert "only 2 conversations" in fails([*run, "--data.heldout", "2"], capsys)
+    assert "no trained head in typo" in fails(["evaluate", *words, "--head", "typo"], capsys)
+    for command in ("regenerate", "extract", "train"):
+        assert "typo.jsonl" in fails([command, *words, "--data.sources", "[typo.jsonl]"], capsys)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stopped_training_is_no_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(words: list[str]) -> int:
+        raise StoppedError("a checkpoint is saved")
+
+    monkeypatch.setitem(cli._HANDLERS, "train", stopped)
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "draftsmith: a checkpoint is saved\n"
 
 
 def test_take_removes_options_wherever_they_stand() -> None:

@@ -176,6 +176,7 @@ def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsy
         (["--utilisation", "nan"], "a share above 0"),
         (["--prompt-tokens", "3000"], "3000 prompt and 128 answer tokens do not fit the 256"),
         (["--data.limit", "null"], "data.limit is null"),
+        (["--data.limit", "10"], "data.heldout is 200 but there are only 10 conversations"),
         (["--target.path", "embedded"], "needs no plan"),
         (["--target.path", "./nowhere"], "./nowhere"),
     ],

@@ -59,6 +59,10 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
         ("evaluate:\n  num_speculative_tokens: 20\n", "evaluate.num_speculative_tokens"),
         ("- a\n- b\n", "not a mapping"),
         ("a: [1\n", "cannot be read as YAML"),
+        ("name: x\n\ttarget:\n", "line 2 .* not with tabs"),
+        ("train:\n  lr: 1\nname: x\ntrain:\n  rows: 2\n", "'train' twice, in lines 1 and 4"),
+        ("target: embedded\n", "target is 'embedded', but it is a section"),
+        ("target:\n  pth: x\n", r"no key target\.pth, did you mean target\.path"),
     ],
 )
 def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str) -> None:
@@ -74,6 +78,13 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
         (["--recipe", TINY, "--train.epoch", "3"], "train.epoch"),
         (["--recipe", TINY, "--train.epochs", "three"], "train.epochs"),
         (["--recipe", TINY, "--train.epochs"], "train.epochs"),
+        (["--recipe", str(RECIPES)], "is a folder"),
+        (["--recipe", TINY, "--data.limt", "3"], r"no key data\.limt, did you mean data\.limit\?"),
+        (["--recipe", TINY, "--heldout", "3"], r"did you mean data\.heldout\?"),
+        (["--recipe", TINY, "--nodecode"], "no key nodecode;"),
+        (["--recipe", TINY, "--data.limit", "1.5"], "data.limit is '1.5', which is not a whole number or null"),
+        (["--recipe", TINY, "--data.sources", "a.jsonl"], "data.sources is 'a.jsonl', which is not a list"),
+        (["--recipe", TINY, "--train.optimizer", "sgd"], r"not one of \['adamw', 'muon'\]"),
     ],
 )
 def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str) -> None:

@@ -1,5 +1,7 @@
 """What stages decide by themselves: the held-out split, and what a run directory remembers."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,36 @@ def test_a_run_file_changed_by_hand_is_named(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(UserError, match=r"run\.json cannot be read"):
             RunDirectory(tmp_path).record("train")
+
+
+def test_two_processes_do_not_make_one_run(tmp_path: Path) -> None:
+    """The first holds the directory until it is done; what is done anybody may use meanwhile."""
+    program = (
+        "import sys; from pathlib import Path; from draftsmith.run import RunDirectory\n"
+        "run = RunDirectory(Path(sys.argv[1])); run.begin('answers', {'a': 1}); print('begun', flush=True)\n"
+        "sys.stdin.readline()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "begun\n"
+        run, before = RunDirectory(tmp_path), (tmp_path / "run.json").read_bytes()
+        with pytest.raises(UserError, match="Another draftsmith is at work"):
+            run.begin("answers", {"a": 1})
+        with pytest.raises(UserError, match="Another draftsmith is at work"):
+            run.begin("answers", {"a": 1}, redo=True)
+        assert (tmp_path / "run.json").read_bytes() == before
+    assert not run.begin("answers", {"a": 1}), "the other one has ended, however it did"
+
+
+def test_what_changed_is_told_shortly(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.begin("answers", {"beside": {}, "method": "eagle3", "a": list(range(100))})
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    with pytest.raises(UserError) as refused:
+        run.begin("answers", {"method": "medusa", "a": None, "b": 1})
+    text = str(refused.value)
+    assert text.index("method was 'eagle3', is 'medusa'") < text.index("a was [0, 1, 2")
+    assert "beside" not in text
+    assert len(text) < 400

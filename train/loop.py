@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from draftsmith.errors import UserError
+from draftsmith.errors import StoppedError, UserError
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
@@ -133,7 +133,7 @@ class _Run:
                         break
         save_checkpoint(self.accelerator, self.folder, progress)
         if interrupt.asked:
-            raise UserError(
+            raise StoppedError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
                 f"{self.folder}: run the same command again to go on from there."
             )

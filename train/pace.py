@@ -6,6 +6,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+_ONE_PRESS = 1.0
+"""Seconds in which signals are one press of Ctrl-C: the terminal sends it to every process, and torchrun to its own."""
+
 
 @dataclass
 class Pace:
@@ -25,6 +28,7 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.asked = False
+        self._since = 0.0
 
     def __enter__(self) -> "Interrupt":
         # Only the main thread may set handlers; elsewhere Ctrl-C keeps its usual meaning.
@@ -34,10 +38,11 @@ class Interrupt:
         return self
 
     def _ask(self, *_: object) -> None:
-        if self.asked:
+        if self.asked and time.monotonic() - self._since > _ONE_PRESS:
             # The second Ctrl-C does not wait.
             raise KeyboardInterrupt
-        self.asked = True
+        if not self.asked:
+            self.asked, self._since = True, time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         if self._usual is not None:

@@ -42,6 +42,7 @@ _SECTIONS = {
     "optimizer": "optimizer",
     "scheduler": "lr",
 }
+_EXAMPLES = "recipes/accelerate/ holds examples"
 
 
 class TrainingPass(nn.Module):
@@ -67,11 +68,20 @@ def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
 def launch_settings(config: Path | None = None) -> dict[str, str]:
     """Return what a launch file says, or (None) what the launcher told this process, as lower-case strings.
 
-    Keys: distributed_type, deepspeed_config_file, and those of fsdp_config.
+    Keys: distributed_type, deepspeed_config_file, and those of fsdp_config; of a file also num_processes, num_machines
+    and use_cpu. Raises UserError for what is no launch file.
     """
     if config is not None:
-        file = yaml.safe_load(Path(config).read_text(encoding="utf-8")) or {}
-        found = {"distributed_type": file.get("distributed_type", "NO")}
+        try:
+            file = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            reason = getattr(error, "problem", None) or error
+            raise UserError(f"The launch file {config} cannot be read as YAML ({reason}): {_EXAMPLES}.") from error
+        if not isinstance(file, dict) or "distributed_type" not in file:
+            raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
+        found = {
+            key: file[key] for key in ("distributed_type", "num_processes", "num_machines", "use_cpu") if key in file
+        }
         found |= (file.get("fsdp_config") or {}) | (file.get("deepspeed_config") or {})
         return {key: str(value) for key, value in found.items()}
     on = [kind for kind in (DEEPSPEED, FSDP) if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]

@@ -96,7 +96,7 @@ def test_a_second_call_reuses_and_says_so(
     monkeypatch.setattr(embedded, "train_target", None)
     cache = made.target.parent.parent
     assert ensure_embedded(cache, settings=MINI) == made
-    assert "Reusing" in capsys.readouterr().out
+    assert "Reusing" in capsys.readouterr().err
     assert [path.name for path in cache.iterdir()] == [made.target.parent.name], "nothing temporary is left"
 
 

@@ -220,8 +220,8 @@ def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -
     samples = make_samples(10)
     extract(memory_target(), samples, tmp_path, **{**SMALL, "progress": True})
     captured = capsys.readouterr()
-    assert captured.out.startswith("Features of 10 samples, ")
-    assert "KB" in captured.out
+    assert captured.err.startswith("Features of 10 samples, ")
+    assert "KB" in captured.err
     assert "tok/s" in captured.err or "ktok" in captured.err
 
 

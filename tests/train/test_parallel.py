@@ -1,6 +1,7 @@
 """What a launch file may say, what the recipe keeps to itself, and which checkpoints fit."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 import yaml
 
 from draftsmith.errors import UserError
+from draftsmith.launching import check_config
 from draftsmith.recipe import TrainSpec
 from draftsmith.train import parallel
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
+from draftsmith.train.pace import Interrupt
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +47,44 @@ def changed_json(tmp_path: Path, **keys: Any) -> Path:
 @pytest.mark.parametrize("file", sorted(LAUNCH.glob("*.yaml")), ids=lambda file: file.stem)
 def test_shipped_launch_files_are_accepted(file: Path) -> None:
     check_launch(SPEC, file)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "cannot be read"),
+        ("a: [", "cannot be read"),
+        ("", "no launch file"),
+        ("method: eagle3", "no launch file"),
+    ],
+)
+def test_what_is_no_launch_file_is_refused(tmp_path: Path, text: str | None, why: str) -> None:
+    path = tmp_path / "launch.yaml"
+    path.mkdir() if text is None else path.write_text(text)
+    with pytest.raises(UserError, match=why):
+        check_launch(SPEC, path)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(UserError, match=r"asks for 8 processes .* which has 4 GPUs"):
+        check_config(SPEC, str(LAUNCH / "ddp-8gpu.yaml"))
+    for name in ("cpu", "one-gpu"):
+        check_config(SPEC, str(LAUNCH / f"{name}.yaml"))
+    with pytest.raises(UserError, match="no accelerate configuration at"):
+        check_config(SPEC, "nowhere.yaml")
+
+
+def test_signals_within_one_press_of_ctrl_c_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr("draftsmith.train.pace.time.monotonic", lambda: now[0])
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.asked
+        now[0] += 2
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-8gpu", "zero2-8gpu"])

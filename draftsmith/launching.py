@@ -1,0 +1,58 @@
+"""`draftsmith run --launch FILE`: training in processes of their own, as `accelerate launch` would start them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.heads.registry import METHODS
+from draftsmith.recipe import TrainSpec
+
+
+def check_config(spec: TrainSpec, config: str) -> None:
+    """Refuse a launch file that is missing, cannot start here or contradicts the recipe, before answers and hidden
+    states are made."""
+    import torch
+
+    from draftsmith.train.parallel import check_launch, launch_settings
+
+    if not Path(config).exists():
+        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
+    settings = launch_settings(Path(config))
+    check_launch(spec, Path(config))
+    here = int(settings.get("num_processes", "1")) // max(1, int(settings.get("num_machines", "1")))
+    gpus = torch.cuda.device_count()
+    if here > max(1, gpus) and settings.get("use_cpu", "false").lower() != "true":
+        raise UserError(
+            f"{config} asks for {here} processes on this machine, which has {gpus} GPUs: set num_processes to what you "
+            "have, or take recipes/accelerate/one-gpu.yaml or cpu.yaml."
+        )
+
+
+def launch(method: str, config: str, words: list[str]) -> None:
+    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/<method>.py` would.
+
+    Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
+    """
+    import draftsmith.train
+    from draftsmith.cli import LAUNCHED
+
+    script = Path(next(iter(draftsmith.train.__path__))) / METHODS[method].launcher
+    # Quiet: the launcher's own stack trace would bury the sentence of the training.
+    options = ["--quiet", "--config_file", config]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script), *words]
+    interrupted = []
+    # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: "1"})
+        signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if code and interrupted:
+        raise KeyboardInterrupt
+    if code:
+        raise UserError(f"Training ended with exit code {code}: its own message is above.")

@@ -51,7 +51,8 @@ def finished(workplace: Path, eagle: Path) -> Path:
 
 
 def test_answers_and_hidden_states_are_shared(workplace: Path, eagle: Path, finished: Path) -> None:
-    assert sorted(path.name for path in finished.iterdir()) == ["evaluation", "export", "run.json", "train"]
+    made = sorted(path.name for path in finished.iterdir() if not path.name.startswith("."))
+    assert made == ["evaluation", "export", "run.json", "train"]
     assert set(json.loads((finished / "run.json").read_text())) == {"train", "evaluate", "export"}
     assert (eagle / "features").exists()
 

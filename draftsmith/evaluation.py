@@ -56,7 +56,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     folder = recipe.run_dir / ("evaluation" if decode else "simulation")
     requests, conversations = make_requests(session, session.target)
     # Refuses heads of another target and trees that do not fit before anything is removed.
-    make_lineup(session, load_heads(session, session.target, head_folder))
+    lineup = make_lineup(session, load_heads(session, session.target, head_folder))
     inputs = {
         **digests(session, head_folder),
         "target": session.target.fingerprint,
@@ -74,7 +74,9 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         if decode and spec.lossless and 0 in missing and dtype != "float32":
             lossless = _lossless(session, requests, head_folder)
         target = session.target if dtype == session.target.dtype_name else session.load_target(dtype)
-        evaluator = _Evaluator(session, target, requests, conversations, head_folder)
+        if target is not session.target:
+            lineup = make_lineup(session, load_heads(session, target, head_folder))
+        evaluator = _Evaluator(session, target, requests, conversations, lineup)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
                 sampling = Sampling(temperature, spec.top_k, spec.top_p)
@@ -136,12 +138,12 @@ class _Evaluator:
         target: Target,
         requests: Sequence[Request],
         conversations: dict[str, Conversation],
-        head_folder: Path | None,
+        lineup: list[Contender],
     ) -> None:
         self.session, self.target, self.requests = session, target, list(requests)
         self.recipe, self.spec = session.recipe, session.recipe.evaluate
         self.conversations = conversations
-        self.lineup = make_lineup(session, load_heads(session, target, head_folder))
+        self.lineup = lineup
 
     def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
         """Decode and simulate."""

@@ -25,19 +25,19 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     """Write the trained head as the directory that an engine loads, and check it by loading it again."""
     recipe, spec, target = session.recipe, session.recipe.export, session.target
     head = load_best(session, target, head_folder)
-    layout, length = spec.layout or default_layout(head.method), recipe.evaluate.num_speculative_tokens
-    destination = recipe.run_dir / "export" / layout
+    options = export_options(recipe, head.method)
+    destination = recipe.run_dir / "export" / options["layout"]
     inputs = {
         "head": head_digest(session, head_folder),
         "target": target.fingerprint,
         # Not the layout: one run may be exported for several engines.
         "export": {key: value for key, value in asdict(spec).items() if key != "layout"},
-        "num_speculative_tokens": length,
+        "num_speculative_tokens": options["num_speculative_tokens"],
     }
-    convert_head(head, target, **export_options(recipe, head.method))  # refuses before an old export is removed
+    convert_head(head, target, **options)  # refuses before an old export is removed
     if session.begin("export", inputs) and destination.exists():
         return destination
-    export_head(head, target, destination, **export_options(recipe, head.method))
+    export_head(head, target, destination, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir())})
     say(f"export: {destination}")
     return destination

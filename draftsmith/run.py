@@ -69,7 +69,7 @@ class RunDirectory:
         Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first), and
         where another process is making a stage in this directory.
         """
-        flat = json.loads(json.dumps(_flatten(inputs), default=str))
+        flat = _plain(inputs)
         print_ = fingerprint(flat)
         if redo:
             self._alone()
@@ -86,8 +86,7 @@ class RunDirectory:
                 f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another --output_dir, "
                 f"or add --redo {stage} to remove it and what follows from it."
             )
-        same = known is not None and known.fingerprint == print_
-        if same and known is not None and known.state == "done" and (self.path / FILES[stage][0]).exists():
+        if self.holds(stage, inputs):
             return True
         self._alone()
         self._write(stage, StageRecord(flat, print_, "running", {}))
@@ -101,8 +100,7 @@ class RunDirectory:
     def holds(self, stage: str, inputs: dict[str, Any]) -> bool:
         """Whether a stage is done with these inputs; nothing is changed."""
         known = self.record(stage)
-        flat = json.loads(json.dumps(_flatten(inputs), default=str))
-        made = known is not None and known.state == "done" and known.fingerprint == fingerprint(flat)
+        made = known is not None and known.state == "done" and known.fingerprint == fingerprint(_plain(inputs))
         return made and (self.path / FILES[stage][0]).exists()
 
     def _has_work(self, stage: str) -> bool:
@@ -155,6 +153,11 @@ class RunDirectory:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return inputs flat and as JSON keeps them, so that they compare equal to those of a run.json."""
+    return json.loads(json.dumps(_flatten(inputs), default=str))
 
 
 def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:

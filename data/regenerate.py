@@ -104,10 +104,9 @@ def regenerate(
 
 
 def _answer_chunk(target: Target, chunk: Sequence[Prompt], sampling: Sampling, batch: int) -> Iterator[Generation]:
-    """Yield answers batch by batch, prompts of similar length together so that little is padding."""
+    """Yield answers as they are done, prompts of similar length together so that little is padding."""
     requests = sorted((p.request for p in chunk), key=lambda r: (len(r.prompt_ids), r.sample_id))
-    for decoded in decode(target, TargetAlone(), requests, sampling, batch):
-        yield from decoded.generations
+    return decode(target, TargetAlone(), requests, sampling, batch)
 
 
 def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:

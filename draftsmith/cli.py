@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.arguments import TreeOptions, require_recipe, take
 from draftsmith.errors import StoppedError, UserError
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ COMMANDS: dict[str, str] = {
     "extract": "store the target's hidden states",
     "train": "train the head (also: accelerate launch train/eagle.py)",
     "evaluate": "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
+    "search-tree": "find the tree of drafts that suits a trained head and this machine",
     "export": "write the directory that a serving engine loads",
     "report": "render report.html and report.md from result.json files",
     "inspect": "show conversations with the supervised tokens in colour",
@@ -40,11 +42,13 @@ OPTIONS: dict[str, str] = {
     "--redo STAGE": "remove a stage (answers, features, train, evaluate, simulate, export) and make it again",
     "--launch FILE": "run: train in processes of their own, with this configuration of accelerate",
     "--no-decode": "evaluate: simulate only",
-    "--head FOLDER": "evaluate, export: this head instead of the run's best",
+    "--head FOLDER": "evaluate, search-tree, export: this head instead of the run's best",
     "--fail-under T": "run, evaluate, report: exit with code 3 where a number is below its threshold, written\n"
     "                   [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: tau=2.5,code.tau.low@T0=3",
     "--count N": "inspect: how many conversations",
-    "--output FOLDER": "report: where the report goes",
+    "--output PATH": "report: the folder that the report goes to; search-tree: the file (tree.json in the run directory)",
+    "--nodes N": "search-tree: drafted tokens per round; auto (if left out) takes as many as are fastest here",
+    "--temperature T": "search-tree: for sampling at this temperature instead of that of the run's answers",
     "--device NAME": "plan: the GPU (h100 if left out); also --gpus N, --utilisation SHARE, --prompt-tokens N,\n"
     "                   --answer-tokens N, and --comment for the lines that open a recipe",
 }
@@ -98,34 +102,12 @@ def _handler(command: str) -> Callable[[list[str]], int]:
     raise UserError(f"There is no command '{command}': {hint}the commands are {', '.join(COMMANDS)}.")
 
 
-def take(words: list[str], name: str, *, flag: bool = False) -> list[str]:
-    """Remove every `name VALUE` (or the flag `name`) from `words` and return the values."""
-    values, place = [], 0
-    while place < len(words):
-        word = words[place]
-        if word == name and flag:
-            values.append(words.pop(place))
-        elif word == name:
-            if place + 1 >= len(words):
-                raise UserError(f"{name} needs a value.")
-            values.append(words[place + 1])
-            del words[place : place + 2]
-        elif word.startswith(name + "=") and not flag:
-            values.append(words.pop(place).split("=", 1)[1])
-        else:
-            place += 1
-    return values
-
-
 def _session(words: list[str], command: str) -> "Session":
     from draftsmith.run import check_stage_names
 
     redo = take(words, "--redo")
     check_stage_names(redo)
-    named = ("--recipe", "--target.path", "--help", "-h")
-    if not any(word.split("=", 1)[0] in named for word in words):
-        example = next((word for word in words if word.endswith((".yaml", ".yml"))), "recipes/eagle3/tiny.yaml")
-        raise UserError(f"{command} needs a recipe: add --recipe {example}, or a recipe of your own.")
+    require_recipe(words, command)
     from draftsmith.recipe_file import parse_recipe
 
     # A mistake in the recipe is told before the slow imports.
@@ -226,6 +208,15 @@ def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -
     return paths
 
 
+def _search_tree(words: list[str]) -> int:
+    options = TreeOptions.take(words)
+    session = _session(words, "search-tree")
+    from draftsmith.tree_stage import search_tree
+
+    print(search_tree(session, options))
+    return 0
+
+
 def _export(words: list[str]) -> int:
     from draftsmith.exporting import export_stage
     from draftsmith.preflight import preflight
@@ -307,6 +298,7 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "extract": _extract,
     "train": _train,
     "evaluate": _evaluate,
+    "search-tree": _search_tree,
     "export": _export,
     "report": _report,
     "inspect": _inspect,

@@ -1,13 +1,16 @@
-"""Which drafters an evaluation measures: the run's head and those beside it, in every way the recipe names to draft."""
+"""Which drafters an evaluation measures: the run's head and those beside it, in every way the recipe names to draft, and
+the baselines."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from draftsmith.baselines import make_baselines
 from draftsmith.errors import UserError
-from draftsmith.eval.contender import Contender, make_contender
+from draftsmith.eval.contender import Contender, make_contender, tree_kind
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.trees import load_tree
+from draftsmith.eval.trees import DynamicTree
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
@@ -31,46 +34,62 @@ def load_beside(session: Session, target: Target, taken: str) -> dict[str, Draft
     return heads
 
 
-def digests(session: Session, head_folder: Path | None) -> dict[str, Any]:
-    """Identify the heads and trees of the evaluation."""
+def digests(session: Session, head_folder: Path | None, lineup: list[Contender]) -> dict[str, Any]:
+    """Identify the heads, trees and baselines of the evaluation."""
     spec = session.recipe.evaluate
     beside = {name: head_digest(session, beside_folder(session, name, folder)) for name, folder in spec.beside.items()}
-    trees = {d.tree: tree.choices for d in spec.drafts if (tree := load_tree(d.tree)) is not None}
-    return {"head": head_digest(session, head_folder), "beside": beside, "trees": trees}
+    trees = {d.tree: t.choices for d in spec.drafts if (t := d.load()) is not None and not isinstance(t, DynamicTree)}
+    baselines = {c.name: c.fingerprint for c in lineup if c.head is None}
+    found = {"head": head_digest(session, head_folder), "beside": beside, "trees": trees}
+    return found | ({"baselines": baselines} if baselines else {})
 
 
-def make_lineup(session: Session, heads: Mapping[str, DraftHead]) -> list[Contender]:
-    """Return a drafter for every head and way to draft that fits it. Raises UserError where a way fits no head, and
-    where the first head, the run's own, is left with none."""
-    spec = session.recipe.evaluate
-    lineup, unused = [], {d.tree for d in spec.drafts}
-    own = next(iter(heads))
-    for name, head in heads.items():
-        for draft in spec.drafts:
-            tree = load_tree(draft.tree)
-            if tree is None or METHODS[head.method].static_trees:
-                lineup.append(
-                    make_contender(
-                        name, head, spec.num_speculative_tokens, spec.max_k, tree=tree, typical=draft.typical
-                    )
-                )
-                unused.discard(draft.tree)
-        if name == own and not lineup:
-            raise UserError(f"evaluate.drafts names trees only, and {head.method} heads draft chains: add chain.")
-    if unused:
+def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int) -> list[Contender]:
+    """Return a drafter for every head and way to draft that fits it, then the baselines. longest: tokens of the longest
+    text that will be decoded. Raises UserError where a way fits no head, where the first head, the run's own, is left with
+    none, and where two have the same name."""
+    lineup = [c for name, head in heads.items() for c in _ways(session, name, head)]
+    own = next(iter(heads.values()))
+    if not any(c.head is own for c in lineup):
+        raise UserError(f"evaluate.drafts names only trees that {own.method} heads do not draft: add {{tree: chain}}.")
+    for draft in session.recipe.evaluate.drafts:
+        tree = draft.load()
+        if tree is not None and not any((c.tree, c.drawn) == (tree, draft.drawn) for c in lineup):
+            raise UserError(
+                f"evaluate.drafts names the tree {tree.name}, but none of the heads ({', '.join(heads)}) drafts "
+                f"{tree_kind(tree, draft.drawn)} trees: remove it."
+            )
+    lineup += make_baselines(session, target, longest)
+    name, times = Counter(c.name for c in lineup).most_common(1)[0]
+    if times > 1:
         raise UserError(
-            f"evaluate.drafts names the tree {sorted(unused)[0]}, but none of the heads ({', '.join(heads)}) drafts trees: "
-            "remove it."
+            f"The evaluation would measure two drafters of the name {name!r}: rename a tree file or a folder."
         )
     return lineup
 
 
+def _ways(session: Session, name: str, head: DraftHead) -> list[Contender]:
+    """Return a drafter for every way to draft that fits a head."""
+    spec = session.recipe.evaluate
+    lengths = (spec.num_speculative_tokens, spec.max_k)
+    trees = [(draft, draft.load()) for draft in spec.drafts]
+    return [
+        make_contender(name, head, *lengths, tree=tree, drawn=draft.drawn, typical=draft.typical)
+        for draft, tree in trees
+        if tree is None or tree_kind(tree, draft.drawn) in METHODS[head.method].trees
+    ]
+
+
 def at_temperature(lineup: list[Contender], sampling: Sampling) -> list[Contender]:
-    """Leave out lossy drafters where they would repeat a lossless one: at temperature 0 both accept alike."""
+    """Leave out, at temperature 0, what would repeat another drafter: lossy rules accept like the exact one there, and
+    drawn children are the most likely ones."""
     if not sampling.greedy:
         return lineup
-    exact = [(c.head, c.tree) for c in lineup if c.lossless]
-    return [c for c in lineup if c.lossless or not any(c.head is h and c.tree == t for h, t in exact)]
+    kept: list[Contender] = []
+    for c in sorted(lineup, key=lambda c: (not c.lossless, c.drawn)):
+        if c.head is None or not any(c.head is k.head and c.tree == k.tree for k in kept):
+            kept.append(c)
+    return [c for c in lineup if c in kept]
 
 
 def beside_folder(session: Session, name: str, folder: str) -> Path:

@@ -10,6 +10,7 @@ import textwrap
 from dataclasses import replace
 from pathlib import Path
 
+from draftsmith.arguments import require_recipe, take
 from draftsmith.data.feature_index import DTYPES, readable_bytes
 from draftsmith.devices import Device, find_device
 from draftsmith.errors import UserError
@@ -72,14 +73,12 @@ def comment(plan: Plan, width: int = 116) -> str:
 
 def plan_command(words: list[str]) -> str:
     """The text of `draftsmith plan WORDS`."""
-    from draftsmith.cli import take
     from draftsmith.recipe_file import parse_recipe
 
     as_comment = bool(take(words, "--comment", flag=True))
     device = find_device((take(words, "--device") or ["h100"])[-1])
     options = {name: take(words, name) for name in ("--gpus", "--utilisation", "--prompt-tokens", "--answer-tokens")}
-    if not any(word.split("=", 1)[0] in ("--recipe", "--target.path", "--help", "-h") for word in words):
-        raise UserError("plan needs a recipe: add --recipe recipes/eagle3/qwen3-8b.yaml, or a recipe of your own.")
+    require_recipe(words, "plan", "recipes/eagle3/qwen3-8b.yaml")
     recipe = parse_recipe(words, "draftsmith plan")
     target = target_shape(recipe)
     given = assume(recipe, target, device)

@@ -2,9 +2,9 @@
 
 import torch
 
+from draftsmith.baselines import check_path
 from draftsmith.errors import UserError
-from draftsmith.eval.trees import load_tree
-from draftsmith.evaluation import evaluation_conversations
+from draftsmith.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.exporting import export_options
 from draftsmith.heads.export import convert_head
 from draftsmith.heads.registry import METHODS
@@ -18,9 +18,9 @@ def preflight(session: Session, command: str) -> list[str]:
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
     Builds an untrained head, which checks its layers and draft vocabulary, and holds what is stored and
-    exported against it; where it evaluates also checks that the prompts can be read and that the drafts fit the heads,
-    and returns the drafters' names. What takes no target is checked before it is loaded: the launch file, the
-    prompts, heads and trees of the evaluation, and the data.
+    exported against it; where it evaluates also checks that the prompts can be read, that the drafts fit the heads and
+    the baselines the target, and returns the drafters' names. What takes no target is checked before it is loaded: the
+    launch file, the prompts, heads and trees of the evaluation, and the data.
     """
     recipe = session.recipe
     check_launch(recipe.train)
@@ -35,7 +35,10 @@ def preflight(session: Session, command: str) -> list[str]:
         for name, folder in recipe.evaluate.beside.items():
             beside_folder(session, name, folder)
         for draft in recipe.evaluate.drafts:
-            load_tree(draft.tree)
+            draft.load()
+        for baseline in recipe.evaluate.baselines:
+            if baseline.path is not None:
+                check_path(baseline.path)
     target = session.target
     size = getattr(recipe.head, "draft_vocab_size", None)
     vocab = None if size is None else choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
@@ -47,6 +50,8 @@ def preflight(session: Session, command: str) -> list[str]:
         )
     convert_head(head, target, **export_options(recipe, recipe.method))
     if evaluating:
-        lineup = make_lineup(session, {head.method: head} | load_beside(session, target, head.method))
+        heads = {head.method: head} | load_beside(session, target, head.method)
+        longest = longest_text(make_requests(session, target)[0]) if recipe.evaluate.baselines else 0
+        lineup = make_lineup(session, heads, target, longest)
         return [contender.name for contender in lineup]
     return []

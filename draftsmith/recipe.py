@@ -3,22 +3,14 @@
 Dimensions of the target are never repeated here: they are read from its config.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.errors import UserError
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.verify import Typical
+from draftsmith.evaluate_spec import EvaluateSpec
+from draftsmith.fields import Dtype, make_sampling, require, without_neutral
 from draftsmith.heads.losses import LossSpec
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def _require(condition: bool, key: str, value: object, why: str) -> None:
-    """Raise a sentence that names the key, the value and the reason."""
-    if not condition:
-        raise UserError(f"{key} is {value!r}: {why}.")
 
 
 @dataclass(frozen=True)
@@ -59,9 +51,9 @@ class DataSpec:
     """Extra arguments of the chat template, such as enable_thinking: false."""
 
     def __post_init__(self) -> None:
-        _require(self.max_length > 3, "data.max_length", self.max_length, "a sample needs at least 4 tokens")
-        _require(self.limit is None or self.limit >= 1, "data.limit", self.limit, "it must be at least 1, or null")
-        _require(self.heldout >= 1, "data.heldout", self.heldout, "simulated tau needs at least one held-out answer")
+        require(self.max_length > 3, "data.max_length", self.max_length, "a sample needs at least 4 tokens")
+        require(self.limit is None or self.limit >= 1, "data.limit", self.limit, "it must be at least 1, or null")
+        require(self.heldout >= 1, "data.heldout", self.heldout, "simulated tau needs at least one held-out answer")
 
 
 @dataclass(frozen=True)
@@ -77,6 +69,10 @@ class AnswersSpec:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens up to this mass."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
     max_new_tokens: int = 512
     """Most tokens per answer."""
     batch: int = 64
@@ -85,11 +81,21 @@ class AnswersSpec:
     @property
     def sampling(self) -> Sampling:
         """How the answers were sampled; answers that came with the data are taken to be plain samples."""
-        return Sampling(self.temperature, self.top_k, self.top_p) if self.regenerate else Sampling(1.0)
+        return self._chosen() if self.regenerate else Sampling(1.0)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What answers are made with, to tell whether finished ones still fit."""
+        return without_neutral(asdict(self), {"min_p": 0.0, "repetition_penalty": 1.0})
+
+    def _chosen(self) -> Sampling:
+        filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        return make_sampling("answers", self.temperature, *filters)
 
     def __post_init__(self) -> None:
-        _require(self.batch >= 1, "answers.batch", self.batch, "it must be at least 1")
-        _require(self.max_new_tokens >= 2, "answers.max_new_tokens", self.max_new_tokens, "a draft needs 2 tokens")
+        require(self.batch >= 1, "answers.batch", self.batch, "it must be at least 1")
+        require(self.max_new_tokens >= 2, "answers.max_new_tokens", self.max_new_tokens, "a draft needs 2 tokens")
+        self._chosen()
 
 
 @dataclass(frozen=True)
@@ -110,8 +116,8 @@ class FeaturesSpec:
     """Check every shard's SHA-256 when it is first opened."""
 
     def __post_init__(self) -> None:
-        _require(self.batch_tokens >= 1, "features.batch_tokens", self.batch_tokens, "it must be at least 1")
-        _require(self.shard_mb >= 1, "features.shard_mb", self.shard_mb, "it must be at least 1")
+        require(self.batch_tokens >= 1, "features.batch_tokens", self.batch_tokens, "it must be at least 1")
+        require(self.shard_mb >= 1, "features.shard_mb", self.shard_mb, "it must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -159,90 +165,16 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         for key in ("epochs", "row_tokens", "rows", "accumulation", "evaluations"):
-            _require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "it must be at least 1")
+            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "it must be at least 1")
         for key in ("max_steps", "patience"):
             value = getattr(self, key)
-            _require(value is None or value >= 1, f"train.{key}", value, "it must be at least 1, or null")
+            require(value is None or value >= 1, f"train.{key}", value, "it must be at least 1, or null")
         for key in ("lr", "muon_lr", "clip", "weight_decay", "workers", "final_lr"):
-            _require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "it must not be negative")
+            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "it must not be negative")
         two_scalers = self.precision == "fp16" and self.optimizer == "muon"
-        _require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
-        _require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
-        _require(0 <= self.warmup < 1, "train.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
-
-
-@dataclass(frozen=True)
-class DraftSpec:
-    """A way to draft with a head, and the rule that accepts."""
-
-    tree: str = "chain"
-    """chain; medusa_63, the published tree; or a JSON file with a list of paths such as [[0], [1], [0, 0]]."""
-    acceptance: Literal["lossless", "typical"] = "lossless"
-    """typical is Medusa's LOSSY rule: the text no longer follows the target's law (above temperature 0)."""
-    epsilon: float = 0.09
-    """typical: a token more likely than this is always accepted."""
-    delta: float = 0.3
-    """typical: a token is accepted above delta * exp(-entropy)."""
-
-    @property
-    def typical(self) -> Typical | None:
-        """The lossy rule, None for lossless acceptance."""
-        return Typical(self.epsilon, self.delta) if self.acceptance == "typical" else None
-
-    def __post_init__(self) -> None:
-        Typical(self.epsilon, self.delta)
-
-
-@dataclass(frozen=True)
-class EvaluateSpec:
-    """Measuring a head."""
-
-    prompts: list[str] = field(default_factory=list)
-    """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
-    per_slice: int | None = None
-    """Prompts per slice; None takes all."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """One result.json per temperature."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens up to this mass."""
-    num_speculative_tokens: int = 5
-    """Length of the drafted chain; a head that reaches less far drafts as far as it can, a tree has its own depth."""
-    max_k: int = 8
-    """Largest chain length in the sweep."""
-    drafts: list[DraftSpec] = field(default_factory=lambda: [DraftSpec()])
-    """Ways to draft, each measured in the same run; trees are for heads that draft them (Medusa)."""
-    beside: dict[str, str] = field(default_factory=dict)
-    """Heads to measure in the same run, by a name of your choice: the folder of a trained head."""
-    max_new_tokens: int = 256
-    """Most tokens per answer."""
-    max_new_tokens_by_slice: dict[str, int] = field(default_factory=dict)
-    """Other limits for some slices."""
-    batch: int = 1
-    """Prompts decoded together."""
-    dtype: Dtype = "auto"
-    """Dtype for decoding; `auto` is the target's."""
-    repeats: int = 3
-    """Timed repeats, interleaved between target and drafters."""
-    generate: bool = True
-    """Time transformers' generate beside our own baseline."""
-    lossless: bool = True
-    """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
-    example_slices: list[str] = field(default_factory=list)
-    """Slices that worked examples come from; empty takes all."""
-
-    def __post_init__(self) -> None:
-        key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens
-        _require(1 <= value <= self.max_k, key, value, f"it must be from 1 to evaluate.max_k ({self.max_k})")
-        _require(self.repeats >= 1, "evaluate.repeats", self.repeats, "it must be at least 1")
-        _require(self.batch >= 1, "evaluate.batch", self.batch, "it must be at least 1")
-        count = self.per_slice
-        _require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
-        _require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
-        _require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
-        twice = len({(d.tree, d.acceptance) for d in self.drafts}) < len(self.drafts)
-        _require(not twice, "evaluate.drafts", [d.tree for d in self.drafts], "the same way to draft is named twice")
+        require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
+        require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
+        require(0 <= self.warmup < 1, "train.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
 
 from draftsmith.errors import UserError
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import METHODS, TRAINED
 from draftsmith.recipe import (
     AnswersSpec,
     DataSpec,
@@ -55,7 +55,7 @@ def recipe_parser(method: str, prog: str | None = None, description: str | None 
         help="Folder of answers and hidden states, which several recipes may share; by default the run directory.",
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of sampling, initialisation and shuffling.")
-    parser.add_argument("--method", type=Literal[tuple(METHODS)], default=method, help="The drafter.")
+    parser.add_argument("--method", type=Literal[TRAINED], default=method, help="The drafter.")
     for key, section in _SECTIONS.items():
         parser.add_class_arguments(section, key)
     parser.add_class_arguments(METHODS[method].options, "head")
@@ -111,7 +111,12 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
     content = load_yaml(path) if path else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")
     if method not in METHODS:
-        raise UserError(f"method is {method!r}: the drafters are {', '.join(METHODS)}.")
+        raise UserError(f"method is {method!r}: the drafters are {', '.join(TRAINED)}.")
+    if method not in TRAINED:
+        raise UserError(
+            f"method is {method!r}, but training such heads is not built yet: choose one of {', '.join(TRAINED)}; "
+            "evaluate.beside and --head take the folder of a published one."
+        )
     parser = recipe_parser(method, prog, description)
     for section in (*_SECTIONS, "head"):
         if not isinstance(content.get(section) or {}, dict):
@@ -144,7 +149,7 @@ def _where(path: str | None) -> str:
 
 def _sentence(message: str, parser: ArgumentParser) -> str:
     """Keep what names the key and the reason, without the parser's words; name the key that a typo may have meant."""
-    text = " ".join(message.split()).rstrip(".")
+    text = re.sub(r"Problem with given class_path '[\w.]+': ", "", " ".join(message.split()).rstrip("."))
     wrong = re.fullmatch(r'Parser key "([\w.]+)": Expected a (.+?)\. Got value: (.*)', text)
     wrong = wrong or re.fullmatch(r'Parser key "([\w.]+)": .*Subtypes: \[(.+?)\] Errors: .*Given value: (.*)', text)
     if wrong:

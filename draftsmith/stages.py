@@ -18,7 +18,7 @@ from draftsmith.data.masks import TokenizedSet, tokenize_all
 from draftsmith.data.regenerate import prepare_prompts, read_answers, regenerate
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, sha256_file
-from draftsmith.heads.checkpoint import load_head
+from draftsmith.heads.checkpoint import load_head, weights_file
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
 from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
@@ -38,7 +38,7 @@ def data_inputs(session: Session) -> dict[str, Any]:
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
         "data": {key: value for key, value in asdict(recipe.data).items() if key not in elsewhere},
-        "answers": asdict(recipe.answers),
+        "answers": recipe.answers.inputs,
         "seed": recipe.seed,
     }
 
@@ -277,14 +277,16 @@ def find_head(session: Session, folder: Path | None = None) -> Path:
     folder = folder or session.recipe.run_dir
     best = folder / "train" / "best"
     found = best if best.exists() or folder == session.recipe.run_dir else folder
-    if not (found / "model.safetensors").exists():
+    if weights_file(found) is None:
         raise UserError(f"There is no trained head in {found}: run `draftsmith train` first, or name one with --head.")
     return found
 
 
 def head_digest(session: Session, folder: Path | None = None) -> str:
     """Identify the weights of a trained head."""
-    return sha256_file(find_head(session, folder) / "model.safetensors")[:16]
+    file = weights_file(find_head(session, folder))
+    assert file is not None
+    return sha256_file(file)[:16]
 
 
 def load_best(session: Session, target: Target, folder: Path | None = None) -> Any:

@@ -1,9 +1,15 @@
 """A key-value cache with a length per row, written in place, committed and rolled back.
 
 It speaks transformers' `Cache` protocol, so any causal LM that takes 4D masks can use it.
-Shapes: B rows, N new tokens (tree nodes), S slots, h kv heads, d head dim.
+Shapes: B rows, b of them, N new tokens (tree nodes), T tree nodes in all, S slots, h kv heads, d head dim,
+M tensors of one shape (keys and values of all layers that share it).
 A row's committed tokens sit in slots 0..length-1; node j of a tree is written to slot length + j.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,44 +17,102 @@ from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.eval.draft import Draft
+from draftsmith.heads.target import Target
 
 
-class SlotBuffer:
-    """Keys and values of one layer, allocated at the first write from the shapes that arrive."""
+@dataclass(frozen=True)
+class Slots:
+    """Where the next `count` entries of each row go: behind its first `lengths_B` + `skip`. longest: the most of these.
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    rows_b: the rows of the buffers that are written to; None for all of them."""
 
-    def write(self, keys_BhNd: Tensor, values_BhNd: Tensor, slots_BN: Tensor, visible: int) -> tuple[Tensor, Tensor]:
-        """Store N new entries per row at `slots_BN`; return views of the first `visible` slots."""
-        if self.keys is None or self.values is None:
-            self.keys = _allocate(keys_BhNd, self.capacity)
-            self.values = _allocate(values_BhNd, self.capacity)
-        row_B1 = torch.arange(slots_BN.shape[0], device=slots_BN.device)[:, None]
-        self.keys.transpose(1, 2)[row_B1, slots_BN] = keys_BhNd.transpose(1, 2)
-        self.values.transpose(1, 2)[row_B1, slots_BN] = values_BhNd.transpose(1, 2)
-        return self.keys[:, :, :visible], self.values[:, :, :visible]
+    lengths_B: Tensor
+    count: int
+    longest: int
+    rows_b: Tensor | None = None
+    skip: int = 0
 
-    def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
-        """Copy entries from slots `source_BD` to slots `target_BD` (all read before any is written)."""
-        assert self.keys is not None
-        assert self.values is not None
-        row_B1 = torch.arange(source_BD.shape[0], device=source_BD.device)[:, None]
-        for buffer in (self.keys, self.values):
-            slots = buffer.transpose(1, 2)
-            slots[row_B1, target_BD] = slots[row_B1, source_BD]
+    @property
+    def visible(self) -> int:
+        """Slots in use by the longest row."""
+        return self.longest + self.count
 
-    def select(self, rows: Tensor) -> None:
-        """Keep only `rows`."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+    @property
+    def single(self) -> bool:
+        """Whether the buffers have a single row, whose new entries are then one slice."""
+        return self.rows_b is None and len(self.lengths_B) == 1
+
+    def store(self, buffer_BhSd: Tensor, new_BhNd: Tensor) -> Tensor:
+        """Write the new entries into a buffer; return the visible slots of the rows written to."""
+        visible_BhSd = buffer_BhSd[:, :, : self.visible]
+        if self.single:
+            visible_BhSd[:, :, self.longest :] = new_BhNd
+            return visible_BhSd
+        device = self.lengths_B.device
+        rows_B = torch.arange(len(self.lengths_B), device=device) if self.rows_b is None else self.rows_b
+        slots_BN = self.lengths_B[:, None] + torch.arange(self.skip, self.skip + self.count, device=device)
+        buffer_BhSd.transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
+        return visible_BhSd if self.rows_b is None else visible_BhSd[self.rows_b]
 
 
-def _allocate(like_BhNd: Tensor, capacity: int) -> Tensor:
-    rows, heads, _, dim = like_BhNd.shape
-    return like_BhNd.new_zeros(rows, heads, capacity, dim)
+class TensorShape(NamedTuple):
+    """Heads, head dim and dtype of a layer's keys or values."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class LayerShape(NamedTuple):
+    """Keys and values of one layer; they differ where attention is compressed (MLA)."""
+
+    keys: TensorShape
+    values: TensorShape
+
+
+class _Recorder(CacheLayerMixin):
+    """Notes the shapes that a layer hands over, and caches nothing."""
+
+    is_sliding = False
+    is_compileable = False
+    shape: LayerShape | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (TensorShape(x.shape[1], x.shape[3], x.dtype) for x in (key_states, value_states))
+        self.shape = LayerShape(keys, values)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers < 5.20
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
+    """Return what each layer of `target` caches, None where it caches nothing of its own; found by one small forward.
+
+    The real shapes, not the config's: they differ with compressed attention and with heads of several sizes.
+    """
+    if target not in _SHAPES:
+        cache = Cache(layers=[_Recorder() for _ in range(target.num_layers)])
+        target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)
+        _SHAPES[target] = tuple(layer.shape for layer in cache.layers)
+    return _SHAPES[target]
+
+
+_SHAPES: WeakKeyDictionary[Target, tuple[LayerShape | None, ...]] = WeakKeyDictionary()
+"""What was found for the targets that are in memory."""
 
 
 class _Layer(CacheLayerMixin):
@@ -60,7 +124,6 @@ class _Layer(CacheLayerMixin):
     def __init__(self, cache: "KVCache") -> None:
         super().__init__()
         self.cache = cache
-        self.buffer = SlotBuffer(cache.capacity)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -68,10 +131,13 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        return self.buffer.write(key_states, value_states, self.cache.slots_BN, self.cache.visible)
+        assert self.keys is not None
+        assert self.values is not None
+        at = self.cache.staged
+        return at.store(self.keys, key_states), at.store(self.values, value_states)
 
     def get_seq_length(self) -> int:
-        return self.cache.visible - self.cache.slots_BN.shape[1]
+        return self.cache.staged.longest
 
     def get_max_length(self) -> int:
         return self.cache.capacity
@@ -79,36 +145,68 @@ class _Layer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in transformers < 5.20
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.visible, 0
+        return self.cache.staged.visible, 0
 
 
 class KVCache(Cache):
-    """The target's cache: `stage` places a draft, a forward writes it, `commit` keeps an accepted path."""
+    """The target's cache: `stage` places a draft, a forward writes it, `commit` keeps an accepted path.
 
-    def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device | str = "cpu") -> None:
+    Tensors of equal shape are views of one buffer [M, B, h, S, d], so that a commit is one gather and one scatter.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape | None], rows: int, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
         self.capacity = capacity
+        self.shapes = tuple(shapes)
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
-        self.slots_BN = torch.zeros(rows, 0, dtype=torch.long, device=device)
-        self.visible = 0
-        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+        self.staged = Slots(self.lengths_B, 0, 0)
+        super().__init__(layers=[_Layer(self) for _ in shapes])
+        tensors = [tensor for shape in self.shapes if shape is not None for tensor in shape]
+        self.buffers: dict[TensorShape, Tensor] = {
+            kind: torch.zeros(
+                tensors.count(kind), rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device
+            )
+            for kind in dict.fromkeys(tensors)
+        }
+        self._hand_out()
 
-    def stage(self, nodes: int) -> None:
-        """Reserve slots length .. length+nodes-1 of every row for the next forward."""
-        longest = int(self.lengths_B.max())
-        assert longest + nodes <= self.capacity, f"cache of {self.capacity} slots is too small for {longest} + {nodes}"
-        self.slots_BN = self.lengths_B[:, None] + torch.arange(nodes, device=self.lengths_B.device)
-        self.visible = longest + nodes
+    @classmethod
+    def for_target(cls, target: Target, rows: int, capacity: int) -> "KVCache":
+        """Allocate `capacity` slots for each of `rows` sequences of `target`."""
+        return cls(layer_shapes(target), rows, capacity, target.device)
 
-    def commit(self, draft: Draft, path_BD: Tensor) -> None:
-        """Keep the nodes of `path_BD` (-1 pads) as committed tokens; all other staged nodes are rolled back."""
-        kept_B = (path_BD >= 0).sum(1)
+    def _hand_out(self) -> None:
+        """Give every layer its views of the buffers."""
+        views = {kind: iter(buffer.unbind(0)) for kind, buffer in self.buffers.items()}
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            layer.keys = None if shape is None else next(views[shape.keys])
+            layer.values = None if shape is None else next(views[shape.values])
+
+    def stage(self, nodes: int, rows_b: Tensor | None = None, longest: int | None = None) -> Slots:
+        """Reserve slots length .. length+nodes-1 for the next forward, over all rows or over the rows `rows_b`.
+
+        longest: the largest length of a row that matters, where it is known."""
+        lengths_B = self.lengths_B if rows_b is None else self.lengths_B[rows_b]
+        longest = int(lengths_B.max()) if longest is None else longest
+        self.staged = Slots(lengths_B, nodes, longest, rows_b)
+        assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
+        return self.staged
+
+    def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
+        """Keep the nodes of `path_BD` (-1 pads) as committed tokens; all other staged nodes are rolled back.
+
+        kept_B: how many nodes these are, where the caller knows."""
+        kept_B = (path_BD >= 0).sum(1) if kept_B is None else kept_B
         if not draft.is_chain:
             base_B1 = self.lengths_B[:, None]
             place_D = torch.arange(path_BD.shape[1], device=path_BD.device)
             # Padding copies a slot onto itself.
             source_BD = base_B1 + torch.where(path_BD >= 0, path_BD, place_D)
-            for layer in self.layers:
-                layer.buffer.move(source_BD, base_B1 + place_D)
+            row_B1 = torch.arange(len(path_BD), device=path_BD.device)[:, None]
+            for buffer in self.buffers.values():
+                slots_MBShd = buffer.transpose(2, 3)
+                slots_MBShd[:, row_B1, base_B1 + place_D] = slots_MBShd[:, row_B1, source_BD]
         self.lengths_B = self.lengths_B + kept_B
 
     def rollback(self, lengths_B: Tensor) -> None:
@@ -119,27 +217,36 @@ class KVCache(Cache):
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows` (finished rows leave)."""
         self.lengths_B = self.lengths_B[rows]
-        self.slots_BN = self.slots_BN[rows]
-        for layer in self.layers:
-            layer.buffer.select(rows)
+        self.buffers = {kind: buffer[:, rows] for kind, buffer in self.buffers.items()}
+        self._hand_out()
 
 
-def build_mask(lengths_B: Tensor, ancestors_BNN: Tensor, depth_BN: Tensor, visible: int, window: int | None) -> Tensor:
-    """Return bool [B, 1, N, S]: node i sees the committed slots and its ancestors, within `window` positions.
+def build_mask(
+    lengths_B: Tensor, ancestors_BNT: Tensor, visible: int, depth_BT: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Return bool [B, 1, N, S]: a query node sees the committed slots and its ancestors, within `window` positions.
 
-    Windows count positions (length + depth), not slots, so that trees and chains see the same past.
+    ancestors_BNT: for each of the last N nodes of a tree, which of its T nodes are above it or itself; node j sits in
+    slot length + j. depth_BT is needed for a window, which counts positions (length + depth), not slots, so that trees
+    and chains see the same past.
     """
-    rows, nodes = depth_BN.shape
+    rows, queries, nodes = ancestors_BNT.shape
+    if rows == 1 and window is None and visible > nodes:
+        # A single row has no slots between its committed ones and its tree.
+        committed = ancestors_BNT.new_ones(1, queries, visible - nodes)
+        return torch.cat([committed, ancestors_BNT], 2)[:, None]
     slot_S = torch.arange(visible, device=lengths_B.device)
     relative_BS = slot_S - lengths_B[:, None]
     committed_BS = relative_BS < 0
     node_BS = relative_BS.clamp(0, nodes - 1)
     in_tree_BS = (relative_BS >= 0) & (relative_BS < nodes)
-    ancestor_BNS = ancestors_BNN.gather(2, node_BS[:, None].expand(rows, nodes, visible))
+    ancestor_BNS = ancestors_BNT.gather(2, node_BS[:, None].expand(rows, queries, visible))
     mask_BNS = committed_BS[:, None] | (ancestor_BNS & in_tree_BS[:, None])
     if window is not None:
-        key_position_BS = torch.where(committed_BS, slot_S, lengths_B[:, None] + depth_BN.gather(1, node_BS))
-        query_position_BN = lengths_B[:, None] + depth_BN
+        assert depth_BT is not None
+        position_BT = lengths_B[:, None] + depth_BT
+        key_position_BS = torch.where(committed_BS, slot_S, position_BT.gather(1, node_BS))
+        query_position_BN = position_BT[:, nodes - queries :]
         mask_BNS &= key_position_BS[:, None] > query_position_BN[:, :, None] - window
     return mask_BNS[:, None]
 
@@ -150,7 +257,7 @@ def attention_masks(
     """Return the mask in the form the model takes: one tensor, or one per layer type of `config.layer_types`."""
 
     def build(window: int | None) -> Tensor:
-        mask = build_mask(lengths_B, draft.ancestors_BNN, draft.depth_BN, visible, window)
+        mask = build_mask(lengths_B, draft.ancestors_BNN, visible, draft.depth_BN, window)
         if config._attn_implementation == "eager":
             # Eager attention adds the mask to the scores.
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)

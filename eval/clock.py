@@ -10,11 +10,12 @@ import torch
 
 
 class Stopwatch:
-    """Adds the seconds since the last lap to a named sum."""
+    """Adds the seconds since the last lap to a named sum; `last` is the latest lap."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.seconds: dict[str, float] = defaultdict(float)
+        self.last = 0.0
         self._last = self._now()
 
     def _now(self) -> float:
@@ -25,7 +26,8 @@ class Stopwatch:
     def lap(self, name: str) -> None:
         """Book the time since the last lap under `name`."""
         now = self._now()
-        self.seconds[name] += now - self._last
+        self.last = now - self._last
+        self.seconds[name] += self.last
         self._last = now
 
 

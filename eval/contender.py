@@ -1,63 +1,99 @@
-"""A drafter as an evaluation sees it: a head, how it drafts, and which rule accepts.
+"""A drafter as an evaluation sees it: how it drafts, which rule accepts, and how its acceptance is simulated.
 
 K: num_speculative_tokens.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 from draftsmith.errors import UserError
+from draftsmith.eval.answers import Generation
 from draftsmith.eval.draft import Drafter
+from draftsmith.eval.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.prompt_lookup import MAX_NGRAM, PromptLookup, simulate_prompt_lookup
 from draftsmith.eval.result import DraftInfo
-from draftsmith.eval.trees import StaticTree
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.teacher_forced import Simulation, simulate_generations
+from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.eval.verify import Typical
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.target import Target
 
 DrafterFactory = Callable[[int], Drafter]
 """Draft length -> drafter."""
+
+Simulate = Callable[[Target, Sequence[Generation], Sampling, int], Simulation]
+"""Target, its answers, the settings they were made with, max_k -> tallies for drafts of 1..max_k tokens."""
+
+Tree = StaticTree | DynamicTree
 
 
 @dataclass(frozen=True)
 class Contender:
     """One drafter of an evaluation.
 
-    make: drafter of a draft length up to max_k. num_speculative_tokens: K of the decoded run. tree: None for a chain.
-    typical: the lossy rule, None for lossless acceptance.
+    method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
+    num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
+    the head's law. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be
+    computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a round costs.
+    parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model. head: None for
+    a baseline.
     """
 
     name: str
-    head: DraftHead
+    method: str
     make: DrafterFactory
     num_speculative_tokens: int
     max_k: int
-    tree: StaticTree | None = None
+    tree: Tree | None = None
+    drawn: bool = False
     typical: Typical | None = None
+    simulate: Simulate | None = None
+    steady: bool = True
+    parameters: int | None = None
+    fingerprint: str | None = None
+    head: DraftHead | None = None
 
     @property
     def lossless(self) -> bool:
-        """Whether its texts follow the target's law, so that acceptance can be simulated on them."""
+        """Whether its texts follow the target's law."""
         return self.typical is None
 
-    def nodes(self, k: int) -> int:
-        """Tokens that the target reads in a round with drafts of length `k`, the root included."""
-        return 1 + (k if self.tree is None else sum(self.tree.levels[:k]))
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The draft lengths that are of interest: all up to max_k where each can be simulated, else that of the run."""
+        return tuple(range(1, self.max_k + 1)) if self.simulate is not None else (self.num_speculative_tokens,)
 
-    def levels(self, k: int) -> tuple[int, ...] | None:
-        """Tokens proposed at each depth up to `k`; None for a chain."""
-        return None if self.tree is None else self.tree.levels[:k]
+    def nodes(self, k: int) -> int:
+        """Most tokens that the target reads in a round with drafts of length `k`, the root included."""
+        if self.tree is None:
+            return 1 + k
+        tree = cut_tree(self.tree, k)
+        return tree.max_nodes if isinstance(tree, DynamicTree) else 1 + len(tree.choices)
 
     @property
     def info(self) -> DraftInfo:
         """How it drafts, for result.json."""
         return DraftInfo(
-            method=self.head.method,
+            method=self.method,
             num_speculative_tokens=self.num_speculative_tokens,
             nodes=self.nodes(self.num_speculative_tokens) - 1,
-            tree=None if self.tree is None else self.tree.name,
+            tree=None if self.tree is None else tree_name(self.tree, self.drawn),
             lossy=not self.lossless,
-            parameters=sum(p.numel() for p in self.head.parameters() if p.requires_grad),
+            parameters=self.parameters,
         )
+
+
+def cut_tree(tree: Tree, depth: int) -> Tree:
+    """Return the tree no deeper than `depth`."""
+    return replace(tree, depth=min(tree.depth, depth)) if isinstance(tree, DynamicTree) else tree.cut(depth)
+
+
+def tree_name(tree: Tree, drawn: bool) -> str:
+    """Return a tree's name with the way its children are chosen."""
+    return f"{tree.name}, drawn" if drawn else tree.name
 
 
 def make_contender(
@@ -66,7 +102,8 @@ def make_contender(
     num_speculative_tokens: int,
     max_k: int,
     *,
-    tree: StaticTree | None = None,
+    tree: Tree | None = None,
+    drawn: bool = False,
     typical: Typical | None = None,
 ) -> Contender:
     """Return the drafter that `head` makes; its name says how it drafts.
@@ -76,24 +113,80 @@ def make_contender(
     """
     method, reach = find_method(head.method), head.max_speculative_tokens
     limit = max_k if reach is None else min(max_k, reach)
-    words = [name] + ([tree.name] if tree is not None else [])
+    words = [name] + ([tree_name(tree, drawn)] if tree is not None else [])
     label = " ".join(words) + (", typical (lossy)" if typical is not None else "")
+    chain = Contender(
+        label,
+        head.method,
+        lambda k: method.drafter(head, k),
+        min(num_speculative_tokens, limit),
+        limit,
+        typical=typical,
+        simulate=None if typical is not None else _simulate_head(head, None),
+        parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
+        head=head,
+    )
     if tree is None:
-        return Contender(
-            label, head, lambda k: method.drafter(head, k), min(num_speculative_tokens, limit), limit, None, typical
-        )
-    if not method.static_trees:
-        raise UserError(f"{head.method} heads draft no static trees: remove the tree {tree.name} from evaluate.drafts.")
+        return chain
+    if (kind := tree_kind(tree, drawn)) not in method.trees:
+        raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
     if reach is not None and tree.depth > reach:
         raise UserError(
             f"The tree {tree.name} is {tree.depth} deep but {name} has {reach} heads: take a tree of depth {reach} or less."
         )
+    # What a dynamic tree or drawn children propose depends on more than the text.
+    certain = isinstance(tree, StaticTree) and not drawn and typical is None
+    return replace(
+        chain,
+        make=lambda k: method.drafter(head, k, tree=cut_tree(tree, k), drawn=drawn),
+        num_speculative_tokens=tree.depth,
+        max_k=tree.depth,
+        tree=tree,
+        drawn=drawn,
+        simulate=_simulate_head(head, tree) if certain else None,
+    )
+
+
+def tree_kind(tree: Tree, drawn: bool) -> str:
+    """Return what a method's `trees` calls this way to draft."""
+    return "dynamic" if isinstance(tree, DynamicTree) else "drawn" if drawn else "static"
+
+
+def _simulate_head(head: DraftHead, tree: Tree | None) -> Simulate:
+    def simulate(target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
+        assert tree is None or isinstance(tree, StaticTree)
+        return simulate_generations(target, head, generations, sampling, max_k, tree=tree)
+
+    return simulate
+
+
+def prompt_lookup_contender(
+    name: str, num_speculative_tokens: int, max_k: int, *, max_ngram: int = MAX_NGRAM
+) -> Contender:
+    """Return prompt lookup, which trains nothing."""
     return Contender(
-        label,
-        head,
-        lambda k: method.drafter(head, k, tree=tree.cut(k)),
-        tree.depth,
-        tree.depth,
-        tree,
-        typical,
+        name,
+        "prompt_lookup",
+        partial(PromptLookup, max_ngram=max_ngram),
+        num_speculative_tokens,
+        max_k,
+        simulate=lambda target, generations, sampling, k: simulate_prompt_lookup(generations, k, max_ngram=max_ngram),
+        steady=False,
+        parameters=0,
+    )
+
+
+def draft_model_contender(
+    name: str, model: Target, vocab_size: int, num_speculative_tokens: int, max_k: int
+) -> Contender:
+    """Return a separate draft model for a target of `vocab_size`, whose tokens it must share."""
+    return Contender(
+        name,
+        "draft_model",
+        lambda k: DraftModel(model, k, vocab_size),
+        num_speculative_tokens,
+        max_k,
+        simulate=lambda target, generations, sampling, k: simulate_draft_model(target, model, generations, sampling, k),
+        parameters=sum(p.numel() for p in model.model.parameters()),
+        fingerprint=model.fingerprint,
     )

@@ -5,7 +5,6 @@ hit all sizes alike.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from draftsmith.eval.cache import KVCache
 from draftsmith.eval.clock import Stopwatch
 from draftsmith.eval.contender import Contender
-from draftsmith.eval.draft import DecodeState, Draft, Drafter, Fresh
+from draftsmith.eval.draft import DecodeState, Draft, Drafter, Fresh, Prompts
 from draftsmith.eval.passes import run_draft
 from draftsmith.eval.result import Costs
 from draftsmith.eval.sampling import Sampling
@@ -29,19 +28,21 @@ def measure_costs(
     *,
     rows: int = 1,
     repeats: int = 31,
+    passes: Sequence[int] | None = None,
 ) -> Costs:
     """Time every draft length of every drafter, and target passes of the sizes they need, after `context_ids`, for
-    `rows` rows."""
-    sizes = {1} | {c.nodes(k) for c in contenders for k in range(1, c.max_k + 1)}
+    `rows` rows. passes: time target passes over so many tokens, and over one, instead."""
+    sizes = {1} | ({c.nodes(k) for c in contenders for k in c.lengths} if passes is None else {*passes})
     # Short prompts are repeated until the largest draft fits.
     context_ids = (list(context_ids) * (max(sizes) + 1))[: max(len(context_ids), max(sizes) + 1)]
     jobs: dict[tuple[str, str], Callable[[], object]] = {}
     for nodes in sorted(sizes):
         jobs["verify", str(nodes)] = _verify_job(target, context_ids, rows, nodes)
     for c in contenders:
-        state = _state(target, c.make(1), context_ids, rows, sampling)
-        for k in range(1, c.max_k + 1):
-            jobs[c.name, str(k)] = _draft_job(c.make(k), state, rows, len(context_ids) + max(sizes) + 1)
+        cache = KVCache.for_target(target, rows, len(context_ids))
+        prompts = _prefill(target, cache, context_ids, rows, c.make(1).layer_ids)
+        for k in c.lengths:
+            jobs[c.name, str(k)] = _draft_job(c.make(k), prompts, sampling)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     for repeat in range(repeats + 2):
         for key, job in jobs.items():
@@ -54,20 +55,22 @@ def measure_costs(
     verify_ms = {size: value for (kind, size), value in cost.items() if kind == "verify"}
     draft_ms = {c.name: {size: cost[c.name, size] for kind, size in cost if kind == c.name} for c in contenders}
     trees = [c for c in contenders if c.tree is not None]
-    return Costs(verify_ms, draft_ms, {c.name: {str(k): c.nodes(k) for k in range(1, c.max_k + 1)} for c in trees})
+    return Costs(verify_ms, draft_ms, {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in trees})
 
 
 def _prefill(
     target: Target, cache: KVCache, context_ids: Sequence[int], rows: int, layer_ids: tuple[int, ...]
-) -> Fresh:
+) -> Prompts:
+    """Read the context into every row of the cache; return it as a drafter is given prompts."""
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
     output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
     cache.lengths_B = torch.full_like(cache.lengths_B, ids_BL.shape[1])
-    return Fresh(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
+    fresh = Fresh(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
+    return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, fresh)
 
 
 def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: int) -> Callable[[], object]:
-    cache = KVCache(target.num_layers, rows, len(context_ids) + nodes, target.device)
+    cache = KVCache.for_target(target, rows, len(context_ids) + nodes)
     _prefill(target, cache, context_ids, rows, ())
     ids_BN = torch.tensor([list(context_ids[:nodes])] * rows, device=target.device)
 
@@ -79,19 +82,15 @@ def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: in
     return job
 
 
-def _state(target: Target, drafter: Drafter, context_ids: Sequence[int], rows: int, sampling: Sampling) -> DecodeState:
-    """A state as in the middle of an answer, with the whole context still fresh."""
-    cache = KVCache(target.num_layers, rows, len(context_ids), target.device)
-    fresh = _prefill(target, cache, context_ids, rows, drafter.layer_ids)
-    zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)
-    return DecodeState(fresh.tokens_Bn[:, -1], fresh.count_B, zeros_B + 10_000, zeros_B, fresh, sampling)
-
-
-def _draft_job(drafter: Drafter, state: DecodeState, rows: int, capacity: int) -> Callable[[], object]:
-    drafter.start(rows, capacity)
-    drafter.propose(state)
-    fresh = state.fresh
-    count_B = torch.full_like(fresh.count_B, 2)
-    last_two = Fresh(fresh.tokens_Bn[:, -2:], fresh.aux_BnF[:, -2:], fresh.last_BnD[:, -2:], count_B)
-    typical = replace(state, fresh=last_two)
-    return lambda: drafter.propose(typical)
+def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Callable[[], object]:
+    """Propose again and again as in the middle of an answer, with two tokens fresh."""
+    rows, length = prompts.ids_bL.shape
+    drafter.start(rows, length)
+    drafter.admit(prompts)
+    fresh = prompts.fresh
+    last_two = Fresh(
+        fresh.tokens_Bn[:, -2:], fresh.aux_BnF[:, -2:], fresh.last_BnD[:, -2:], torch.full_like(fresh.count_B, 2)
+    )
+    zeros_B = torch.zeros_like(prompts.length_b)
+    state = DecodeState(fresh.tokens_Bn[:, -1], prompts.length_b, zeros_B + 10_000, zeros_B, last_two, sampling)
+    return lambda: drafter.propose(state)

@@ -16,6 +16,7 @@ from draftsmith.eval.sections import (
     View,
     milliseconds,
     number,
+    off,
     percent,
     some,
     whole,
@@ -102,14 +103,17 @@ def memory(view: View) -> Section:
         m, draft = s.drafter.overall, s.drafter.draft
         if draft is not None or m.peak_memory_bytes is not None:
             shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
-            trained = whole(draft.parameters if draft else None)
-            rows.append(Row((s.label, *shape, trained, _mib(m.peak_memory_bytes), _mib(m.peak_memory_baseline_bytes))))
-    columns = ("system", "draft", "tokens per round", "trained parameters", "peak MiB", "target alone MiB")
+            parameters = whole(draft.parameters if draft else None)
+            rows.append(
+                Row((s.label, *shape, parameters, _mib(m.peak_memory_bytes), _mib(m.peak_memory_baseline_bytes)))
+            )
+    columns = ("system", "draft", "tokens per round", "parameters", "peak MiB", "target alone MiB")
     return Section(
         "memory",
         "Drafts and memory",
-        "How each system drafts, how many tokens it proposes per round, and the largest GPU memory in use while decoding, "
-        "weights of the target and of every head in the comparison included (not measured without a GPU).",
+        "How each system drafts, how many tokens it proposes per round at most, its parameters (the trained ones of a head), "
+        "and the largest GPU memory in use while decoding, weights of the target and of everything in the comparison included "
+        "(not measured without a GPU).",
         tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
         missing="How the drafters draft was not recorded.",
     )
@@ -189,8 +193,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
     s, t, h = result.settings, result.target, result.hardware
     facts: list[tuple[str, object]] = [
         ("temperature", f"{s.temperature:g}" + (" (greedy)" if s.temperature == 0 else "")),
-        ("top-k", s.top_k or "off"),
-        ("top-p", "off" if s.top_p is None else f"{s.top_p:g}"),
+        *((name, off(value)) for name, value in s.filters.items()),
         ("speculative tokens K", s.num_speculative_tokens),
         ("batch", s.batch),
         ("dtype", s.dtype),

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from draftsmith.eval.answers import Generation, Request
 from draftsmith.eval.contender import Contender
-from draftsmith.eval.decode import Generation, Request, decode
+from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.result import Divergence, Lossless
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import Tally, tally_generation, total
-from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.heads.target import Target
 
 
@@ -24,14 +24,14 @@ def check_lossless(
     divergence is listed with its logit gap.
     """
     greedy = Sampling()
-    alone = [g for d in decode(target, TargetAlone(), requests, greedy, batch) for g in d.generations]
+    alone = decode_batch(target, TargetAlone(), requests, greedy, rows=batch).generations
     found = {}
     for c in contenders:
         k = c.num_speculative_tokens
-        drafted = [g for d in decode(target, c.make(k), requests, greedy, batch) for g in d.generations]
-        simulation = simulate_generations(target, c.head, drafted, greedy, k, tree=c.tree)
-        decoded = [tally_generation(g, k) for g in drafted]
-        found[c.name] = compare_texts(target, alone, drafted, decoded, [by_k[k - 1] for by_k in simulation.tallies], k)
+        drafted = decode_batch(target, c.make(k), requests, greedy, rows=batch).generations
+        simulation = c.simulate(target, drafted, greedy, k) if c.simulate is not None else None
+        simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
+        found[c.name] = compare_texts(target, alone, drafted, [tally_generation(g, k) for g in drafted], simulated, k)
     return found
 
 
@@ -40,10 +40,10 @@ def compare_texts(
     alone: Sequence[Generation],
     drafted: Sequence[Generation],
     decoded: Sequence[Tally],
-    simulated: Sequence[Tally],
+    simulated: Sequence[Tally] | None,
     num_speculative_tokens: int,
 ) -> dict[str, Lossless]:
-    """Compare greedy answers to the same requests, per slice and as "overall"."""
+    """Compare greedy answers to the same requests, per slice and as "overall". simulated: None where it is not known."""
     divergences = {
         i: d for i, (a, b) in enumerate(zip(alone, drafted, strict=True)) if (d := _first_divergence(target, a, b))
     }
@@ -57,7 +57,9 @@ def compare_texts(
             equal=sum(i not in divergences for i in places),
             first_divergences=tuple(divergences[i] for i in places if i in divergences),
             tau=total((decoded[i] for i in places), num_speculative_tokens).tau,
-            tau_simulated=total((simulated[i] for i in places), num_speculative_tokens).tau,
+            tau_simulated=None
+            if simulated is None
+            else total((simulated[i] for i in places), num_speculative_tokens).tau,
         )
         for name, places in scopes.items()
     }

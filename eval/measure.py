@@ -1,6 +1,6 @@
 """One evaluation: decode prompts with and without drafts, simulate the same texts, and sum both up.
 
-Systems are interleaved batch by batch within every repeat, and batches hold one slice, so that seconds
+Systems are interleaved group by group within every repeat, and groups hold one slice, so that seconds
 belong to a slice. Shapes: K speculative tokens.
 """
 
@@ -11,9 +11,10 @@ from statistics import median
 
 import numpy as np
 
+from draftsmith.eval.answers import Decoded, Generation, Request
 from draftsmith.eval.clock import peak_memory
 from draftsmith.eval.contender import Contender
-from draftsmith.eval.decode import Decoded, Generation, Request, decode_batch
+from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import Drafter as Proposer
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.generate_baseline import GenerateTiming
@@ -21,22 +22,24 @@ from draftsmith.eval.quality import perplexities
 from draftsmith.eval.result import Costs, Drafter, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import tally_generation, total
-from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.texts import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.verify import Typical
 from draftsmith.heads.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
 
+_WAITING = 3
+"""Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
+
 
 @dataclass
 class Timings:
-    """Batches that one system decoded: per repeat, slice by slice."""
+    """Groups of requests that one system decoded: per repeat, slice by slice."""
 
     batches: list[list[Decoded]] = field(default_factory=list)
 
     def of(self, slice_name: str | None) -> list[list[Decoded]]:
-        """Return each repeat's batches of one slice (None: of all)."""
+        """Return each repeat's groups of one slice (None: of all)."""
         return [
             [d for d in repeat if slice_name is None or d.generations[0].request.slice == slice_name]
             for repeat in self.batches
@@ -52,7 +55,11 @@ def run_systems(
     batch: int,
     on_batch: Callable[[int], None] = lambda requests: None,
 ) -> dict[str, Timings]:
-    """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved."""
+    """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved.
+
+    batch: requests decoded at once. A batch is continuous, as in serving engines: a request that is done makes room for
+    the next of its group.
+    """
     systems: dict[str, tuple[Proposer, Typical | None]] = {"": (TargetAlone(), None)}
     systems |= {c.name: (c.make(c.num_speculative_tokens), c.typical) for c in contenders}
     timings = {name: Timings() for name in systems}
@@ -64,17 +71,17 @@ def run_systems(
     for requests in requests_by_repeat:
         for timing in timings.values():
             timing.batches.append([])
-        for group in _batches(requests, batch):
+        for group in _groups(requests, batch if batch == 1 else (1 + _WAITING) * batch):
             for name, (drafter, typical) in systems.items():
                 with peak_memory(target.device) as peak:
-                    decoded = decode_batch(target, drafter, group, sampling, typical)
+                    decoded = decode_batch(target, drafter, group, sampling, typical, rows=batch)
                 timings[name].batches[-1].append(replace(decoded, peak_bytes=peak.bytes))
             on_batch(len(group))
     return timings
 
 
-def _batches(requests: Sequence[Request], size: int) -> list[list[Request]]:
-    """Group requests by slice, then into batches."""
+def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
+    """Split requests by slice, then into groups of at most `size`."""
     by_slice: dict[str, list[Request]] = defaultdict(list)
     for request in requests:
         by_slice[request.slice].append(request)
@@ -95,17 +102,20 @@ class Texts:
 
 
 def collect_texts(target: Target, contender: Contender, timings: Mapping[str, Timings], sampling: Sampling) -> Texts:
-    """Return the distinct answers of a drafter, counted and simulated; of a lossy one, counted and judged."""
+    """Return the distinct answers of a drafter, counted and, where that is possible, simulated; of a lossy one, counted
+    and judged."""
     c = contender
     generations = _distinct(timings[c.name], sampling)
     tallies = [tally_generation(g, c.num_speculative_tokens) for g in generations]
-    if not c.lossless:
-        texts = [Text(g, tally, []) for g, tally in zip(generations, tallies, strict=True)]
-        own = perplexities(target, generations)
-        return Texts(texts, 0, own, perplexities(target, _distinct(timings[""], sampling)))
-    simulation = simulate_generations(target, c.head, generations, sampling, c.max_k, tree=c.tree)
-    texts = [Text(*found) for found in zip(generations, tallies, simulation.tallies, strict=True)]
-    return Texts(texts, simulation.off_text)
+    if c.simulate is not None:
+        simulation = c.simulate(target, generations, sampling, c.max_k)
+        texts = [Text(*found) for found in zip(generations, tallies, simulation.tallies, strict=True)]
+        return Texts(texts, simulation.off_text)
+    texts = [Text(g, tally, []) for g, tally in zip(generations, tallies, strict=True)]
+    if c.lossless:
+        return Texts(texts)
+    own = perplexities(target, generations)
+    return Texts(texts, 0, own, perplexities(target, _distinct(timings[""], sampling)))
 
 
 def _distinct(timing: Timings, sampling: Sampling) -> list[Generation]:
@@ -158,7 +168,7 @@ def _measures(
 ) -> Measures:
     name, k = contender.name, contender.num_speculative_tokens
     decoded = total((t.decoded for t in texts), k)
-    # Nothing is simulated on a lossy drafter's texts: an empty tally gives nulls.
+    # Where nothing is simulated an empty tally gives nulls.
     simulated = total((t.simulated[k - 1] for t in texts if t.simulated), k)
     pairs = [(a, b) for a, b in zip(map(_tok_s, repeats), map(_tok_s, baseline), strict=True) if a and b]
     speeds, base_speeds = [a for a, _ in pairs], [b for _, b in pairs]
@@ -173,13 +183,13 @@ def _measures(
         tau_mean_over_prompts=mean_tau(texts),
         tau_interval=bootstrap_tau(texts),
         tau_simulated=simulated.tau,
-        tau_difference_se=sampling_error(texts, k) if contender.lossless else None,
+        tau_difference_se=sampling_error(texts, k) if contender.simulate is not None else None,
         acceptance_rate=decoded.acceptance_rate,
         acceptance_at=tuple(decoded.acceptance_at),
         alpha_at=tuple(decoded.alpha_at),
         acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
         alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
-        k_sweep=_sweep(name, texts, costs) or None,
+        k_sweep=_sweep(contender, texts, costs) or None,
         decode_tok_s=_median(speeds),
         decode_tok_s_spread=_spread(speeds),
         baseline_tok_s=_median(base_speeds),
@@ -187,14 +197,14 @@ def _measures(
         speedup=_median(ratios),
         speedup_spread=_spread(ratios),
         speedup_vs_generate=_over_generate(repeats, generate),
-        ttft_s=median(d.seconds["ttft"] for r in repeats for d in r for _ in d.generations),
-        ttft_baseline_s=median(d.seconds["ttft"] for r in baseline for d in r for _ in d.generations),
+        ttft_s=median(g.ttft_s for r in repeats for d in r for g in d.generations),
+        ttft_baseline_s=median(g.ttft_s for r in baseline for d in r for g in d.generations),
         # In a batch a request's own end is not on the clock.
         latency_s=_latency(repeats) if single else None,
         latency_baseline_s=_latency(baseline) if single else None,
         ms_per_round=_ms_per_round(repeats),
         # A batch's rounds are those of its slowest row, which tau does not tell.
-        ideal_speedup=costs.speedup(name, k, tau) if tau and single else None,
+        ideal_speedup=costs.speedup(name, k, tau) if tau and single and contender.steady else None,
         peak_memory_bytes=_peak(repeats),
         peak_memory_baseline_bytes=_peak(baseline),
         looping=sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
@@ -230,12 +240,12 @@ def _tok_s(batches: Sequence[Decoded]) -> float:
 
 
 def _ms_per_round(repeats: Sequence[Sequence[Decoded]]) -> MsPerRound | None:
-    """Mean milliseconds per round of a batch (all its rows decode in the same round)."""
-    batches = [d for repeat in repeats for d in repeat]
-    rounds = sum(max(len(g.rounds) for g in d.generations) for d in batches)
-    if not rounds:
+    """Mean milliseconds per target pass (all rows of a batch share it)."""
+    groups = [d for repeat in repeats for d in repeat]
+    passes = sum(d.passes for d in groups)
+    if not passes:
         return None
-    return MsPerRound(**{part: 1000 * sum(d.seconds[part] for d in batches) / rounds for part in _DECODE_PARTS})
+    return MsPerRound(**{part: 1000 * sum(d.seconds[part] for d in groups) / passes for part in _DECODE_PARTS})
 
 
 def _latency(repeats: Sequence[Sequence[Decoded]]) -> Percentiles:
@@ -243,10 +253,10 @@ def _latency(repeats: Sequence[Sequence[Decoded]]) -> Percentiles:
     return Percentiles(float(np.percentile(seconds, 50)), float(np.percentile(seconds, 95)))
 
 
-def _sweep(name: str, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:
+def _sweep(contender: Contender, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:
     points = []
     for k in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
         tally = total((t.simulated[k - 1] for t in texts), k)
-        speedup = costs.speedup(name, k, tally.tau) if tally.tau else None
+        speedup = costs.speedup(contender.name, k, tally.tau) if tally.tau and contender.steady else None
         points.append(SweepPoint(k, tally.tau, tally.acceptance_rate, speedup))
     return tuple(points)

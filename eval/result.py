@@ -13,11 +13,13 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.machine import Hardware as Hardware
 from draftsmith.eval.machine import environment as environment
+from draftsmith.eval.settings import Settings as Settings
+from draftsmith.eval.settings import TargetInfo as TargetInfo
 from draftsmith.eval.strict import load_json, read_dataclass
 from draftsmith.eval.upgrade import upgrade
 from draftsmith.files import write_json
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,9 @@ class Measures:
 class DraftInfo:
     """How a drafter drafts.
 
-    method: of its head. num_speculative_tokens: length of its chain or depth of its tree. nodes: tokens proposed in a
-    round. tree: null for a chain. lossy: its texts do not follow the target's law. parameters: trained ones.
+    method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
+    of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
+    target's law. parameters: the head's trained ones, or those of the draft model.
     """
 
     method: str
@@ -178,36 +181,6 @@ class Drafter:
     overall: Measures
     slices: dict[str, Measures]
     draft: DraftInfo | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The sampling setting and how it was run.
-
-    temperature 0 is greedy. top_k, top_p: null = off. num_speculative_tokens: K of the decoded run.
-    batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system.
-    """
-
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    num_speculative_tokens: int
-    batch: int
-    dtype: str
-    seed: int
-    repeats: int
-
-
-@dataclass(frozen=True)
-class TargetInfo:
-    """The frozen target: path or Hub name, fingerprint of weights and config, its size."""
-
-    path: str
-    fingerprint: str | None = None
-    parameters: int | None = None
-    num_layers: int | None = None
-    hidden_size: int | None = None
-    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Shapes: B rows, V vocabulary (of target or draft).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +11,25 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 
+_BLOCK = 64
+_LARGE = 1 << 14
+"""Fewer logits than this are searched at once."""
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 filter nothing."""
+    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing.
+
+    repetition_penalty: logits of tokens that the prompt or the output holds already are divided by it where they are
+    positive and multiplied where they are negative (Keskar et al., "CTRL", 2019, section 4.1); 1 changes nothing.
+    It is for the target alone: drafts are made without it.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
@@ -26,6 +38,12 @@ class Sampling:
             raise UserError(f"top_k is {self.top_k}: it must be 0 (no limit) or larger.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: it must be above 0 and at most 1 (no limit).")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min_p is {self.min_p}: it must be from 0 (no limit) to 1 (the most likely token alone).")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise UserError(
+                f"repetition_penalty is {self.repetition_penalty}: it must be a number above 0, where 1 changes nothing."
+            )
 
     @property
     def greedy(self) -> bool:
@@ -33,14 +51,27 @@ class Sampling:
         return self.temperature == 0
 
 
+def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Return `logits` [..., V] with the repetition penalty on the tokens where `seen` (bool [..., V]) is true."""
+    return torch.where(seen, weaken(logits, penalty), logits)
+
+
+def weaken(logits: Tensor, penalty: float) -> Tensor:
+    """Return `logits` as they are once their tokens were seen."""
+    return torch.where(logits < 0, logits * penalty, logits / penalty)
+
+
 def law(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the float32 law [..., V] of `logits` [..., V] after temperature, top-k and top-p, in this order.
+    """Return the float32 law [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this order.
 
     Ties at the k-th place are all kept; top-p keeps the smallest set of most likely tokens whose
-    mass reaches top_p. Needs temperature > 0: a greedy choice is an argmax, not a law.
+    mass reaches top_p; min-p keeps those at least min_p times as likely as the most likely one. Needs temperature > 0:
+    a greedy choice is an argmax, not a law.
     """
     assert not sampling.greedy
-    scores = logits.float() / sampling.temperature
+    scores = logits.float()
+    if sampling.temperature != 1:
+        scores = scores / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
         kth = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < kth, -torch.inf)
@@ -49,14 +80,54 @@ def law(logits: Tensor, sampling: Sampling) -> Tensor:
         ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
         # A token stays if the mass before it has not reached top_p yet.
         beyond = ordered.cumsum(-1) - ordered >= sampling.top_p
-        ordered = ordered.masked_fill(beyond, 0)
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered.masked_fill(beyond, 0))
+    if sampling.min_p > 0:
+        least = sampling.min_p * probabilities.amax(-1, keepdim=True)
+        probabilities = probabilities.masked_fill(probabilities < least, 0)
+    if sampling.top_p < 1 or sampling.min_p > 0:
         probabilities = probabilities / probabilities.sum(-1, keepdim=True)
     return probabilities
 
 
+def top1(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of `logits` [..., V] and its place (the first one's, of equals), [...] each.
+
+    On a CPU a search for the place of the largest number is many times slower than one for the number alone, so that is
+    done per block first.
+    """
+    size, blocks = logits.shape[-1], logits.shape[-1] // _BLOCK
+    if logits.device.type != "cpu" or size % _BLOCK or logits.numel() < _LARGE:
+        found = logits.max(-1)
+        return found.values, found.indices
+    blocked = logits.unflatten(-1, (blocks, _BLOCK))
+    best = blocked.amax(-1).max(-1, keepdim=True)
+    inside = blocked.gather(-2, best.indices[..., None].expand(*best.indices.shape, _BLOCK))[..., 0, :].argmax(-1)
+    return best.values[..., 0], best.indices[..., 0] * _BLOCK + inside
+
+
 def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Draw one index per row in proportion to `weights_BV` (any positive sum) by inverting the CDF with `uniform_B`."""
-    cdf_BV = weights_BV.double().cumsum(-1)
+    cdf_BV = weights_BV.cumsum(-1, dtype=torch.float64)
     point_B1 = (uniform_B.double() * cdf_BV[:, -1])[:, None]
     return torch.searchsorted(cdf_BV, point_B1, right=True)[:, 0].clamp_(max=weights_BV.shape[-1] - 1)
+
+
+def without(law: Tensor, index: Tensor) -> Tensor:
+    """Return `law` [..., W] once `index` [...] is drawn from it and not put back; all zeros when no mass is left."""
+    rest = law.scatter(-1, index[..., None], 0)
+    mass = rest.sum(-1, keepdim=True)
+    return rest / mass.where(mass != 0, 1)
+
+
+def draw_children(law: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw indices [..., C] from `law` [..., W] one after the other and without replacement, one uniform [..., C] each.
+
+    The order is part of the result: the verifier tries the children in it, and only the last ones may be dropped. Once
+    no mass is left an index means nothing, and the verifier skips it.
+    """
+    rest, uniform = law.reshape(-1, law.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
+    drawn = [draw(rest, uniform[:, 0])]
+    for child in range(1, uniform.shape[1]):
+        rest = without(rest, drawn[-1])
+        drawn.append(draw(rest, uniform[:, child]))
+    return torch.stack(drawn, 1).view_as(uniforms)

@@ -146,8 +146,8 @@ def setting_labels(results: Sequence[Result]) -> list[str]:
 
 def _traits(result: Result) -> list[str]:
     s = result.settings
-    top_p = "off" if s.top_p is None else f"{s.top_p:g}"
-    sampling = [f"T={s.temperature:g}", f"top-k {s.top_k or 'off'}", f"top-p {top_p}", f"K={s.num_speculative_tokens}"]
+    law = [f"T={s.temperature:g}", *(f"{name} {off(value)}" for name, value in s.filters.items())]
+    sampling = [*law, f"K={s.num_speculative_tokens}"]
     run = [s.dtype, f"batch {s.batch}", result.target.path, f"seed {s.seed}"]
     return [*sampling, *run, (result.commit or "no commit")[:9], result.date]
 
@@ -168,6 +168,11 @@ def tau_of(m: Measures) -> float | None:
 def some(values: Sequence[object]) -> bool:
     """Whether anything was measured."""
     return any(value is not None for value in values)
+
+
+def off(value: float | None) -> str:
+    """Return a setting that null switches off."""
+    return "off" if value is None else f"{value:g}"
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:

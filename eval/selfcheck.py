@@ -42,7 +42,7 @@ def _tree_error(target: Target) -> float:
     ids = torch.randint(0, target.vocab_size, (len(_LENGTHS), width + len(_PARENTS)), generator=generator)
     ids_BL = ids.to(target.device)
     lengths_B = torch.tensor(_LENGTHS, device=target.device)
-    cache = KVCache(target.num_layers, len(_LENGTHS), width + len(_PARENTS), target.device)
+    cache = KVCache.for_target(target, len(_LENGTHS), width + len(_PARENTS))
     run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:width]))
     cache.lengths_B = lengths_B
     parents_BN = torch.tensor(_PARENTS, device=target.device).expand(len(_LENGTHS), -1)

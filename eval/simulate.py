@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.sampling import Sampling, law
+from draftsmith.eval.penalty import seen_in_text
+from draftsmith.eval.sampling import Sampling, law, penalize
 from draftsmith.eval.tally import Tally
 from draftsmith.eval.trees import StaticTree
 from draftsmith.heads.base import HeadOutput
@@ -37,7 +38,7 @@ class Acceptance:
     """c_BLK: probability that row t's draft of x_{t+2+k} was accepted given the text; NaN where none is drafted.
 
     off_text: supervised tokens that are not the target's choice in this pass: at temperature 0 not its
-    argmax, above it outside its top-k or top-p set. A few come from rounding; many mean that the text is
+    argmax, above it outside its top-k, top-p or min-p set. A few come from rounding; many mean that the text is
     not the target's.
     """
 
@@ -109,10 +110,21 @@ def _children(tree: StaticTree, device: torch.device) -> Tensor:
 
 def _text_law(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
     """Return the text's own probabilities where they are needed (None when greedy), and the tokens off the target's choice."""
-    if sampling.greedy:
-        ids = batch.ids.flatten()
-        return _TextLaw(None, int((batch.top1.flatten()[places] != ids[places + 1]).sum()))
-    return _text_probabilities(batch, target_head, places, sampling)
+    if not sampling.greedy:
+        return _text_probabilities(batch, target_head, places, sampling)
+    ids, choice = batch.ids.flatten(), batch.top1.flatten()[places]
+    if sampling.repetition_penalty != 1:
+        pieces = places.split(_CHUNK_ROWS)
+        choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
+    return _TextLaw(None, int((choice != ids[places + 1]).sum()))
+
+
+def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
+    """Return the target's logits [R, V] at flat positions of [B*L], with the penalty on what its document holds so far."""
+    logits_RV = target_head.logits(batch.last.flatten(0, 1)[at_R])
+    if sampling.repetition_penalty == 1:
+        return logits_RV
+    return penalize(logits_RV, seen_in_text(batch, at_R, logits_RV.shape[1]), sampling.repetition_penalty)
 
 
 @torch.no_grad()
@@ -161,20 +173,22 @@ def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | No
 
 def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
     """Return p(x_{i+1} | x_{<=i}) at the flat positions `places` of [B*L] (float64, NaN elsewhere), and the
-    tokens outside their top-k or top-p set.
+    tokens outside their top-k, top-p or min-p set.
 
     Decoding rounds differently from one long pass, so a token at the edge of the set may fall out of it here:
     within a margin of the set's smallest logit it keeps the share it had just inside.
     """
-    ids, last = batch.ids.flatten(), batch.last.flatten(0, 1)
+    ids = batch.ids.flatten()
     p = torch.full(ids.shape, torch.nan, dtype=torch.float64, device=ids.device)
-    exact = target_head.weight.dtype == last.dtype == torch.float32
-    margin = 0.01 if exact else 0.5
+    exact = target_head.weight.dtype == batch.last.dtype == torch.float32
+    # A penalty stretches logits, and their rounding with them.
+    margin = (0.01 if exact else 0.5) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
     off_text = 0
     for at in places.split(_CHUNK_ROWS):
-        logits_RV = target_head.logits(last[at]) / sampling.temperature
+        logits_RV = _text_logits(batch, target_head, at, sampling)
         token_R1 = ids[at + 1][:, None]
-        p_RV = law(logits_RV * sampling.temperature, sampling)
+        p_RV = law(logits_RV, sampling)
+        logits_RV = logits_RV / sampling.temperature
         p_R = p_RV.gather(1, token_R1)[:, 0].double()
         out_R = p_R <= 0
         if bool(out_R.any()):
@@ -199,10 +213,12 @@ def expected_tallies(
     """Run the recursion for S answers at once.
 
     c_STK[s, i, k]: acceptance probability of the k-th draft of a round whose root is the i-th token of
-    answer s. tokens_S: n = E - P, tokens after the first. levels: tokens proposed at each depth, one each by
-    default. Returns one Tally per answer. Drafts stop at the answer's end: K_r = min(K, tokens left).
+    answer s, NaN where a round drafts no k-th token. tokens_S: n = E - P, tokens after the first. levels: tokens
+    proposed at each depth, one each by default. Returns one Tally per answer. Drafts stop at the answer's end: K_r is at
+    most the tokens left.
     """
     proposed_K = np.concatenate([[0], np.cumsum(levels or [1] * num_speculative_tokens)])
+    drafted_ST = (~np.isnan(c_STK[..., :num_speculative_tokens])).cumprod(2).sum(2)
     answers, longest = c_STK.shape[0], int(tokens_S.max(initial=0))
     visits_ST = np.zeros((answers, longest + 1))
     visits_ST[:, 0] = tokens_S > 0
@@ -212,11 +228,12 @@ def expected_tallies(
     index_S = np.arange(answers)
     for root in range(longest):
         left_S = tokens_S - root
+        depth_S = np.clip(left_S, 0, drafted_ST[:, root])
         arrive_S = visits_ST[:, root] * (left_S > 0)
         rounds_S += arrive_S
-        drafted_S += arrive_S * proposed_K[np.clip(left_S, 0, num_speculative_tokens)]
+        drafted_S += arrive_S * proposed_K[depth_S]
         for k in range(min(num_speculative_tokens, longest - root)):
-            here_S = k < left_S
+            here_S = k < depth_S
             reach_S = np.where(here_S, arrive_S, 0.0)
             accept_S = reach_S * np.where(here_S, c_STK[:, root, k], 0.0)
             reached_SK[:, k] += reach_S
@@ -224,7 +241,7 @@ def expected_tallies(
             visits_ST[:, root + k + 1] += reach_S - accept_S
             arrive_S = np.where(here_S, accept_S, arrive_S)
         # What is left accepted every draft: a bonus token follows, or the answer ended on a draft.
-        end_S = np.minimum(root + num_speculative_tokens + 1, np.maximum(tokens_S, 0))
+        end_S = np.minimum(root + depth_S + 1, np.maximum(tokens_S, 0))
         np.add.at(visits_ST, (index_S, end_S), np.where(left_S > 0, arrive_S, 0.0))
     return [
         Tally(1, float(tokens_S[s]), float(rounds_S[s]), float(drafted_S[s]), accepted_SK[s], reached_SK[s])

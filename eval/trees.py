@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.files import write_text
 
 Choice = tuple[int, ...]
 
@@ -28,6 +29,36 @@ class TreeTensors:
     depth_N: Tensor
     rank_N: Tensor
     ancestors_NN: Tensor
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that follows the draft's own confidence (Li et al., "EAGLE-2", 2024, section 4): from each of the
+    `branching` best nodes of a level its `branching` most likely tokens are tried, `depth` levels deep, and of all these
+    the `total_tokens` - 1 of the largest probability under the draft are kept; the root counts as one.
+
+    EAGLE's own setting depth=d is depth d + 1 here.
+    """
+
+    depth: int
+    branching: int
+    total_tokens: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("depth", 1), ("branching", 1), ("total_tokens", 2)):
+            if getattr(self, name) < least:
+                raise UserError(f"A dynamic tree with {name} {getattr(self, name)}: it must be at least {least}.")
+
+    @property
+    def name(self) -> str:
+        """Its settings, for tables."""
+        return f"dynamic {self.depth}x{self.branching}, {self.total_tokens} tokens"
+
+    @property
+    def max_nodes(self) -> int:
+        """Most nodes of a draft, the root included."""
+        candidates = self.branching + (self.depth - 1) * self.branching**2
+        return min(self.total_tokens, 1 + candidates)
 
 
 @dataclass(frozen=True)
@@ -127,6 +158,36 @@ def load_tree(name: str) -> StaticTree | None:
     if not whole:
         raise UserError(f"The tree {name} does not hold a list of paths of whole numbers such as [[0], [1], [0, 0]].")
     return StaticTree.of(path.stem, choices)
+
+
+def save_tree(path: Path, tree: StaticTree, origin: dict[str, Any]) -> None:
+    """Write `tree` as the JSON object that `load_tree` reads, with what it was made from under `origin`."""
+    choices = json.dumps([list(choice) for choice in tree.choices])
+    write_text(path, f'{{\n  "choices": {choices},\n  "origin": {_lines(origin, "  ")}\n}}\n')
+
+
+def _lines(value: Any, margin: str) -> str:
+    """Return `value` as JSON whose short parts stay on one line: a line per number would hide the rest."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if len(margin + line) <= 160 or not isinstance(value, dict | list):
+        return line
+    inside = margin + "  "
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(key, ensure_ascii=False)}: {_lines(part, inside)}" for key, part in value.items()]
+    else:
+        parts = [_lines(part, inside) for part in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n{inside}" + f",\n{inside}".join(parts) + f"\n{margin}{closing}"
+
+
+def read_origin(path: Path) -> dict[str, Any] | None:
+    """Return what a file of `save_tree` says about its tree; None for any other file."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    origin = content.get("origin") if isinstance(content, dict) and "choices" in content else None
+    return origin if isinstance(origin, dict) else None
 
 
 def _medusa_63() -> StaticTree:

@@ -24,7 +24,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 
 SCHEMA_VERSION = 1
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -48,12 +48,16 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
 
 
 def load_head(path: Path, target: Target) -> DraftHead:
-    """Return the head in the folder `path`, fp32, on the target's device.
+    """Return the head in the folder `path`, fp32, on the target's device: a checkpoint, or a published EAGLE-1 head.
 
-    Raises UserError for a folder that is no checkpoint, is damaged, or belongs to another target.
+    Raises UserError for a folder that is neither, is damaged, or belongs to another target.
     """
     path = Path(path)
     config = read_config(path)
+    if not config.keys() & {"schema_version", "method"}:
+        from draftsmith.heads.eagle1_layouts import load_eagle1_directory  # imports this file
+
+        return load_eagle1_directory(path, target)
     if config.get("schema_version") != SCHEMA_VERSION or "method" not in config:
         raise UserError(
             f"{path / CONFIG} is not a draftsmith checkpoint of schema version {SCHEMA_VERSION}: give the folder that "
@@ -64,6 +68,11 @@ def load_head(path: Path, target: Target) -> DraftHead:
     head = find_method(config["method"]).load(config, target, tensors.get("draft_vocab"))
     fill(head, tensors, path / WEIGHTS)
     return head
+
+
+def weights_file(folder: Path) -> Path | None:
+    """Return the file with a head's weights, safetensors before a pickle; None where there is neither."""
+    return next((folder / name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()), None)
 
 
 def describe_target(target: Target) -> dict[str, Any]:
@@ -95,8 +104,11 @@ def check_target(path: Path, trained_for: Mapping[str, Any], target: Target) -> 
         )
 
 
-def fill(head: DraftHead, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Put `tensors` into `head`, floats as fp32; UserError for missing, surplus or misshapen ones.
+def fill(
+    head: DraftHead, tensors: Mapping[str, Tensor], source: Path, remedy: str = "export or train it again"
+) -> None:
+    """Put `tensors` into `head`, floats as fp32; UserError, which ends in `remedy`, for missing, surplus or misshapen
+    ones.
 
     Only the embedding may be missing (the head then keeps the target's). Parameters are replaced, never written
     into: the embedding shares the target's memory.
@@ -106,12 +118,12 @@ def fill(head: DraftHead, tensors: Mapping[str, Tensor], source: Path) -> None:
     surplus = [name for name in tensors if name not in expected]
     if missing or surplus:
         what = f"lacks the tensor {missing[0]}" if missing else f"holds the unknown tensor {surplus[0]}"
-        raise UserError(f"{source} {what}: it is incomplete or of another version; export or train it again.")
+        raise UserError(f"{source} {what}: it is incomplete or of another version; {remedy}.")
     for name, value in tensors.items():
         if value.shape != expected[name].shape:
             raise UserError(
                 f"{source}: tensor {name} has shape {list(value.shape)}, but its configuration says "
-                f"{list(expected[name].shape)}; export or train it again."
+                f"{list(expected[name].shape)}; {remedy}."
             )
     floats = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     head.load_state_dict(floats, strict=False, assign=True)

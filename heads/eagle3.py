@@ -3,39 +3,30 @@
 Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test"
 (2025), sections 3.1-3.2; the switches of EAGLE-3.1 follow vLLM's `llama_eagle3.py`.
 
-Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H hidden (draft and
-target alike), A aux layers, V target vocab, W draft vocab, N query heads, G key/value heads, D head size, S cached keys.
+Shapes: B batch rows, n tokens, H hidden (draft and target alike), A aux layers, V target vocab, W draft vocab.
 
-Row t at step k sees the token x_{t+1+k} and a hidden state (k = 0: the fused aux streams of position t; else its
-own output of step k-1), stands at RoPE position t+k, and predicts x_{t+2+k}.
+Rows and steps are those of heads/eagle_base.py; the hidden state of step 0 is the fused aux streams of position t.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from functools import reduce
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
-from draftsmith.heads.eagle3_layer import Eagle3Layer, Rotary, rotate
+from draftsmith.heads.eagle3_layer import Eagle3Layer
 from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.eagle_base import EagleHead
+from draftsmith.heads.eagle_layer import RMSNorm, Rotary
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.target import Target
-from draftsmith.heads.ttt_attention import plan_rows, ttt_attention
 
-__all__ = ["CacheUpdate", "Eagle3Head", "Eagle3Options", "build", "load"]
-
-CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+__all__ = ["Eagle3Head", "Eagle3Options", "build", "load"]
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(EagleHead):
     """The EAGLE-3 drafter. Parameters carry the names of the flat EAGLE-3 layout (see contracts.py).
 
     embedding: [V, H] the target's raw input embedding, shared and frozen. draft_vocab: [W] sorted target ids, or
@@ -60,45 +51,19 @@ class Eagle3Head(DraftHead):
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
-        self.input_norm = LlamaRMSNorm(A * H, eps=eps) if options.norm_before_fc else None
-        self.fc_norm = nn.ModuleList(LlamaRMSNorm(H, eps=eps) for _ in layer_ids) if options.fc_norm else None
+        self.input_norm = RMSNorm(A * H, eps=eps) if options.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(H, eps=eps) for _ in layer_ids) if options.fc_norm else None
         self.fc = nn.Linear(A * H, H, bias=False)
         self.layers = nn.ModuleList([Eagle3Layer(config, options.norm_before_residual)])
-        self.norm = LlamaRMSNorm(H, eps=eps)
+        self.norm = RMSNorm(H, eps=eps)
         self.lm_head = nn.Linear(H, config.vocab_size if draft_vocab is None else len(draft_vocab), bias=False)
         self.lm_head.requires_grad_(options.train_lm_head)
         self.rotary_emb = Rotary(config)
         self.register_buffer("draft_vocab", draft_vocab)
 
-    def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
-        """Run the training-time test: `num_steps` steps of logits [R_k, W], only on the rows that count.
-
-        rows: one bool [B, L] mask per step instead of rule 1 (for comparisons with other trainers).
-        Everything after the keys of step 0 is computed on the union of all steps' rows alone.
-        """
-        masks = list(islice(iterate_supervised_rows(batch), num_steps) if rows is None else rows)
-        assert len(masks) == num_steps
-        plan = plan_rows(batch.document, reduce(torch.logical_or, masks))
-        fused_BLH = self.fuse(batch.aux)
-        k_BLGD, v_BLGD = self._root_keys(batch, fused_BLH)
-        hidden_RH = fused_BLH.flatten(0, 1)[plan.rows]
-        position_1R = batch.position.flatten()[plan.rows][None]
-        own_k, own_v = (x.new_empty(0, len(plan.rows), *x.shape[2:]) for x in (k_BLGD, v_BLGD))
-        steps = []
-        for step, mask in enumerate(masks):
-            tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[plan.rows]
-            x, residual = self._layer.enter(self._embed(tokens_R), hidden_RH)
-            q = self._layer.self_attn.query(x)
-            cos, sin = (y[0] for y in self.rotary_emb(q, position_1R + step))
-            if step:
-                k, v = self._layer.self_attn.key_value(x)
-                own_k, own_v = torch.cat([own_k, rotate(k, cos, sin)[None]]), torch.cat([own_v, v[None]])
-            attended = ttt_attention(rotate(q, cos, sin), k_BLGD, v_BLGD, own_k, own_v, plan, self.head_dim**-0.5)
-            out_RH = self._layer.leave(attended, residual)
-            hidden_RH = self.feedback(out_RH)
-            counted = mask.flatten()[plan.rows].nonzero().flatten()
-            steps.append(StepOutput(step, plan.rows[counted], self.logits(out_RH[counted])))
-        return HeadOutput(tuple(steps))
+    def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+        """The fused aux streams; the last states are not read."""
+        return self.fuse(aux)
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Aux streams [B, n, A*H] -> the hidden state of step 0, [B, n, H]."""
@@ -111,22 +76,11 @@ class Eagle3Head(DraftHead):
             )
         return self.fc(aux)
 
-    def layer(
-        self, tokens: Tensor, hidden: Tensor, position_ids: Tensor, update: CacheUpdate, mask: Tensor | None
-    ) -> Tensor:
-        """One decoding call: tokens [B, n] (x_{i+1} of row i), hidden [B, n, H], position_ids [B, n] (i) -> [B, n, H].
-
-        update(k [B, G, n, D], v) stores this call's keys and values and returns all of them, [B, G, S, D] each.
-        mask: bool [B, 1, n, S], True where a row may look, or None for everywhere. The result is the layer's
-        output before the final norm: pass it to `logits` and to `feedback`.
-        """
-        x, residual = self._layer.enter(self._embed(tokens), hidden)
-        q, (k, v) = self._layer.self_attn.query(x), self._layer.self_attn.key_value(x)
-        cos, sin = self.rotary_emb(q, position_ids)
-        all_k, all_v = update(rotate(k, cos, sin).transpose(1, 2), v.transpose(1, 2))
-        q = rotate(q, cos, sin).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=mask, enable_gqa=True)
-        return self._layer.leave(attended.transpose(1, 2), residual)
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
+        layer = self._layer
+        assert isinstance(layer, Eagle3Layer)
+        return layer.enter(embedded, hidden)
 
     def logits(self, out: Tensor) -> Tensor:
         """The layer's output [..., H] -> draft logits [..., W]."""
@@ -139,21 +93,6 @@ class Eagle3Head(DraftHead):
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
-
-    def _root_keys(self, batch: TrainBatch, fused_BLH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotated keys and the values of step 0, [B, L, G, D] each, for all rows."""
-        x, _ = self._layer.enter(self._embed(shift_left(batch.ids, 1, 0)), fused_BLH)
-        k, v = self._layer.self_attn.key_value(x)
-        return rotate(k, *self.rotary_emb(k, batch.position)), v
-
-    @property
-    def _layer(self) -> Eagle3Layer:
-        layer = self.layers[0]
-        assert isinstance(layer, Eagle3Layer)
-        return layer
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        return self.embed_tokens(tokens).to(self.fc.weight.dtype)
 
 
 def build(options: Eagle3Options, target: Target, draft_vocab: Tensor | None) -> Eagle3Head:

@@ -67,13 +67,17 @@ def layouts_for(method: str) -> list[str]:
 
 
 def default_layout(method: str) -> str:
-    """Return the layout that heads of `method` are exported to unless another is asked for."""
-    return layouts_for(method)[0]
+    """Return the layout that heads of `method` are exported to unless another is asked for. Raises UserError where there
+    is none."""
+    if not (names := layouts_for(method)):
+        raise UserError(f"{method} heads cannot be exported yet: export one of another method.")
+    return names[0]
 
 
 def find_layout(layout: str, method: str) -> Layout:
     """Return the layout of that name. Raises UserError for an unknown one and for one of another method."""
     if layout not in LAYOUTS or LAYOUTS[layout].method != method:
+        default_layout(method)  # says so where there is none
         what = f"holds {LAYOUTS[layout].method} heads, not {method}" if layout in LAYOUTS else "is unknown"
         raise UserError(f"export.layout is {layout!r}, which {what}: choose one of {', '.join(layouts_for(method))}.")
     return LAYOUTS[layout]

@@ -7,16 +7,17 @@ Shapes: B rows, K drafted tokens (heads used), N nodes, H target hidden, V targe
 import torch
 from torch import Tensor
 
-from draftsmith.eval.draft import DecodeState, Draft
+from draftsmith.eval.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.growth import child_uniforms, growth
 from draftsmith.eval.noise import DRAFT, uniforms
-from draftsmith.eval.sampling import draw, law
+from draftsmith.eval.sampling import draw, draw_children, law
 from draftsmith.eval.trees import StaticTree
 from draftsmith.heads.medusa import MedusaHead
 
 
 class MedusaDrafter:
     """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
-    likely tokens of each head.
+    likely tokens of each head, or (drawn) of tokens sampled from it without replacement.
 
     num_speculative_tokens: heads used. tree: at most that deep. greedy_drafts: a chain of argmaxes at every
     temperature (as vLLM drafts).
@@ -31,18 +32,23 @@ class MedusaDrafter:
         num_speculative_tokens: int,
         *,
         tree: StaticTree | None = None,
+        drawn: bool = False,
         greedy_drafts: bool = False,
     ) -> None:
+        assert tree is not None or not drawn
         assert 1 <= num_speculative_tokens <= head.options.num_heads
         assert tree is None or tree.depth <= num_speculative_tokens
         self.head = head.eval()
         self.num_speculative_tokens = num_speculative_tokens
-        self.tree = tree
+        self.tree, self.drawn = tree, drawn
         self.max_nodes = 1 + (num_speculative_tokens if tree is None else len(tree.choices))
         self.greedy_drafts = greedy_drafts
 
     def start(self, rows: int, capacity: int) -> None:
         """Nothing to keep."""
+
+    def admit(self, prompts: Prompts) -> None:
+        """Nothing to read."""
 
     def select(self, rows: Tensor) -> None:
         """Nothing to keep."""
@@ -51,7 +57,7 @@ class MedusaDrafter:
     def propose(self, state: DecodeState) -> Draft:
         """Draft no deeper than any row may still emit."""
         depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
-        depth = min(depth, max(1, int(state.limit_B.max())))
+        depth = min(depth, state.room)
         rows = torch.arange(len(state.root_B), device=state.root_B.device)
         last_BH = state.fresh.last_BnD[rows, (state.fresh.count_B - 1).clamp(min=0)]
         logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
@@ -66,7 +72,21 @@ class MedusaDrafter:
         return Draft.chain(state.root_B, drafted_BK, count_B, laws_BKV)
 
     def _tree(self, state: DecodeState, logits_BKV: Tensor, tree: StaticTree) -> Draft:
-        best_BKR = logits_BKV.topk(min(tree.ranks, logits_BKV.shape[-1]), -1).indices
         shape = tree.on(logits_BKV.device)
+        if self.drawn and not state.sampling.greedy:
+            return self._drawn(state, law(logits_BKV, state.sampling), tree)
+        best_BKR = logits_BKV.topk(min(tree.ranks, logits_BKV.shape[-1]), -1).indices
         drafted_BN = best_BKR[:, shape.depth_N[1:] - 1, shape.rank_N[1:]]
         return Draft.static(state.root_B, drafted_BN, tree, state.limit_B)
+
+    def _drawn(self, state: DecodeState, laws_BKV: Tensor, tree: StaticTree) -> Draft:
+        """Draw each node's children anew from the law of their depth."""
+        plan, shape = growth(tree, laws_BKV.device), tree.on(laws_BKV.device)
+        inner_BTV = laws_BKV[:, shape.depth_N[plan.inner_T]]
+        child_BTC = draw_children(inner_BTV, child_uniforms(state, tree, plan, plan.inner_T))
+        first, drafted = 0, []
+        for level in plan.levels:
+            drafted.append(child_BTC[:, first + level.parent_n, level.sibling_n])
+            first += int(level.parent_n.max()) + 1
+        draft = Draft.static(state.root_B, torch.cat(drafted, 1), tree, state.limit_B)
+        return draft.drawn_from(inner_BTV[:, plan.law_M], None)

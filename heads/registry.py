@@ -30,16 +30,17 @@ class Load(Protocol):
 class Method:
     """Where a drafter lives: `module` has `build` and `load`, the other two are "module:name".
 
-    launcher is the file in train/ that `accelerate launch` starts. drafter names what proposes with the head when
-    decoding: a callable (head, num_speculative_tokens) -> Drafter, which also takes tree=StaticTree where static_trees
-    says so.
+    launcher is the file in train/ that `accelerate launch` starts, "" where training is not built yet. drafter names
+    what proposes with the head when decoding: a callable (head, num_speculative_tokens) -> Drafter, which also takes
+    tree= and drawn= for the kinds of trees that `trees` names: static (children are the most likely tokens), drawn (a
+    static tree whose children are drawn from the head's law) and dynamic.
     """
 
     module: str
     options_path: str
     drafter_path: str | None = None
     launcher: str = ""
-    static_trees: bool = False
+    trees: frozenset[str] = frozenset()
 
     @property
     def options(self) -> type:
@@ -62,20 +63,30 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
+    "eagle1": Method(
+        "draftsmith.heads.eagle1",
+        "draftsmith.heads.eagle1_options:Eagle1Options",
+        "draftsmith.heads.eagle_drafter:EagleDrafter",
+        trees=frozenset({"static", "drawn", "dynamic"}),
+    ),
     "eagle3": Method(
         "draftsmith.heads.eagle3",
         "draftsmith.heads.eagle3_options:Eagle3Options",
-        "draftsmith.heads.eagle3_drafter:Eagle3Drafter",
+        "draftsmith.heads.eagle_drafter:EagleDrafter",
         "eagle.py",
+        trees=frozenset({"static", "drawn", "dynamic"}),
     ),
     "medusa": Method(
         "draftsmith.heads.medusa",
         "draftsmith.heads.medusa_options:MedusaOptions",
         "draftsmith.heads.medusa_drafter:MedusaDrafter",
         "medusa.py",
-        static_trees=True,
+        trees=frozenset({"static", "drawn"}),
     ),
 }
+
+TRAINED = tuple(name for name, method in METHODS.items() if method.launcher)
+"""The methods that recipes may name."""
 
 
 def find_method(name: str) -> Method:

@@ -30,6 +30,46 @@ _SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 16, "sliding_window_pattern": 4}),
     "mistral": ("mistral", {"sliding_window": 8}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    # Caches compressed keys and values (MLA), which differ in size.
+    "deepseek": (
+        "deepseek_v3",
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 32,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    # Its last layers use the keys and values of earlier ones.
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            "sliding_window": 8,
+            "num_kv_shared_layers": 2,
+            "vocab_size_per_layer_input": 160,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 4.0}),
 }
@@ -41,7 +81,7 @@ def tiny_model(kind: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel
     config = AutoConfig.for_model(model_type, **{**_COMMON, **special, **overrides})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        attention = "eager" if kind == "gemma2" else "sdpa"  # transformers refuses Gemma-2 with sdpa
+        attention = "eager" if kind in ("gemma2", "gpt_oss") else "sdpa"  # transformers refuses sdpa for these
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if "norm" in name:  # all ones would hide a norm that is applied once too often

@@ -109,6 +109,9 @@ def make_workplace(folder: Path) -> None:
     model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
     model.save_pretrained(folder / "models" / "my-model")
     tokenizer.save_pretrained(folder / "models" / "my-model")
+    small = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
+    small.save_pretrained(folder / "models" / "my-small-model")
+    tokenizer.save_pretrained(folder / "models" / "my-small-model")
     for name, count in (("conversations", 48), ("prompts", 4)):
         rows = [
             {
@@ -205,7 +208,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     # How exactly a step is timed says nothing about a page.
-    monkeypatch.setattr("draftsmith.evaluation.measure_costs", partial(measure_costs, repeats=1))
+    monkeypatch.setattr("draftsmith.evaluator.measure_costs", partial(measure_costs, repeats=1))
     make_workplace(tmp_path)
     write_files(page, tmp_path)
     told = ""

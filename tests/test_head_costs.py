@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.head_costs import HeadCost, activation_bytes, head_cost, parameter_bytes
-from draftsmith.heads import causal_kernels, eagle3
+from draftsmith.heads import causal_kernels, eagle_base
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.losses import LossSpec, head_loss
@@ -69,7 +69,7 @@ def _attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(causal_kernels, "_cpu_forward", narrow)
     monkeypatch.setattr(causal_kernels, "_cpu_backward", wide)
-    monkeypatch.setattr(eagle3, "ttt_attention", attention)
+    monkeypatch.setattr(eagle_base, "ttt_attention", attention)
 
 
 @pytest.fixture(params=CASES, name="case")

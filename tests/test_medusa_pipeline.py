@@ -1,4 +1,4 @@
-"""Medusa from data to export beside an EAGLE-3 head, on the same answers and hidden states."""
+"""Medusa from data to export beside an EAGLE-3 head and the baselines, on the same answers and hidden states."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,8 @@ from draftsmith.data.features import FeatureStore
 from draftsmith.eval.result import read_result
 from draftsmith.heads.export import LAYOUTS
 from draftsmith.heads.target import load_target
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -42,10 +44,17 @@ def medusa(workplace: Path, run: Path, *words: str) -> list[str]:
 def finished(workplace: Path, eagle: Path) -> Path:
     """Every stage of Medusa on EAGLE-3's answers and hidden states, measured beside EAGLE-3."""
     run = workplace / "finished"
+    bush = str(workplace / "bush.json")
     (workplace / "bush.json").write_text(json.dumps({"choices": TREE}))
-    drafts = [{"tree": "chain"}, {"tree": str(workplace / "bush.json")}]
-    drafts.append({"tree": str(workplace / "bush.json"), "acceptance": "typical"})
+    drafts = [{"tree": "chain"}, {"tree": bush}, {"tree": bush, "children": "drawn"}]
+    drafts += [{"tree": bush, "acceptance": "typical"}, {"tree": "dynamic", "depth": 3, "total_tokens": 12}]
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer) + 8).save_pretrained(workplace / "small")
+    tokenizer.save_pretrained(workplace / "small")
+    baselines = [{"kind": "prompt_lookup"}, {"kind": "draft_model", "path": str(workplace / "small")}]
     words = ["--data_dir", str(eagle), "--evaluate.drafts", json.dumps(drafts), "--evaluate.beside.eagle3", str(eagle)]
+    words += ["--evaluate.baselines", json.dumps(baselines), "--evaluate.min_p", "0.02"]
+    words += ["--evaluate.repeats", "1", "--evaluate.max_new_tokens", "12", "--evaluate.generate", "false"]
     assert main(["run", *medusa(workplace, run, *words)]) == 0
     return run
 
@@ -59,24 +68,44 @@ def test_answers_and_hidden_states_are_shared(workplace: Path, eagle: Path, fini
 
 def test_all_drafters_are_measured_in_one_run(finished: Path) -> None:
     greedy = read_result(finished / "evaluation" / "t0" / "result.json").drafters
-    assert list(greedy) == ["medusa", "medusa bush", "eagle3"], "at temperature 0 the typical rule is the exact one"
+    dynamic = "eagle3 dynamic 3x8, 12 tokens"
+    chains, trees, baselines = (
+        ["medusa", "eagle3"],
+        ["medusa bush", "eagle3 bush"],
+        ["prompt lookup", "draft model small"],
+    )
+    assert set(greedy) == {*chains, *trees, *baselines, dynamic}, "at temperature 0 the others would repeat these"
     for name, drafter in greedy.items():
         m = drafter.overall
         assert m.lossless is not None
         assert m.lossless.equal == m.lossless.checked == 4
-        assert m.tau == pytest.approx(m.tau_simulated, abs=1e-9), name
+        if name == dynamic:
+            assert m.tau_simulated is None
+            assert (m.tau or 0) >= 1
+        else:
+            assert m.tau == pytest.approx(m.tau_simulated, abs=1e-9), name
+            assert m.lossless.tau == pytest.approx(m.lossless.tau_simulated, abs=1e-9), name
         assert m.speedup is not None
         assert m.ms_per_round is not None
     assert (greedy["medusa bush"].overall.tau or 0) >= (greedy["medusa"].overall.tau or 9)
     sampled = read_result(finished / "evaluation" / "t1" / "result.json")
-    assert list(sampled.drafters) == ["medusa", "medusa bush", "medusa bush, typical (lossy)", "eagle3"]
+    ways = ["", " bush", " bush, drawn", " bush, typical (lossy)"]
+    medusas, eagles = ([f"{name}{way}" for way in ways] for name in ("medusa", "eagle3"))
+    assert list(sampled.drafters) == [*medusas, *eagles, dynamic, *baselines]
+    assert (sampled.settings.min_p, sampled.settings.repetition_penalty) == (0.02, None)
     draft = sampled.drafters["medusa bush"].draft
     assert draft is not None
     assert (draft.method, draft.num_speculative_tokens, draft.nodes, draft.tree) == ("medusa", 3, 7, "bush")
     assert sampled.costs is not None
     assert sampled.costs.nodes["medusa bush"] == {"1": 4, "2": 7, "3": 8}
-    for m in (sampled.drafters["medusa bush"].overall, *sampled.drafters["medusa bush"].slices.values()):
-        assert m.tau == pytest.approx(m.tau_simulated), "given the text, a tree's acceptance is certain"
+    for name in (*trees, "prompt lookup"):
+        for m in (sampled.drafters[name].overall, *sampled.drafters[name].slices.values()):
+            assert m.tau == pytest.approx(m.tau_simulated), "given the text, acceptance is certain"
+    for name in ("medusa bush, drawn", "eagle3 bush, drawn", dynamic):
+        m = sampled.drafters[name].overall
+        assert (m.tau_simulated, m.k_sweep) == (None, None)
+        assert m.ideal_speedup is not None
+    assert sampled.drafters["prompt lookup"].overall.ideal_speedup is None
     points = sampled.drafters["medusa"].overall.k_sweep or ()
     assert [p.num_speculative_tokens for p in points] == [1, 2, 3], "three heads draft no further"
 
@@ -134,6 +163,10 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
         (["--evaluate.drafts", "[{tree: medusa_63}]"], "is 4 deep but medusa has 3 heads"),
         (["--evaluate.drafts", "[]"], "evaluate.drafts"),
         (["--evaluate.drafts", "[{tree: chain}, {tree: chain}]"], "named twice"),
+        (["--evaluate.drafts", "[{tree: chain}, {tree: dynamic}]"], "none of the heads (medusa) drafts dynamic trees"),
+        (["--evaluate.drafts", "[{tree: dynamic}]"], "names only trees that medusa heads do not draft"),
+        (["--evaluate.baselines", "[{kind: draft_model, path: nowhere}]"], "nowhere, but there is no such folder"),
+        (["--evaluate.baselines", "[{kind: draft_model, path: {work}/target}]"], "as its own draft model"),
         (["--evaluate.drafts", "[{tree: chain, epsilon: 2}]"], "epsilon is 2"),
         (["--evaluate.beside.other", "nowhere"], "evaluate.beside.other: there is no trained head in nowhere"),
         (["--evaluate.beside.medusa", "{eagle}"], "the name of the run's own"),
@@ -152,20 +185,10 @@ def test_mistakes_are_named_and_change_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = digests(finished)
-    given = [word.format(eagle=eagle) if "{eagle}" in word else word for word in words]
+    given = [word.replace("{eagle}", str(eagle)).replace("{work}", str(workplace)) for word in words]
     assert main(["run", *medusa(workplace, finished, "--data_dir", str(eagle), *given)]) == 2
     assert message in capsys.readouterr().err
     assert digests(finished) == before
-
-
-def test_a_tree_that_no_head_drafts_is_refused(
-    workplace: Path, eagle: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--evaluate.drafts", "[{tree: chain}, {tree: medusa_63}]"]
-    assert main(["evaluate", *options(workplace, eagle), *words]) == 2
-    assert "names the tree medusa_63, but none of the heads (eagle3) drafts trees" in capsys.readouterr().err
-    assert main(["evaluate", *options(workplace, eagle), "--evaluate.drafts", "[{tree: medusa_63}]"]) == 2
-    assert "eagle3 heads draft chains: add chain" in capsys.readouterr().err
 
 
 def test_inspect_shows_the_recipes_own_answers_or_the_data(

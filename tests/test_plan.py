@@ -98,12 +98,11 @@ def test_a_tied_embedding_counts_once() -> None:
 
 def test_a_cached_token_takes_the_bytes_foretold() -> None:
     t = target()
-    cache = KVCache(t.num_layers, 4, 48)
+    cache = KVCache.for_target(t, 4, 48)
     ids = torch.randint(3, 160, (4, 5))
     run_draft(t, cache, Draft.chain(ids[:, 0], ids[:, 1:]))
-    buffers = [b for layer in cache.layers for b in (layer.buffer.keys, layer.buffer.values)]
     made = plan(t)
-    assert sum(b.numel() * b.element_size() for b in buffers) == 4 * 48 * made.target.kv_bytes
+    assert sum(b.numel() * b.element_size() for b in cache.buffers.values()) == 4 * 48 * made.target.kv_bytes
     assert made.answer_bytes == made.target.weight_bytes + 4 * 48 * made.target.kv_bytes
 
 

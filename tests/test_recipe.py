@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.errors import UserError
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.trees import DynamicTree
 from draftsmith.heads.registry import METHODS
 from draftsmith.recipe_file import parse_recipe
 
@@ -55,6 +57,7 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
         ("train:\n  precision: fp4\n", "precision"),
         ("train:\n  loss:\n    kind: mse\n", "kind"),
         ("method: medusaa\n", "medusaa"),
+        ("method: eagle1\n", "'eagle1', but training such heads is not built yet"),
         ("train:\n  warmup: 2.0\n", "train.warmup"),
         ("evaluate:\n  num_speculative_tokens: 20\n", "evaluate.num_speculative_tokens"),
         ("- a\n- b\n", "not a mapping"),
@@ -85,11 +88,82 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
         (["--recipe", TINY, "--data.limit", "1.5"], "data.limit is '1.5', which is not a whole number or null"),
         (["--recipe", TINY, "--data.sources", "a.jsonl"], "data.sources is 'a.jsonl', which is not a list"),
         (["--recipe", TINY, "--train.optimizer", "sgd"], r"not one of \['adamw', 'muon'\]"),
+        (["--recipe", TINY, "--answers.repetition_penalty", "0"], r"answers\.repetition_penalty is 0\.0"),
+        (["--recipe", TINY, "--evaluate.min_p", "2"], r"evaluate\.min_p is 2\.0"),
+        (["--recipe", TINY, "--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperature is -1\.0"),
+        (
+            ["--recipe", TINY, "--evaluate.baselines", "[{knd: x}]"],
+            r"evaluate\.baselines\": Option 'knd' is not accepted",
+        ),
+        (["--recipe", TINY, "--evaluate.baselines", "prompt_lookup"], "is 'prompt_lookup', which is not a list"),
     ],
 )
 def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         parse_recipe(words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("drafts", "{tree: chain, depth: 3}", "tree chain: depth is 3: only a dynamic tree takes it"),
+        ("drafts", "{tree: medusa_63, branching: 3}", "branching is 3: only a dynamic tree takes it"),
+        ("drafts", "{tree: medusa_63, total_tokens: 9}", "total_tokens is 9: only a dynamic tree takes it"),
+        ("drafts", "{tree: dynamic, depth: 0}", "depth is 0: it must be at least 1, or null"),
+        ("drafts", "{tree: dynamic, total_tokens: 1}", "total_tokens is 1: it must be at least 2, or null"),
+        ("drafts", "{tree: dynamic, children: drawn}", "children is 'drawn': only a static tree takes it"),
+        ("drafts", "{tree: chain, children: likely}", "children is 'likely': only a static tree takes it"),
+        ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
+        ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),
+        ("baselines", "{kind: ngram}", "kind is 'ngram': choose prompt_lookup or draft_model"),
+        ("baselines", "{max_ngram: 2}", "kind is '': choose prompt_lookup or draft_model"),
+        ("baselines", "{kind: prompt_lookup, path: x}", "path is 'x': only a draft_model takes it"),
+        ("baselines", "{kind: prompt_lookup, max_ngram: 0}", "max_ngram is 0: it must be at least 1, or null"),
+        ("baselines", "{kind: draft_model}", "path is None: name the folder of the draft model"),
+        ("baselines", "{kind: draft_model, path: x, max_ngram: 2}", "max_ngram is 2: only prompt_lookup takes it"),
+        ("baselines", "{kind: prompt_lookup}, {kind: prompt_lookup}", "the same one is named twice"),
+    ],
+)
+def test_ways_to_draft_take_their_own_keys_only(key: str, value: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        parse_recipe(["--recipe", TINY, f"--evaluate.{key}", f"[{value}]"])
+    assert f"evaluate.{key}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ways_to_draft_reach_the_evaluation() -> None:
+    drafts = "[{tree: dynamic}, {tree: dynamic, depth: 3, branching: 4, total_tokens: 20}, {tree: medusa_63, children: drawn}]"
+    baselines = "[{kind: prompt_lookup, max_ngram: 4}, {kind: draft_model, path: small}]"
+    words = ["--evaluate.min_p", "0.1", "--evaluate.repetition_penalty", "1.2", "--answers.min_p", "0.3"]
+    recipe = parse_recipe(["--recipe", TINY, "--evaluate.drafts", drafts, "--evaluate.baselines", baselines, *words])
+    spec = recipe.evaluate
+    assert [draft.load() for draft in spec.drafts[:2]] == [DynamicTree(6, 8, 60), DynamicTree(3, 4, 20)]
+    assert [draft.drawn for draft in spec.drafts] == [False, False, True]
+    assert [(b.kind, b.path, b.max_ngram) for b in spec.baselines] == [
+        ("prompt_lookup", None, 4),
+        ("draft_model", "small", None),
+    ]
+    assert spec.sampling(0.5) == Sampling(0.5, min_p=0.1, repetition_penalty=1.2)
+    assert recipe.answers.sampling.min_p == 0.3
+
+
+def test_keys_that_change_nothing_leave_finished_stages_valid() -> None:
+    """What was made before there were such keys is still known as made with these settings."""
+    plain = parse_recipe(["--recipe", TINY])
+    assert not {"min_p", "repetition_penalty"} & (plain.answers.inputs.keys() | plain.evaluate.inputs.keys())
+    assert set(plain.evaluate.inputs["drafts"][0]) == {"tree", "acceptance", "epsilon", "delta"}
+    words = [
+        "--answers.min_p",
+        "0.3",
+        "--evaluate.repetition_penalty",
+        "1.2",
+        "--evaluate.drafts",
+        "[{tree: dynamic, depth: 3}]",
+    ]
+    other = parse_recipe(["--recipe", TINY, *words])
+    assert other.answers.inputs["min_p"] == 0.3
+    assert other.evaluate.inputs["repetition_penalty"] == 1.2
+    assert other.evaluate.inputs["drafts"][0]["depth"] == 3
 
 
 def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from draftsmith.data.extract import compute_features
 from draftsmith.data.packing import collate
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import Request, decode_batch
-from draftsmith.eval.draft import DecodeState, Draft, TargetAlone
+from draftsmith.eval.draft import TargetAlone
+from draftsmith.eval.known_acceptance import KnownAcceptance
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations, to_sample
+from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle3 import Eagle3Head, build
-from draftsmith.heads.eagle3_drafter import Eagle3Drafter
 from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.eagle_drafter import EagleDrafter
 from draftsmith.heads.target import Target
 from tests.models import KINDS, tiny_model
 
@@ -27,35 +30,14 @@ NEW_TOKENS = 24
 GREEDY = Sampling()
 
 
-class KnownText:
-    """Drafts a known continuation, with some tokens spoiled: a drafter of known acceptance."""
-
-    name = "known text"
-    layer_ids: tuple[int, ...] = ()
-    max_nodes = 5
-    num_speculative_tokens = 4
-
-    def __init__(self, texts: list[list[int]], rate: float) -> None:
-        self.texts, self.rate = texts, rate
-
-    def start(self, rows: int, capacity: int) -> None:
-        self.rows = list(range(rows))
-        self.generator = torch.Generator().manual_seed(1)
-
-    def select(self, rows: Tensor) -> None:
-        self.rows = [self.rows[i] for i in rows.tolist()]
-
-    def propose(self, state: DecodeState) -> Draft:
-        known = [
-            (self.texts[r] + [0] * 8)[n + 1 : n + 5] for r, n in zip(self.rows, state.length_B.tolist(), strict=True)
-        ]
-        drafted = torch.tensor(known)
-        spoiled = torch.rand(drafted.shape, generator=self.generator) > self.rate
-        return Draft.chain(state.root_B, torch.where(spoiled, (drafted + 1) % 150, drafted), state.limit_B.clamp(0, 4))
-
-
 def make_target(kind: str = "llama", **overrides: object) -> Target:
     return Target(tiny_model(kind, **overrides), path="tiny", fingerprint="0")
+
+
+def known(target: Target, requests: list[Request], alpha: float) -> KnownAcceptance:
+    """Drafts of four tokens, each right with probability `alpha`."""
+    alone = decode_batch(target, TargetAlone(), requests, GREEDY).generations
+    return KnownAcceptance({g.request.prompt_ids: g.output_ids for g in alone}, alpha, 4, target.vocab_size)
 
 
 def make_requests(count: int = 4, new_tokens: int = NEW_TOKENS) -> list[Request]:
@@ -73,31 +55,9 @@ def test_greedy_equals_generate_alone_batched_and_drafted(kind: str) -> None:
         ids = torch.tensor([generation.request.prompt_ids])
         expected = target.model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
         assert generation.output_ids == expected[0, ids.shape[1] :].tolist()
-    texts = [[*g.request.prompt_ids, *g.output_ids] for g in alone]
-    drafted = decode_batch(target, KnownText(texts, 0.7), requests, Sampling()).generations
+    drafted = decode_batch(target, known(target, requests, 0.7), requests, Sampling()).generations
     assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
     assert sum(len(g.rounds) for g in drafted) < 0.7 * sum(len(g.rounds) for g in alone)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_cache_equals_a_fresh_prefill_after_every_round(kind: str) -> None:
-    """The states that a drafter is shown are those of a plain forward over the committed text."""
-    target, requests = make_target(kind), make_requests(2)
-    seen: dict[int, list[Tensor]] = {0: [], 1: []}
-
-    class Spy(KnownText):
-        def propose(self, state: DecodeState) -> Draft:
-            for place, row in enumerate(self.rows):
-                seen[row].append(state.fresh.last_BnD[place, : int(state.fresh.count_B[place])])
-            return super().propose(state)
-
-    alone = decode_batch(target, TargetAlone(), requests, Sampling()).generations
-    texts = [[*g.request.prompt_ids, *g.output_ids] for g in alone]
-    decode_batch(target, Spy(texts, 0.6), requests, Sampling())
-    for row, text in enumerate(texts):
-        states = torch.cat(seen[row])
-        plain = target.forward(torch.tensor([text])).last[0]
-        torch.testing.assert_close(states, plain[: len(states)], atol=2e-5, rtol=1e-4)
 
 
 def test_sampled_text_does_not_depend_on_the_batch() -> None:
@@ -147,7 +107,7 @@ def test_eagle3_is_lossless_and_simulated_exactly_at_temperature_0(flags: tuple[
     for start in range(0, 6, batch):
         group = requests[start : start + batch]
         alone = decode_batch(target, TargetAlone(), group, GREEDY).generations
-        found = decode_batch(target, Eagle3Drafter(head, 4), group, GREEDY).generations
+        found = decode_batch(target, EagleDrafter(head, 4), group, GREEDY).generations
         assert [g.output_ids for g in found] == [g.output_ids for g in alone]
         drafted += found
     decoded = total([tally_generation(g, 4) for g in drafted], 4)
@@ -161,22 +121,30 @@ def test_eagle3_is_lossless_and_simulated_exactly_at_temperature_0(flags: tuple[
     assert decoded.drafted == simulated.drafted
 
 
-class WrongRotation(Eagle3Drafter):
+class WrongRotation(EagleDrafter):
     """Draft steps stand one position too far."""
 
-    def _layer(self, tokens: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
-        return super()._layer(tokens, hidden, position + (hidden.shape[1] == 1))
+    shift = 0
+
+    def _grow(self, *arguments: Any) -> Tensor:
+        self.shift = 1
+        out = super()._grow(*arguments)
+        self.shift = 0
+        return out
+
+    def _positions(self, base_B: Tensor, first: int, count: int) -> Any:
+        return super()._positions(base_B + self.shift, first + self.shift, count)
 
 
-class LostFeedback(Eagle3Drafter):
+class LostFeedback(EagleDrafter):
     """Draft steps see no hidden state."""
 
-    def _layer(self, tokens: Tensor, hidden: Tensor, position: Tensor) -> Tensor:
-        return super()._layer(tokens, hidden * (hidden.shape[1] > 1), position)
+    def _grow(self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor) -> Tensor:
+        return super()._grow(length_B, tokens_Bm, hidden_BmH * 0, depth, above_BmT)
 
 
 @pytest.mark.parametrize("mutant", [WrongRotation, LostFeedback])
-def test_a_drafter_that_is_not_as_trained_is_noticed(mutant: type[Eagle3Drafter]) -> None:
+def test_a_drafter_that_is_not_as_trained_is_noticed(mutant: type[EagleDrafter]) -> None:
     target, head = trained()
     found = decode_batch(target, mutant(head, 4), make_requests(6), GREEDY).generations
     decoded = total([tally_generation(g, 4) for g in found], 4)
@@ -184,13 +152,17 @@ def test_a_drafter_that_is_not_as_trained_is_noticed(mutant: type[Eagle3Drafter]
     assert decoded.tau != pytest.approx(simulated.tau, abs=1e-3)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.8, top_k=30, top_p=0.9)], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(1.0), Sampling(0.8, top_k=30, top_p=0.9), Sampling(1.0, min_p=0.1, repetition_penalty=1.3)],
+    ids=["plain", "filtered", "penalty"],
+)
 @pytest.mark.parametrize("greedy_drafts", [False, True])
 def test_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_drafts: bool) -> None:
     """Drafts sampled from q, and drafts that are q's argmax at every temperature (as vLLM drafts)."""
     # Small weights make the target's law flat, so that sampled texts differ.
     target, head = trained(sampling=Sampling(1.0))
-    drafter = Eagle3Drafter(head, 3, greedy_drafts=greedy_drafts)
+    drafter = EagleDrafter(head, 3, greedy_drafts=greedy_drafts)
     found = decode_batch(target, drafter, spread_requests(8), sampling).generations
     decoded = [tally_generation(g, 3) for g in found]
     by_k = simulate_generations(target, head, found, sampling, 3, greedy_drafts=greedy_drafts)
@@ -202,6 +174,30 @@ def test_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_drafts:
         assert errors == pytest.approx([0] * len(errors), abs=1e-9)
     else:
         assert abs(sum(errors)) < 3 * sum(e * e for e in errors) ** 0.5
+
+
+def test_a_repetition_penalty_changes_greedy_texts_alike_with_and_without_drafts() -> None:
+    """Against transformers, and against the simulator: the penalty is that of each position."""
+    target, head = trained()
+    sampling, requests = Sampling(repetition_penalty=1.4), make_requests(6)
+    alone = decode_batch(target, TargetAlone(), requests, sampling).generations
+    for generation in alone:
+        ids = torch.tensor([generation.request.prompt_ids])
+        expected = target.model.generate(
+            ids, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, repetition_penalty=1.4
+        )
+        assert generation.output_ids == expected[0, ids.shape[1] :].tolist()
+    plain = decode_batch(target, TargetAlone(), requests, GREEDY).generations
+    assert [g.output_ids for g in plain] != [g.output_ids for g in alone]
+    for shape in ({}, {"tree": StaticTree.of("small", [[0], [1], [0, 0], [0, 1]])}, {"tree": DynamicTree(4, 3, 10)}):
+        drafter = EagleDrafter(head, 4, **shape)
+        drafted = decode_batch(target, drafter, requests, sampling, rows=2).generations
+        assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+        if not shape:
+            decoded = total([tally_generation(g, 4) for g in drafted], 4)
+            simulation = simulate_generations(target, head, drafted, sampling, 4)
+            assert simulation.off_text == 0
+            assert decoded.tau == pytest.approx(total([t[3] for t in simulation.tallies], 4).tau, abs=1e-9)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=10), Sampling(1.0, top_p=0.5)], ids=str)
@@ -224,9 +220,9 @@ def test_rows_that_finish_early_wait_or_leave_without_a_trace() -> None:
         replace(base[i % 6], max_new_tokens=n, sample_id=str(i)) for i, n in enumerate([1, 24, 2, 9, 24, 17, 5])
     ]
     for sampling in (GREEDY, Sampling(1.0)):
-        together = decode_batch(target, Eagle3Drafter(head, 3), requests, sampling).generations
+        together = decode_batch(target, EagleDrafter(head, 3), requests, sampling).generations
         for i, request in enumerate(requests):
-            (alone,) = decode_batch(target, Eagle3Drafter(head, 3), [request], sampling).generations
+            (alone,) = decode_batch(target, EagleDrafter(head, 3), [request], sampling).generations
             assert alone.output_ids == together[i].output_ids
             assert alone.rounds == together[i].rounds
 
@@ -234,16 +230,16 @@ def test_rows_that_finish_early_wait_or_leave_without_a_trace() -> None:
 def test_eos_and_the_limit_are_exact() -> None:
     target, (request,) = make_target(), make_requests(1)
     (free,) = decode_batch(target, TargetAlone(), [request], Sampling()).generations
-    text = [*request.prompt_ids, *free.output_ids]
+    drafter = known(target, [request], 1.0)
     for new_tokens in (1, 2, 3, 7):
         short = Request("p", "a", request.prompt_ids, new_tokens)
-        (found,) = decode_batch(target, KnownText([text], 1.0), [short], Sampling()).generations
+        (found,) = decode_batch(target, drafter, [short], Sampling()).generations
         assert found.output_ids == free.output_ids[:new_tokens]
         assert found.finish_reason == "length"
         assert sum(r.accepted + 1 for r in found.rounds) >= new_tokens - 1
     stop = free.output_ids[6]
     target.model.generation_config.eos_token_id = [stop, 159]
-    (found,) = decode_batch(target, KnownText([text], 1.0), [request], Sampling()).generations
+    (found,) = decode_batch(target, drafter, [request], Sampling()).generations
     assert found.output_ids == free.output_ids[: free.output_ids.index(stop) + 1]
     assert found.finish_reason == "eos"
     tally = tally_generation(found, 4)

@@ -1,12 +1,12 @@
 """What the evaluation adds up: speeds, time split, intervals, loops, costs, and the comparison of texts."""
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 
+from draftsmith.eval import measure
 from draftsmith.eval.cache import KVCache, build_mask
 from draftsmith.eval.clock import Stopwatch
 from draftsmith.eval.contender import Contender
@@ -15,14 +15,14 @@ from draftsmith.eval.decode import Decoded, Generation, Request, Round, decode_b
 from draftsmith.eval.draft import Draft, TargetAlone
 from draftsmith.eval.generate_baseline import time_generate
 from draftsmith.eval.lossless import compare_texts
-from draftsmith.eval.measure import Texts, Timings, run_systems, summarize
+from draftsmith.eval.measure import Texts, Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.passes import run_draft
 from draftsmith.eval.result import Costs
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import Tally, tally_generation
+from draftsmith.eval.teacher_forced import Simulation
 from draftsmith.eval.texts import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
-from draftsmith.eval.trees import StaticTree
-from draftsmith.heads.base import DraftHead
+from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.heads.target import Target
 from tests.models import KINDS, tiny_model
 
@@ -37,18 +37,19 @@ def answer(name: str, slice_name: str, rounds: list[int], drafted: int = 2) -> G
 
 
 def decoded(generation: Generation, **seconds: float) -> Decoded:
-    return Decoded([generation], {"ttft": 0.5, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0, **seconds})
+    generation.ttft_s = 0.5
+    parts = {"ttft": 0.5, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0, **seconds}
+    return Decoded([generation], parts, len(generation.rounds))
 
 
-class NoHead(nn.Module):
-    """Stands for a head where nothing asks it for logits."""
-
-    method = "eagle3"
+def unused(*_: object) -> Simulation:
+    """Stands for a simulation where the tallies are given."""
+    raise AssertionError
 
 
 def contender(name: str, max_k: int = 2) -> Contender:
     """The target alone under another name."""
-    return Contender(name, cast(DraftHead, NoHead()), lambda k: TargetAlone(), 2, max_k)
+    return Contender(name, "eagle3", lambda k: TargetAlone(), 2, max_k, simulate=unused)
 
 
 def text(generation: Generation) -> Text:
@@ -133,31 +134,91 @@ def target() -> Target:
 def test_costs_are_measured_for_every_size_also_after_short_prompts(target: Target, length: int) -> None:
     tree = StaticTree.of("bush", [[0], [1], [2], [0, 0], [1, 0]])
     lineup = [contender("none", max_k=3), replace(contender("tree"), tree=tree)]
+    lineup.append(replace(contender("wild"), tree=DynamicTree(2, 3, 9), simulate=None))
     costs = measure_costs(target, lineup, list(range(3, 3 + length)), Sampling(), repeats=1)
-    assert list(costs.verify_ms) == ["1", "2", "3", "4", "6"]
+    assert list(costs.verify_ms) == ["1", "2", "3", "4", "6", "9"]
     assert list(costs.draft_ms["none"]) == ["1", "2", "3"]
-    assert costs.nodes == {"tree": {"1": 4, "2": 6}}
+    assert list(costs.draft_ms["wild"]) == ["2"], "what cannot be simulated at other lengths is timed at its own"
+    assert costs.nodes == {"tree": {"1": 4, "2": 6}, "wild": {"2": 9}}
     assert costs.speedup("tree", 2, 2.0) == pytest.approx(
         2 * costs.verify_ms["1"] / (costs.verify_ms["6"] + costs.draft_ms["tree"]["2"])
     )
     assert all(value > 0 for value in costs.verify_ms.values())
 
 
-def test_systems_answer_the_same_requests_slice_by_slice(target: Target) -> None:
-    requests = [Request(str(i), "ab"[i % 2], (3 + i, 5), 6) for i in range(5)]
+@pytest.mark.parametrize(("batch", "groups"), [(1, [1] * 9), (2, [8, 1])])
+def test_systems_answer_the_same_requests_slice_by_slice(
+    target: Target, monkeypatch: pytest.MonkeyPatch, batch: int, groups: list[int]
+) -> None:
+    """With a batch more prompts than rows are given, so that rows which are done are taken over."""
+    requests = [Request(str(i), "aab"[i % 3], (3 + i, 5), 2 + i % 3) for i in range(13)]
+    rows: list[int] = []
+
+    def spy(*arguments: Any, **options: Any) -> Decoded:
+        rows.append(options.get("rows", 1))
+        return decode_batch(*arguments, **options)
+
+    monkeypatch.setattr(measure, "decode_batch", spy)
     seen: list[int] = []
     timings = run_systems(
-        target,
-        [contender("again")],
-        [requests, requests],
-        Sampling(),
-        batch=2,
-        on_batch=seen.append,
+        target, [contender("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
     )
-    assert [len(r) for r in timings["again"].of("a")] == [2, 2]
-    assert sum(seen) == 10
+    assert [[len(d.generations) for d in repeat] for repeat in timings["again"].of("a")] == [groups, groups]
+    assert sum(seen) == 26
+    assert set(rows[2:]) == {batch}
     for mine, other in zip(timings[""].batches[0], timings["again"].batches[0], strict=True):
         assert [g.output_ids for g in mine.generations] == [g.output_ids for g in other.generations]
+        assert len({g.request.slice for g in mine.generations}) == 1
+        most, needed = sum(len(g.rounds) for g in mine.generations), max(len(g.rounds) for g in mine.generations)
+        assert needed <= mine.passes <= most
+        assert all(g.ttft_s > 0 for g in mine.generations)
+
+
+def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
+    """Answers that follow each other in a row: their passes add up, and each has its own first token."""
+    generations = [answer(name, "chat", [0] * 4) for name in "abcd"]
+    for generation, seconds in zip(generations, (0.1, 0.1, 0.3, 0.5), strict=True):
+        generation.ttft_s = seconds
+    both = Decoded(generations, {"ttft": 0.9, "draft": 0.2, "verify": 0.6, "commit": 0.0, "other": 0.0}, passes=8)
+    timings = {"": Timings([[both]]), "eagle3": Timings([[both]])}
+    found = summarize(contender("eagle3"), Texts([text(g) for g in generations]), timings, Costs({}, {}), {}, {}, [])
+    assert found.overall.ttft_s == pytest.approx(0.2)
+    assert found.overall.decode_tok_s == pytest.approx(16 / 0.8)
+    assert found.overall.ms_per_round is not None
+    assert found.overall.ms_per_round.verify == pytest.approx(75)
+    assert found.overall.latency_s is None, "in a batch a request's own end is not on the clock"
+
+
+def test_what_cannot_be_simulated_is_decoded_and_null() -> None:
+    """Dynamic trees and drawn children: everything that is counted, nothing that is computed from the text."""
+    one, other = answer("a", "chat", [2, 1]), answer("b", "code", [0])
+    timings = {name: Timings([[decoded(one, verify=1.0), decoded(other, verify=1.0)]]) for name in ("", "tree")}
+    wild = replace(contender("tree"), simulate=None, tree=DynamicTree(2, 3, 8))
+    costs = Costs({"1": 10.0, "8": 15.0}, {"tree": {"2": 5.0}}, {"tree": {"2": 8}})
+    found = collect_texts(cast(Target, None), wild, timings, Sampling())
+    m = summarize(wild, found, timings, costs, {}, {}, []).overall
+    assert m.tau == pytest.approx(2.0)
+    assert m.ideal_speedup == pytest.approx(1.0)
+    for value in (m.tau_simulated, m.tau_difference_se, m.alpha_at_simulated, m.k_sweep, m.perplexity):
+        assert value is None
+    info = summarize(wild, found, timings, costs, {}, {}, []).draft
+    assert info is not None
+    assert (info.tree, info.nodes, info.lossy) == ("dynamic 2x3, 8 tokens", 7, False)
+
+
+def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
+    """Prompt lookup often drafts nothing: a round does not cost what K says."""
+    one = answer("a", "chat", [2, 1])
+    timings = {name: Timings([[decoded(one, verify=1.0)]]) for name in ("", "x")}
+    costs = Costs({"1": 10.0, "2": 11.0, "3": 12.0}, {"x": {"1": 1.0, "2": 1.0}})
+    steady, varying = (
+        summarize(replace(contender("x"), steady=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
+        for s in (True, False)
+    )
+    assert steady.ideal_speedup is not None
+    assert varying.ideal_speedup is None
+    assert [p.predicted_speedup for p in varying.k_sweep or ()] == [None, None]
+    assert [p.tau_simulated for p in varying.k_sweep or ()] == [p.tau_simulated for p in steady.k_sweep or ()]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=5)], ids=str)
@@ -188,7 +249,7 @@ def test_tree_nodes_equal_their_paths_and_commit_keeps_the_path(kind: str) -> No
     target = Target(tiny_model(kind), path="tiny", fingerprint="0")
     context = torch.tensor([[5, 9, 21, 33, 40, 8, 17, 60, 71, 13, 29], [7, 12, 99, 4, 6, 31, 18, 0, 0, 0, 0]])
     lengths = torch.tensor([11, 7])
-    cache = KVCache(target.num_layers, 2, 24)
+    cache = KVCache.for_target(target, 2, 24)
     run_draft(target, cache, Draft.chain(context[:, 0], context[:, 1:]))
     cache.lengths_B = lengths
     tokens = torch.tensor([[50, 51, 52, 53, 54], [60, 61, 62, 63, 64]])
@@ -223,5 +284,5 @@ def check_rows(target: Target, states: torch.Tensor, texts: list[list[int]]) -> 
 def test_windows_count_positions_not_slots() -> None:
     """Two children of the root stand at the same position, whatever their slots."""
     draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[-1, 0, 0]]), torch.tensor([3]))
-    mask = build_mask(torch.tensor([4]), draft.ancestors_BNN, draft.depth_BN, 7, 2)[0, 0]
+    mask = build_mask(torch.tensor([4]), draft.ancestors_BNN, 7, draft.depth_BN, 2)[0, 0]
     assert mask.int().tolist() == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 1]]

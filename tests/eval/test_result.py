@@ -84,10 +84,10 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 2
+    assert value["schema_version"] == 3
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
-    settings = "temperature top_k top_p num_speculative_tokens batch dtype seed repeats"
+    settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats"
     assert set(settings.split()) == set(value["settings"])
     measures = (
         "prompts tokens rounds tau tau_simulated acceptance_rate acceptance_at alpha_at k_sweep decode_tok_s "
@@ -104,7 +104,7 @@ def test_the_names_of_the_schema() -> None:
 
 def test_results_of_version_1_are_read_with_nulls_for_what_is_new(tmp_path: Path) -> None:
     old = to_json(full_result()) | {"schema_version": 1}
-    del old["costs"]["nodes"]
+    del old["costs"]["nodes"], old["settings"]["min_p"], old["settings"]["repetition_penalty"]
     for drafter in old["drafters"].values():
         del drafter["draft"]
         for measures in (drafter["overall"], *drafter["slices"].values()):
@@ -200,6 +200,16 @@ def test_every_number_of_measures_may_be_null_except_the_count_of_prompts() -> N
             assert getattr(from_json(value).drafters["eagle3"].overall, field.name) is None
 
 
+def test_results_of_version_2_are_read_with_nulls_for_what_is_new() -> None:
+    old = to_json(full_result()) | {"schema_version": 2}
+    del old["settings"]["min_p"], old["settings"]["repetition_penalty"]
+    assert from_json(old) == full_result()
+    assert old["schema_version"] == 2, "what was read is not changed"
+    del old["settings"]["top_p"]
+    with pytest.raises(UserError, match=r"settings\.top_p"):
+        from_json(old)
+
+
 def test_integers_count_as_numbers_and_become_floats() -> None:
     value = to_json(full_result())
     value["drafters"]["eagle3"]["overall"]["tau"] = 2
@@ -215,7 +225,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "not valid JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 3}', "schema_version"),
+        ('{"schema_version": 4}', "schema_version"),
         ('{"schema_version": NaN}', "holds NaN"),
         ("[" * 100_000, "not valid JSON"),
     ],

@@ -12,7 +12,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.eval.tally import tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations
-from draftsmith.eval.trees import StaticTree
+from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses import head_loss
 from draftsmith.heads.probe import check_target
@@ -22,8 +22,14 @@ from tests.gpu.support import DEVICE, LAYERS, make_data, make_head, make_recipe,
 
 pytestmark = on_gpu
 TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
-DRAFTS = [("eagle3", None), ("medusa", None), ("medusa", TREE)]
-NAMES = ["eagle3", "medusa", "medusa-tree"]
+DRAFTS = [("eagle3", None), ("eagle3", TREE), ("medusa", None), ("medusa", TREE)]
+NAMES = ["eagle3", "eagle3-tree", "medusa", "medusa-tree"]
+# Ways to draft that no text alone tells the acceptance of.
+UNCERTAIN = [
+    ("eagle3", {"tree": DynamicTree(3, 4, 16)}),
+    ("eagle3", {"tree": TREE, "drawn": True}),
+    ("medusa", {"tree": TREE, "drawn": True}),
+]
 
 
 @cache
@@ -120,3 +126,20 @@ def test_the_self_checks_pass(dtype):
     target = make_target(dtype=dtype)
     check_target(target)
     check_decoding(target)
+
+
+@pytest.mark.parametrize(("method", "options"), UNCERTAIN, ids=["dynamic", "eagle3-drawn", "medusa-drawn"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(1.0, min_p=0.05, repetition_penalty=1.2)], ids=["T=0", "T=1"]
+)
+def test_prompts_that_wait_get_the_answers_they_have_alone(method, options, sampling):
+    target, head = make_target(), trained(method)
+    requests = make_requests(6)
+    together = decode_batch(target, METHODS[method].drafter(head, 3, **options), requests, sampling, rows=2)
+    for request, found in zip(requests, together.generations, strict=True):
+        drafter = METHODS[method].drafter(head, 3, **options)
+        (alone,) = decode_batch(target, drafter, [request], sampling).generations
+        assert found.output_ids == alone.output_ids
+    if sampling.greedy:
+        plain = decode_batch(target, TargetAlone(), requests, sampling).generations
+        assert [g.output_ids for g in plain] == [g.output_ids for g in together.generations]

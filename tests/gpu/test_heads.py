@@ -6,7 +6,6 @@ from torch import Tensor
 
 from draftsmith.data.extract import compute_features, extract
 from draftsmith.data.packing import collate
-from draftsmith.eval.cache import SlotBuffer
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.checkpoint import load_head, save_head
 from draftsmith.heads.eagle3 import Eagle3Head
@@ -28,7 +27,7 @@ def make_batch(target):
 def decode_document(head: Eagle3Head, ids: Tensor, aux: Tensor, num_steps: int) -> Tensor:
     """Return [T, K, W]: the logits of every root, with the decoder's cache, one token at a time."""
     T, result = len(ids), []
-    buffer = SlotBuffer(T + num_steps)
+    stored: list[tuple[Tensor, Tensor]] = []
     fused = head.fuse(aux[None])
     for t in range(T - 1):
         out, steps = None, []
@@ -36,7 +35,12 @@ def decode_document(head: Eagle3Head, ids: Tensor, aux: Tensor, num_steps: int) 
             place = torch.tensor([[t + k]], device=ids.device)
             hidden = fused[:, t : t + 1] if out is None else head.feedback(out)
             token = ids[None, t + 1 + k : t + 2 + k]
-            out = head.layer(token, hidden, place, lambda k, v, p=place: buffer.write(k, v, p, int(p) + 1), None)
+
+            def update(keys: Tensor, values: Tensor, slot: int = t + k) -> tuple[Tensor, Tensor]:
+                stored[slot:] = [(keys, values)]
+                return tuple(torch.cat(x, 2) for x in zip(*stored, strict=True))
+
+            out = head.layer(token, hidden, place, update, None)
             steps.append(head.logits(out)[0, 0])
         missing = num_steps - len(steps)
         result.append(torch.nn.functional.pad(torch.stack(steps), (0, 0, 0, missing), value=torch.nan))

@@ -13,7 +13,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.heads.contracts import ModelFiles, broken, lookup, validate
 from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head, find_layout, layouts_for
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import METHODS, TRAINED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from exports import make_eagle3, make_medusa, make_target
@@ -125,10 +125,11 @@ def test_a_rule_is_one_sentence():
 
 def test_every_method_has_layouts_of_its_own():
     assert {name: layouts_for(name) for name in METHODS} == {
+        "eagle1": [],
         "eagle3": ["eagle3", "eagle3_llama_cpp", "eagle3_speculators"],
         "medusa": ["medusa", "medusa_tgi", "medusa_vllm"],
     }
-    assert [default_layout(name) for name in METHODS] == ["eagle3", "medusa"]
+    assert [default_layout(name) for name in TRAINED] == ["eagle3", "medusa"]
     assert all(name == layout.contract.name for name, layout in LAYOUTS.items())
     assert layouts_for("hydra") == []
 

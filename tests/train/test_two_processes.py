@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import METHODS, TRAINED
 from tests.train.runs import make_run
 
 
-@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("method", sorted(TRAINED))
 def test_two_processes_are_one_with_twice_the_accumulation(method: str, tmp_path: Path) -> None:
     run = make_run(tmp_path, method)
     run.copy("two")

@@ -1,0 +1,258 @@
+"""The decoder beside other decoders, in one run: `python scripts/bench_decoding.py --recipe R --output FOLDER`.
+
+Measured are the target alone, every drafter of the recipe's `evaluate` section, and transformers' own decoding
+(`generate`, prompt lookup, assisted generation where the recipe names a draft model). Systems take turns on every prompt,
+or on every group of prompts in a batch, so that drifts of the machine hit all alike. Greedy or sampled, at the first of the
+recipe's temperatures. Writes bench.json and bench.md.
+"""
+
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.markdown import Markdown
+from tqdm import tqdm
+
+from draftsmith.arguments import require_recipe, take
+from draftsmith.decoding_tables import Row, as_json, render
+from draftsmith.errors import UserError
+from draftsmith.eval.answers import Decoded, Request
+from draftsmith.eval.contender import Contender
+from draftsmith.eval.costs import measure_costs
+from draftsmith.eval.decode import decode_batch
+from draftsmith.eval.draft import Drafter, TargetAlone
+from draftsmith.eval.generate_baseline import GenerateSystem, assisted, looked_up, plain
+from draftsmith.eval.machine import environment
+from draftsmith.eval.round_profile import RoundProfile, profile_rounds
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.tally import tally_generation, total
+from draftsmith.files import write_json
+from draftsmith.heads.target import Target
+
+ALONE = "target alone"
+_PROFILED = 6
+"""Prompts that rounds are profiled on."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One system on one group of prompts: tokens after each answer's first, the seconds they took, and the texts."""
+
+    tokens: int
+    seconds: float
+    texts: tuple[tuple[int, ...], ...]
+    decoded: Decoded | None = None
+
+
+Run = Callable[[Sequence[Request]], Outcome]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure and write; a user's mistake is one sentence and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(words)
+    except UserError as error:
+        print(f"bench_decoding: {error}", file=sys.stderr)
+        return 2
+
+
+def _main(words: list[str]) -> int:
+    output = take(words, "--output") or ["bench"]
+    batches = [_count(word, "--batch") for word in (take(words, "--batch") or ["1"])]
+    per_slice = [_count(word, "--prompts") for word in (take(words, "--prompts") or ["4"])]
+    head = take(words, "--head")
+    require_recipe(words, "bench_decoding")
+    from draftsmith.recipe_file import parse_recipe
+
+    recipe = parse_recipe([*words, f"--evaluate.per_slice={per_slice[-1]}"], "bench_decoding", __doc__ or "")
+    from draftsmith.session import Session
+
+    rows, facts = bench(Session(recipe), batches, Path(head[-1]) if head else None)
+    folder = Path(output[-1])
+    folder.mkdir(parents=True, exist_ok=True)
+    text = render(rows, facts)
+    write_json(folder / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
+    (folder / "bench.md").write_text(text, encoding="utf-8")
+    Console().print(Markdown(text))
+    return 0
+
+
+def _count(word: str, name: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise UserError(f"{name} is {word!r}: give a whole number of at least 1.")
+    return int(word)
+
+
+def bench(session: Any, batches: Sequence[int], head: Path | None) -> tuple[list[Row], dict[str, Any]]:
+    """Measure every system at every batch size; transformers' own answer one prompt at a time."""
+    from draftsmith.evaluation import make_requests
+    from draftsmith.lineup import at_temperature, load_heads, make_lineup
+
+    spec = session.recipe.evaluate
+    dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
+    target = session.target if dtype == session.target.dtype_name else session.load_target(dtype)
+    requests, _ = make_requests(session, target)
+    sampling = spec.sampling(spec.temperatures[0])
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    lineup = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
+    costs = {batch: _ideal_costs(target, lineup, requests, sampling, batch) for batch in batches}
+    rows = []
+    for batch in batches:
+        systems = _systems(target, lineup, sampling, batch)
+        outcomes = _take_turns(systems, requests, batch, spec.repeats)
+        profiles = _profiles(target, lineup, requests, sampling, batch)
+        rows += _rows(outcomes, batch, lineup, costs[batch], profiles, sampling)
+    facts = {
+        "command": shlex.join(["python", *sys.argv]),
+        **environment(),
+        "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
+        "prompts": len(requests),
+        "repeats": spec.repeats,
+        "sampling": asdict(sampling),
+    }
+    return rows, facts | {"hardware": asdict(facts["hardware"])}
+
+
+def _systems(target: Target, lineup: Sequence[Contender], sampling: Sampling, batch: int) -> dict[str, Run]:
+    drafters: dict[str, tuple[Drafter, Any]] = {ALONE: (TargetAlone(), None)}
+    drafters |= {c.name: (c.make(c.num_speculative_tokens), c.typical) for c in lineup}
+
+    def ours(drafter: Drafter, typical: Any) -> Run:
+        def run(requests: Sequence[Request]) -> Outcome:
+            decoded = decode_batch(target, drafter, requests, sampling, typical, rows=batch)
+            texts = tuple(tuple(g.output_ids) for g in decoded.generations)
+            seconds = sum(value for name, value in decoded.seconds.items() if name != "ttft")
+            return Outcome(sum(len(text) - 1 for text in texts), seconds, texts, decoded)
+
+        return run
+
+    systems: dict[str, Run] = {name: ours(*drafter) for name, drafter in drafters.items()}
+    if batch == 1:
+        systems |= {f"transformers: {s.name}": _theirs(s, sampling) for s in _transformers(target, lineup)}
+    return systems
+
+
+def _transformers(target: Target, lineup: Sequence[Contender]) -> list[GenerateSystem]:
+    systems = [plain(target)]
+    for c in lineup:
+        drafter = c.make(c.num_speculative_tokens)
+        if c.method == "prompt_lookup":
+            systems.append(looked_up(target, c.num_speculative_tokens))
+        if isinstance(model := getattr(drafter, "model", None), Target):
+            systems.append(assisted(target, model, c.num_speculative_tokens))
+            systems.append(assisted(target, model, c.num_speculative_tokens, confidence=0.4))
+    return systems
+
+
+def _theirs(system: GenerateSystem, sampling: Sampling) -> Run:
+    def run(requests: Sequence[Request]) -> Outcome:
+        timed = [system.answer(request, sampling) for request in requests]
+        return Outcome(sum(t.tokens for t in timed), sum(t.decode_s for t in timed), tuple(t.output_ids for t in timed))
+
+    return run
+
+
+def _take_turns(
+    systems: Mapping[str, Run], requests: Sequence[Request], batch: int, repeats: int
+) -> dict[str, list[list[Outcome]]]:
+    """Return every system's outcomes, repeat by repeat; a batch has four times its rows waiting."""
+    size = 1 if batch == 1 else 4 * batch
+    groups = [requests[i : i + size] for i in range(0, len(requests), size)]
+    warm = [Request(r.sample_id, r.slice, r.prompt_ids, min(8, r.max_new_tokens)) for r in requests[:batch]]
+    for run in systems.values():
+        run(warm)
+    outcomes: dict[str, list[list[Outcome]]] = {name: [] for name in systems}
+    with tqdm(total=repeats * len(requests), desc=f"decoding, batch {batch}", unit="prompt") as bar:
+        for _ in range(repeats):
+            for found in outcomes.values():
+                found.append([])
+            for turn, group in enumerate(groups):
+                names = list(systems)
+                # Who comes first changes, so that nobody always follows the same one.
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    outcomes[name][-1].append(systems[name](group))
+                bar.update(len(group))
+    return outcomes
+
+
+def _ideal_costs(
+    target: Target, lineup: Sequence[Contender], requests: Sequence[Request], sampling: Sampling, batch: int
+) -> dict[str, float]:
+    """Return the separately timed milliseconds of a round: its target pass and its drafts."""
+    middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
+    ids = list(middle.prompt_ids)
+    context = (ids * (1 + middle.max_new_tokens))[: len(ids) + middle.max_new_tokens // 2]
+    costs = measure_costs(target, lineup, context, sampling, rows=batch)
+    found = {ALONE: costs.verify_ms["1"]}
+    for c in lineup:
+        k = c.num_speculative_tokens
+        found[c.name] = costs.verify_ms[str(c.nodes(k))] + costs.draft_ms[c.name][str(k)]
+    return found
+
+
+def _profiles(
+    target: Target, lineup: Sequence[Contender], requests: Sequence[Request], sampling: Sampling, batch: int
+) -> dict[str, RoundProfile]:
+    drafters: dict[str, Drafter] = {ALONE: TargetAlone()}
+    drafters |= {c.name: c.make(c.num_speculative_tokens) for c in lineup if c.lossless}
+    some = requests[:: max(len(requests) // max(_PROFILED, batch), 1)]
+    return {name: profile_rounds(target, drafter, some, sampling, batch) for name, drafter in drafters.items()}
+
+
+def _rows(
+    outcomes: Mapping[str, list[list[Outcome]]],
+    batch: int,
+    lineup: Sequence[Contender],
+    costs: Mapping[str, float],
+    profiles: Mapping[str, RoundProfile],
+    sampling: Sampling,
+) -> list[Row]:
+    steady = {c.name: c.steady for c in lineup} | {ALONE: True}
+    alone = [_speed(repeat) for repeat in outcomes[ALONE]]
+    expected = _texts(outcomes[ALONE][0])
+    rows = []
+    for name, repeats in outcomes.items():
+        speeds = [_speed(repeat) for repeat in repeats]
+        ratios = [ours / base for ours, base in zip(speeds, alone, strict=True)]
+        texts = _texts(repeats[0])
+        tau = _tau(repeats, next((c.num_speculative_tokens for c in lineup if c.name == name), 1))
+        # A batch's rounds are those of its slowest row, which tau does not tell.
+        known = tau is not None and batch == 1 and steady.get(name, False)
+        ideal = 1000 * tau / costs[name] if known and tau is not None else None
+        rows.append(
+            Row(
+                name,
+                batch,
+                median(speeds),
+                (min(speeds), max(speeds)),
+                median(ratios),
+                (min(ratios), max(ratios)),
+                tau,
+                ideal,
+                median(speeds) / ideal if ideal else None,
+                sum(a == b for a, b in zip(expected, texts, strict=True)) if sampling.greedy else None,
+                len(texts),
+                profiles.get(name),
+            )
+        )
+    return rows
+
+
+def _speed(repeat: Sequence[Outcome]) -> float:
+    return sum(o.tokens for o in repeat) / sum(o.seconds for o in repeat)
+
+
+def _texts(repeat: Sequence[Outcome]) -> list[tuple[int, ...]]:
+    return [text for outcome in repeat for text in outcome.texts]
+
+
+def _tau(repeats: Sequence[Sequence[Outcome]], num_speculative_tokens: int) -> float | None:
+    decoded = [o.decoded for repeat in repeats for o in repeat if o.decoded is not None]
+    tallies = (tally_generation(g, num_speculative_tokens) for d in decoded for g in d.generations)
+    return total(tallies, num_speculative_tokens).tau if decoded else None

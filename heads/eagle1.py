@@ -1,0 +1,98 @@
+"""EAGLE-1: one Llama layer that continues the target's last hidden states, its logits the target's own projection.
+
+Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3; EAGLE-2 (2024)
+drafts trees with the same weights.
+
+Shapes: n tokens, H hidden (draft and target alike), A aux layers, V target vocab.
+
+Rows and steps are those of heads/eagle_base.py. Row t reads fc([embedding of x_{t+1}, y_t]), y_t being the target's
+post-final-norm state; its output f_t stands for y_{t+1}: it is the next step's hidden state, and the target's
+projection makes logits of it, with no norm between. The layer itself has no norm in front of its attention.
+"""
+
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from draftsmith.heads.eagle1_options import Eagle1Options
+from draftsmith.heads.eagle_base import EagleHead
+from draftsmith.heads.eagle_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
+from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
+from draftsmith.heads.target import Target, TargetHead
+
+__all__ = ["Eagle1Head", "Eagle1Options", "build", "load"]
+
+
+class Eagle1Layer(EagleLayer):
+    """A Llama layer without input_layernorm."""
+
+    def __init__(self, config: LlamaConfig, *, qkv_bias: bool) -> None:
+        super().__init__()
+        self.self_attn = EagleAttention(config, config.hidden_size, qkv_bias=qkv_bias)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Eagle1Head(EagleHead):
+    """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see eagle1_layouts.py).
+
+    embedding: [V, H] the target's raw input embedding, shared and frozen. target_head: its output projection, shared
+    and frozen; it is no part of the head's parameters. Weights start in fp32 at torch's defaults.
+    """
+
+    method: ClassVar[str] = "eagle1"
+    layer_ids: tuple[int, ...] = ()
+    draft_vocab = None
+    train_steps = 1
+
+    def __init__(self, options: Eagle1Options, config: LlamaConfig, embedding: Tensor, target_head: TargetHead) -> None:
+        super().__init__()
+        H = config.hidden_size
+        assert embedding.shape[1] == target_head.weight.shape[1] == H
+        self.options, self.config = options, config
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
+        self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
+        self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])
+        self.rotary_emb = Rotary(config)
+        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
+        self._target_head = [target_head]
+
+    def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+        """The target's last states; aux streams are not read."""
+        return last.to(self.fc.weight.dtype)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [..., H] -> the layer's input [..., H], twice: the attention reads the residual as it is."""
+        x = self.fc(torch.cat([embedded, hidden], -1))
+        return x, x
+
+    def logits(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] -> fp32 draft logits [..., V], by the target's own projection."""
+        return self._target_head[0].logits(out)
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] is the hidden state of the next step."""
+        return out
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `load` needs besides the tensors, as JSON."""
+        return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
+
+
+def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
+    """Return an untrained fp32 head for `target`. Raises UserError for dimensions that do not fit together."""
+    assert draft_vocab is None, "EAGLE-1 predicts the whole vocabulary"
+    with torch.device(target.device):
+        return Eagle1Head(options, derive_layer_config(options, target), target.embedding, target.head)
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
+    """Return the head that `describe` wrote down, weights still to be filled in."""
+    assert draft_vocab is None
+    options, config = Eagle1Options(**spec["options"]), LlamaConfig(**spec["layer_config"])
+    with torch.device(target.device):
+        return Eagle1Head(options, config, target.embedding, target.head)

@@ -1,0 +1,213 @@
+"""How EAGLE heads propose: the decode side of their training pass, for chains, static trees and dynamic trees.
+
+Row t pairs token x_{t+1} with a hidden state of position t. Before drafting, the rows of the newly committed tokens are
+run with the target's true states (they overwrite the keys that drafting left there); the last of them gives the first
+drafts. A drafted token of depth d becomes row t + d, with its parent's output as hidden state, and sees the committed
+rows and the drafted ones above it. Shapes: B rows, n fresh rows, m nodes of one level that are run, T drafted rows
+so far, K drafted tokens, C children of a node, H hidden, W draft vocab, S slots.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.eval.cache import Slots, build_mask
+from draftsmith.eval.draft import DecodeState, Draft, Fresh, Prompts, chain_above, numbers
+from draftsmith.eval.dynamic_tree import start_beam
+from draftsmith.eval.growth import child_uniforms, growth
+from draftsmith.eval.noise import DRAFT, uniforms
+from draftsmith.eval.sampling import draw, draw_children, law
+from draftsmith.eval.trees import DynamicTree, StaticTree
+from draftsmith.heads.eagle_base import EagleHead
+
+
+class EagleDrafter:
+    """Drafts a chain of `num_speculative_tokens` tokens sampled under the target's settings, or a tree.
+
+    tree: a static one, its nodes the most likely tokens of each law, or (drawn) sampled from it without replacement; or a
+    dynamic one. greedy_drafts: a chain of argmaxes at every temperature (as vLLM does by default); lossless too, but
+    accepted less often above temperature 0.
+    """
+
+    def __init__(
+        self,
+        head: EagleHead,
+        num_speculative_tokens: int,
+        *,
+        tree: StaticTree | DynamicTree | None = None,
+        drawn: bool = False,
+        greedy_drafts: bool = False,
+    ) -> None:
+        assert tree is None or tree.depth <= num_speculative_tokens
+        assert not drawn or isinstance(tree, StaticTree)
+        self.head = head.eval()
+        self.name = head.method
+        self.layer_ids = head.layer_ids
+        self.num_speculative_tokens = num_speculative_tokens
+        self.tree, self.drawn, self.greedy_drafts = tree, drawn, greedy_drafts
+        self.max_nodes, self._drafted_rows = self._sizes()
+        self._keys = self._values = torch.empty(0)
+        self._table: tuple[Tensor, Tensor] | None = None
+        self._turns: list[tuple[Tensor, Tensor]] | None = None
+        self._steps: tuple[Tensor, ...] = ()
+        self._every = torch.empty(0)
+        self._longest = 0
+
+    def _sizes(self) -> tuple[int, int]:
+        """Nodes of a draft, the root included; and rows that drafting adds."""
+        if self.tree is None:
+            return self.num_speculative_tokens + 1, self.num_speculative_tokens
+        if isinstance(self.tree, StaticTree):
+            return len(self.tree.choices) + 1, len(self.tree.choices)
+        return self.tree.max_nodes, self.tree.depth * self.tree.branching
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the draft's own keys and values."""
+        weight, config = self.head.fc.weight, self.head.config
+        # Rows that have been committed or drafted, and one more for padding behind the fresh ones.
+        slots = capacity + self._drafted_rows + 1
+        shape = (rows, config.num_key_value_heads, slots, config.head_dim)
+        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self._table = self.head.rotary_emb.table(slots, weight)
+        self._every = torch.arange(slots, device=weight.device)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows."""
+        self._keys, self._values = self._keys[rows], self._values[rows]
+
+    @torch.no_grad()
+    def admit(self, prompts: Prompts) -> None:
+        """Run the rows of new prompts, all but the last, which the next proposal runs again."""
+        if prompts.fresh.tokens_Bn.shape[1] > 1:
+            self._read(prompts.fresh, prompts.length_b, 0, prompts.rows_b)
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Read the fresh tokens, then draft no deeper than any row may still emit."""
+        self._longest = state.longest
+        rows, count = state.fresh.tokens_Bn.shape
+        # A single row has no padding, so it begins where its fresh tokens fit; of several that is no more than a bound.
+        out_BH = self._read(state.fresh, state.length_B, state.longest - count if rows == 1 else state.longest)
+        depth = min(self.num_speculative_tokens, state.room)
+        if self.tree is None:
+            return self._chain(state, out_BH, depth)
+        if isinstance(self.tree, StaticTree):
+            return self._static(state, out_BH, self.tree.cut(depth))
+        return self._dynamic(state, out_BH, self.tree, depth)
+
+    def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
+        greedy = self.greedy_drafts or state.sampling.greedy
+        uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
+        above_BT = chain_above(depth, out_BH.device)[-1].expand(len(out_BH), 1, -1)
+        tokens, laws = [], []
+        for k in range(depth):
+            logits_BW = self.head.logits(out_BH)
+            if uniform_BK is None:
+                choice_B = logits_BW.argmax(-1)
+            else:
+                laws.append(law(logits_BW, state.sampling))
+                choice_B = draw(laws[-1], uniform_BK[:, k])
+            tokens.append(self.head.target_ids(choice_B))
+            if k + 1 < depth:
+                hidden_B1H = self.head.feedback(out_BH)[:, None]
+                out_BH = self._grow(state.length_B, tokens[-1][:, None], hidden_B1H, k, above_BT[..., : k + 1])[:, 0]
+        return Draft.chain(
+            state.root_B,
+            torch.stack(tokens, 1),
+            state.limit_B.clamp(0, depth),
+            torch.stack(laws, 1) if laws else None,
+            self.head.draft_vocab if laws else None,
+        )
+
+    def _static(self, state: DecodeState, out_BH: Tensor, tree: StaticTree) -> Draft:
+        """Draft level by level; only nodes with children are run."""
+        plan = growth(tree, out_BH.device)
+        drawn = self.drawn and not state.sampling.greedy
+        rows, out_BmH = len(out_BH), out_BH[:, None]
+        tokens, laws = [], []
+        for depth, level in enumerate(plan.levels):
+            logits_BmW = self.head.logits(out_BmH)
+            if drawn:
+                laws.append(law(logits_BmW, state.sampling))
+                first = sum(x.shape[1] for x in laws[:-1])
+                numbers = plan.inner_T[first : first + logits_BmW.shape[1]]
+                child_BmC = draw_children(laws[-1], child_uniforms(state, tree, plan, numbers))
+                choice_Bn = child_BmC[:, level.parent_n, level.sibling_n]
+            else:
+                best_BmR = logits_BmW.topk(min(plan.ranks, logits_BmW.shape[-1]), -1).indices
+                choice_Bn = best_BmR[:, level.parent_n, level.rank_n]
+            tokens.append(self.head.target_ids(choice_Bn))
+            if len(level.inner_m):
+                hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
+                above_BmT = level.ancestors_mT.expand(rows, -1, -1)
+                out_BmH = self._grow(state.length_B, tokens[-1][:, level.inner_m], hidden_BmH, depth, above_BmT)
+        draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
+        return draft.drawn_from(torch.cat(laws, 1)[:, plan.law_M], self.head.draft_vocab) if drawn else draft
+
+    def _dynamic(self, state: DecodeState, out_BH: Tensor, tree: DynamicTree, depth: int) -> Draft:
+        """Grow a beam, then keep the best nodes of all levels."""
+        out_BmH, beam = out_BH[:, None], start_beam(tree, state.root_B, state.limit_B)
+        for level in range(depth):
+            beam = beam.extend(self.head.logits(out_BmH), self.head.target_ids)
+            if level + 1 < depth:
+                hidden_BmH = self.head.feedback(out_BmH).gather(
+                    1, beam.parent_Bm[..., None].expand(-1, -1, out_BmH.shape[-1])
+                )
+                out_BmH = self._grow(state.length_B, beam.tokens_Bm, hidden_BmH, level, beam.ancestors_BmT)
+        return beam.draft()
+
+    def _read(self, fresh: Fresh, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
+        """Run the rows of fresh tokens, none of which begins behind slot `first`; return the output [B, H] of each
+        sequence's last row."""
+        rows, count = fresh.tokens_Bn.shape
+        base_B = length_B - fresh.count_B
+        at = Slots(base_B, count, first, rows_b)
+        above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
+        position_Bn, turn = self._positions(base_B, first, count)
+        out_BnH = self.forward(fresh.tokens_Bn, self.head.begin(fresh), position_Bn, turn, at, above_BnT)
+        if rows == 1:
+            return out_BnH[:, -1]
+        last_B = (fresh.count_B - 1).clamp(min=0)
+        return out_BnH[numbers(0, rows, last_B.device), last_B]
+
+    def _grow(self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor) -> Tensor:
+        """Run drafted tokens of one depth (0 for children of the root) behind the T - m drafted rows before them."""
+        if depth == 0:
+            steps, turns = self._positions(length_B, self._longest, self.num_speculative_tokens)
+            self._steps = steps.split(1, 1)
+            self._turns = None if turns is None else list(zip(turns[0].split(1, 1), turns[1].split(1, 1), strict=True))
+        new, total = above_BmT.shape[1:]
+        at = Slots(length_B, new, self._longest + total - new, skip=total - new)
+        turn = None if self._turns is None else self._turns[depth]
+        return self.forward(tokens_Bm, hidden_BmH, self._steps[depth].expand_as(tokens_Bm), turn, at, above_BmT)
+
+    def _positions(self, base_B: Tensor, first: int, count: int) -> "tuple[Tensor, tuple[Tensor, Tensor] | None]":
+        """Return `count` positions per row from `base_B` on, and their cosines and sines if these are in a table.
+
+        first: where a single row begins, whose positions are then one slice."""
+        if len(base_B) == 1 and self._table is not None:
+            here = slice(first, first + count)
+            return self._every[None, here], (self._table[0][None, here], self._table[1][None, here])
+        position_Bn = base_B[:, None] + numbers(0, count, base_B.device)
+        table = self._table
+        return position_Bn, None if table is None else (table[0][position_Bn], table[1][position_Bn])
+
+    def forward(
+        self,
+        tokens_Bm: Tensor,
+        hidden_BmH: Tensor,
+        position_Bm: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        at: Slots,
+        above_BmT: Tensor,
+    ) -> Tensor:
+        """One pass of the head's layer over the last m of T rows that follow the committed ones.
+
+        turn: cosines and sines of the positions, where they are known."""
+        # A single row's only query sees every slot in use.
+        alone = at.single and at.count == 1
+        mask = None if alone else build_mask(at.lengths_B, above_BmT, at.visible)
+
+        def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            return at.store(self._keys, keys), at.store(self._values, values)
+
+        return self.head.layer(tokens_Bm, hidden_BmH, position_Bm, update, mask, turn)

@@ -1,0 +1,112 @@
+"""What the decoder layers of EAGLE's drafters have in common: rotation, projections, and the half behind the attention.
+
+Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n] or [R].
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+
+class Rotary(LlamaRotaryEmbedding):
+    """Llama's rotary embedding; its frequencies stay fp32 when the head is cast.
+
+    In bf16 they are off by up to 0.4%, which at position 1000 is a turn of radians.
+    """
+
+    def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines [positions, D] in the dtype of `like`; None where they depend on the longest position
+        of a call."""
+        if self.rope_type in ("dynamic", "longrope"):
+            return None
+        cos, sin = self(like, torch.arange(positions, device=like.device)[None])
+        return cos[0], sin[0]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for name, buffer in self.named_buffers():
+            setattr(self, name, buffer.to(fn(buffer).device))
+        return self
+
+
+class RMSNorm(LlamaRMSNorm):
+    """Llama's norm; without gradients it runs as one operation, which is most of the time of a small one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
+            return super().forward(x)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate [..., heads, D] by cos, sin [..., D], as `apply_rotary_pos_emb` does for a query and a key together."""
+    return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
+
+
+class _Joint(NamedTuple):
+    """Joined projections, and the weights they were made of: held here so that no other gets their place in memory."""
+
+    state: tuple[object, ...]
+    made_of: tuple[Tensor, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+
+class EagleAttention(nn.Module):
+    """Projections of an attention over states of `width` numbers; who holds the keys is the caller's affair.
+
+    qkv_bias: query, key and value projections have biases (never the output's).
+    """
+
+    def __init__(self, config: LlamaConfig, width: int, *, qkv_bias: bool = False) -> None:
+        super().__init__()
+        self.head_dim: int = config.head_dim
+        inner, shared = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, inner, bias=qkv_bias)
+        self.k_proj = nn.Linear(width, shared, bias=qkv_bias)
+        self.v_proj = nn.Linear(width, shared, bias=qkv_bias)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
+        self._joint: _Joint | None = None
+
+    def query(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., N, D], not yet rotated."""
+        return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., width] -> queries and keys, [..., N + G, D], not yet rotated, and values [..., G, D], in one product."""
+        groups = self.k_proj.out_features // self.head_dim
+        heads = F.linear(x, *self._joined()).unflatten(-1, (-1, self.head_dim))
+        return heads[..., :-groups, :], heads[..., -groups:, :]
+
+    def _joined(self) -> tuple[Tensor, Tensor | None]:
+        """The three projections as one, made again when any of them has changed. For decoding: no gradients."""
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        weights = tuple(part.weight for part in parts)
+        state = tuple((id(w), w.data_ptr(), w._version) for w in weights)
+        if self._joint is None or self._joint.state != state:
+            biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+            bias = torch.cat(biases).detach() if biases else None
+            self._joint = _Joint(state, weights, torch.cat(weights).detach(), bias)
+        return self._joint.weight, self._joint.bias
+
+    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., width] -> two of [..., G, D], the keys not yet rotated."""
+        return self.k_proj(x).unflatten(-1, (-1, self.head_dim)), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+
+class EagleLayer(nn.Module):
+    """A Llama layer behind its attention; subclasses make the modules, in the order of their published layout."""
+
+    self_attn: EagleAttention
+    mlp: LlamaMLP
+    post_attention_layernorm: RMSNorm
+
+    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Attention output [..., N, D] and residual [..., H] -> the layer's output [..., H], before any final norm."""
+        residual = residual + self.self_attn.o_proj(attended.flatten(-2))
+        return residual + self.mlp(self.post_attention_layernorm(residual))

@@ -1,0 +1,8 @@
+"""Our decoder beside others, in one run: `python scripts/bench_decoding.py --recipe R --batch 1 --batch 8 --output DIR`."""
+
+import sys
+
+from draftsmith.decoding_bench import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""The loop's bookkeeping: continuous batches, and a cache that is always that of the committed text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.eval.cache import KVCache, build_mask
+from draftsmith.eval.decode import Request, decode_batch
+from draftsmith.eval.draft import Draft, Drafter, TargetAlone
+from draftsmith.eval.loop import Loop
+from draftsmith.eval.passes import run_draft
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.trees import DynamicTree, StaticTree
+from draftsmith.heads.eagle_drafter import EagleDrafter
+from draftsmith.heads.target import Target
+from tests.eval.test_decode import GREEDY, known, make_requests, make_target, trained
+from tests.models import KINDS
+
+TREE = StaticTree.of("small", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]])
+SHAPES = {
+    "chain": {},
+    "static": {"tree": TREE},
+    "drawn": {"tree": TREE, "drawn": True},
+    "dynamic": {"tree": DynamicTree(4, 3, 12)},
+}
+
+
+class Branching:
+    """Drafts trees: two chains of a known text, the first one spoiled in its middle."""
+
+    name = "branching"
+    layer_ids: tuple[int, ...] = ()
+    max_nodes = 8
+    num_speculative_tokens = 4
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.start, self.admit, self.select = drafter.start, drafter.admit, drafter.select
+
+    def propose(self, state) -> Draft:
+        chain = self.drafter.propose(state)
+        first, rest = chain.tokens_BN[:, 1:4], chain.tokens_BN[:, 1:5]
+        twin = rest.clone()
+        twin[:, 0] = (rest[:, 0] + 1) % 100
+        if state.length_B[0] % 2:
+            first, twin = (first + 1) % 100, rest
+        # Nodes by depth: a1 b1 a2 b2 a3 b3 b4.
+        nodes = [first[:, 0], twin[:, 0], first[:, 1], twin[:, 1], first[:, 2], twin[:, 2], twin[:, 3]]
+        parents = torch.tensor([-1, 0, 0, 1, 2, 3, 4, 6])
+        reach = torch.tensor([1, 3, 5, 7, 8])
+        count_B = torch.where(chain.count_B > 4, 8, reach[chain.count_B.clamp(max=5) - 1])
+        count_B = torch.minimum(count_B, reach[state.limit_B.clamp(0, 4)])
+        return Draft(torch.stack([state.root_B, *nodes], 1), parents.expand(len(nodes[0]), -1), count_B)
+
+
+# Beside the five usual kinds: compressed keys and values, shared ones, attention sinks.
+MORE_KINDS = ("deepseek", "gemma3n", "gpt_oss")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
+def test_cache_equals_a_fresh_prefill_after_every_round(kind: str, branching: bool, rows: int) -> None:
+    """Keys and values of every layer, and the states that a drafter is shown, with rows that come and go."""
+    target = make_target(kind)
+    requests = [replace(r, max_new_tokens=n) for r, n in zip(make_requests(5), (9, 14, 4, 11, 7), strict=True)]
+    drafter = known(target, requests, 0.6)
+    loop = Loop(target, Branching(drafter) if branching else drafter, requests, GREEDY, None, rows)
+    rounds = accepted = 0
+    while loop.fill():
+        loop.round()
+        rounds += 1
+        for row, answer in enumerate(loop.places):
+            accepted += answer.rounds[-1].accepted
+            text = [*answer.request.prompt_ids, *answer.output_ids][: int(loop.cache.lengths_B[row])]
+            if not answer.finish_reason:
+                # The last token is the next root, which the target has not read.
+                assert len(text) == len(answer.request.prompt_ids) + len(answer.output_ids) - 1
+            check_row(target, loop, row, text)
+    assert rounds > 5
+    assert accepted > 5
+
+
+def check_row(target: Target, loop: Loop, row: int, text: list[int]) -> None:
+    fresh_cache = KVCache.for_target(target, 1, len(text))
+    ids = torch.tensor([text])
+    states = run_draft(target, fresh_cache, Draft.chain(ids[:, 0], ids[:, 1:])).last[0]
+    for kind, buffer in loop.cache.buffers.items():
+        torch.testing.assert_close(
+            buffer[:, row, :, : len(text)], fresh_cache.buffers[kind][:, 0], atol=2e-5, rtol=1e-4
+        )
+    count = int(loop.state.fresh.count_B[row])
+    if not loop.places[row].finish_reason:
+        torch.testing.assert_close(loop.state.fresh.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_shapes_share_one_buffer(kind: str) -> None:
+    cache = KVCache.for_target(make_target(kind), 2, 10)
+    assert [buffer.shape[:2] for buffer in cache.buffers.values()] == [(16, 2)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0)], ids=["greedy", "sampled"])
+def test_waiting_prompts_take_the_rows_of_finished_ones(shape: str, sampling: Sampling) -> None:
+    """Nine answers of 1 to 24 tokens on three rows: text and rounds are those that each has alone."""
+    target, head = trained()
+    base, limits = make_requests(6), [1, 24, 2, 9, 24, 17, 5, 1, 12]
+    requests = [replace(base[i % 6], max_new_tokens=n, sample_id=str(i), key=i) for i, n in enumerate(limits)]
+
+    def drafter() -> EagleDrafter:
+        return EagleDrafter(head, 4, **SHAPES[shape])
+
+    together = decode_batch(target, drafter(), requests, sampling, rows=3).generations
+    for request, found in zip(requests, together, strict=True):
+        (alone,) = decode_batch(target, drafter(), [request], sampling).generations
+        assert found.output_ids == alone.output_ids
+        assert found.rounds == alone.rounds
+        assert found.ttft_s > 0
+    if sampling.greedy:
+        plain = decode_batch(target, TargetAlone(), requests, sampling, rows=2).generations
+        assert [g.output_ids for g in plain] == [g.output_ids for g in together]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_of_draft_is_accepted_deep(shape: str) -> None:
+    """Drafts of a fitted head are accepted at every depth, so the shapes above are really exercised."""
+    target, head = trained()
+    found = decode_batch(target, EagleDrafter(head, 4, **SHAPES[shape]), make_requests(6), GREEDY).generations
+    assert max(r.accepted for g in found for r in g.rounds) == 4
+
+
+def test_more_rows_than_requests_and_none_at_all() -> None:
+    target = make_target()
+    assert len(decode_batch(target, TargetAlone(), make_requests(2), GREEDY, rows=8).generations) == 2
+    assert decode_batch(target, TargetAlone(), [], GREEDY).generations == []
+
+
+def slow_mask(lengths: list[int], ancestors: Tensor, visible: int, depth: Tensor, window: int | None) -> Tensor:
+    """Entry by entry."""
+    rows, queries, nodes = ancestors.shape
+    mask = torch.zeros(rows, 1, queries, visible, dtype=torch.bool)
+    for b in range(rows):
+        for i in range(queries):
+            for slot in range(visible):
+                j = slot - lengths[b]
+                sees = j < 0 or (j < nodes and bool(ancestors[b, i, j]))
+                key = slot if j < 0 else lengths[b] + int(depth[b, min(j, nodes - 1)])
+                query = lengths[b] + int(depth[b, nodes - queries + i])
+                mask[b, 0, i, slot] = sees and (window is None or key > query - window)
+    return mask
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("lengths", [[6], [6, 3]], ids=str)
+@pytest.mark.parametrize("queries", [5, 2])
+def test_masks_equal_the_slow_rule(lengths: list[int], queries: int, window: int | None) -> None:
+    """Whole trees, and the last nodes of one (a level that a draft head runs)."""
+    draft = Draft(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([5]))
+    ancestors = draft.ancestors_BNN[:, 5 - queries :].expand(len(lengths), -1, -1)
+    depth = draft.depth_BN.expand(len(lengths), -1)
+    found = build_mask(torch.tensor(lengths), ancestors, max(lengths) + 5, depth, window)
+    assert torch.equal(found, slow_mask(lengths, ancestors, max(lengths) + 5, depth, window))
+
+
+def test_a_tree_larger_than_the_context_is_refused() -> None:
+    target, head = trained()
+    drafter = EagleDrafter(head, 4, tree=DynamicTree(4, 10, 300))
+    with pytest.raises(UserError, match=r"draft of 300 tokens is larger than the target's context of 256"):
+        decode_batch(target, drafter, make_requests(1), GREEDY)
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_numbers_that_are_none_stop_with_position_and_layer(layer: int) -> None:
+    target, (request,) = make_target(), make_requests(1)
+    mlp = target.model.model.layers[layer].mlp.down_proj
+
+    def spoil(_module: object, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        # Only one token in the vocabulary is poisonous: the first one that is emitted.
+        return torch.where(poisonous["now"], torch.nan, output)
+
+    poisonous = {"now": torch.zeros(1, 1, 1, dtype=torch.bool)}
+    mlp.register_forward_hook(spoil)
+    (first, *_) = decode_batch(target, TargetAlone(), [request], GREEDY).generations[0].output_ids
+
+    def watch(_module: object, args: tuple[Tensor, ...]) -> None:
+        poisonous["now"] = (args[0] == first)[..., None]
+
+    target.model.get_input_embeddings().register_forward_pre_hook(watch)
+    place = len(request.prompt_ids)
+    with pytest.raises(UserError, match=rf"p0 are not finite: .* at position {place}, in layer {layer};"):
+        decode_batch(target, TargetAlone(), [request], GREEDY)
+
+
+def test_a_prompt_that_gives_no_numbers_is_named() -> None:
+    target, requests = make_target(), make_requests(2)
+    target.head.weight[7, 3] = torch.inf
+    with pytest.raises(UserError, match=r"p\d are not finite: .* at position \d+, in the output projection"):
+        decode_batch(target, TargetAlone(), [Request("p7", "a", r.prompt_ids, 4) for r in requests], GREEDY)

@@ -65,18 +65,21 @@ def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixtu
     assert "options come after it" in fails(["--recipe", "r.yaml", "run"], capsys)
     assert "add --recipe own.yaml" in fails(["run", "own.yaml"], capsys)
     assert "needs a recipe" in fails(["run"], capsys)
+    assert "search-tree needs a recipe" in fails(["search-tree", "--nodes", "3"], capsys)
     assert "--redo everything" in fails(["train", *words, "--redo", "everything"], capsys)
     assert "--head needs a value" in fails(["evaluate", *words, "--head"], capsys)
 
 
-@pytest.mark.parametrize("command", ["regenerate", "extract", "train", "evaluate", "export", "inspect"])
+@pytest.mark.parametrize("command", ["regenerate", "extract", "train", "evaluate", "search-tree", "export", "inspect"])
 def test_a_wrong_target_is_one_sentence_and_leaves_nothing(
     command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if command in ("evaluate", "export"):
+    if command in ("evaluate", "search-tree", "export"):
         (tmp_path / "head").mkdir()
         (tmp_path / "head" / "model.safetensors").touch()
         words = [*words, "--head", str(tmp_path / "head"), "--evaluate.prompts", f"[{tmp_path / 'talk.jsonl'}]"]
+    if command == "search-tree":
+        words = [*words, "--output", str(tmp_path / "tree.json")]
     message = fails([command, *words, "--target.path", str(tmp_path / "nowhere")], capsys)
     assert "nowhere" in message
     assert not list((tmp_path / "run").rglob("*.safetensors"))
@@ -95,6 +98,9 @@ def test_things_that_are_not_there_yet(words: list[str], tmp_path: Path, capsys:
     prompts = ["--evaluate.prompts", f"[{tmp_path / 'talk.jsonl'}]"]
     assert "no trained head" in fails(["evaluate", *words, *prompts], capsys)
     assert "no trained head" in fails(["export", *words, "--head", str(tmp_path / "none")], capsys)
+    assert f"no folder {tmp_path / 'run'}" in fails(["search-tree", *words], capsys)
+    tree = ["--output", str(tmp_path / "tree.json")]
+    assert "no trained head" in fails(["search-tree", *words, *tree], capsys)
     assert "no result.json" in fails(["report", *words], capsys)
     assert "does not exist" in fails(["report", str(tmp_path / "result.json")], capsys)
     assert "data.sources is empty" in fails(["regenerate", *words, "--data.sources", "[]"], capsys)

@@ -15,7 +15,7 @@ from draftsmith.cli import main
 from draftsmith.data.batch import Tokenized
 from draftsmith.eval.answers import Request
 from draftsmith.eval.costs import measure_costs
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.result import Costs, read_result
 from draftsmith.eval.sampling import Sampling
@@ -142,8 +142,11 @@ def test_ranks_give_the_accepted_length_that_the_simulation_gives(workplace: Pat
     target = load_target(str(workplace / "target"))
     head = load_head(workplace / "run" / "train" / "best", target)
     prompts = torch.randint(3, 300, (11, 9), generator=torch.Generator().manual_seed(0)).tolist()
-    requests = [Request.seeded(f"talk#{i}" if i < 3 else str(i), "s", prompt[: 4 + i % 5], 5 + i, 0) for i, prompt in enumerate(prompts)]
-    (decoded,) = decode(target, TargetAlone(), requests, Sampling(0.3), 11)
+    requests = [
+        Request.seeded(f"talk#{i}" if i < 3 else str(i), "s", prompt[: 4 + i % 5], 5 + i, 0)
+        for i, prompt in enumerate(prompts)
+    ]
+    decoded = decode_batch(target, TargetAlone(), requests, Sampling(0.3))
     texts = read_ranks(target, head, [to_sample(g) for g in decoded.generations], 3, 20)
     assert texts.answers == 11
     assert set(texts.talks) == {"talk", *map(str, range(3, 11))}

@@ -85,6 +85,13 @@ def test_without_weights_and_prior_the_worth_is_the_mean_accepted_length() -> No
     assert accepted(order) == max(accepted(tree) for tree in every_tree(3, 3, 4))
 
 
+def test_where_texts_have_ended_no_rank_is_counted() -> None:
+    """Of the two roots that go on after the first step, half have rank 1 at the second."""
+    ranks_RD = np.array([[-1, -1], [0, 1], [2, -1], [-1, -1]])
+    shares_DM = tree_search._rank_shares(ranks_RD, np.array([1.0, 1.0, 1.0, 5.0]), 2)
+    np.testing.assert_allclose(shares_DM, [[1 / 8, 0], [0, 1 / 2]])
+
+
 def test_all_paths_come_back_where_there_are_no_more() -> None:
     ranks_RD, weight_R = some_roots(3)
     assert sorted(grow(ranks_RD, weight_R, 99, 2, 0.0)) == sorted(

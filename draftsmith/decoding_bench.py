@@ -4,12 +4,14 @@ Measured are the target alone, every drafter of the recipe's `evaluate` section,
 (`generate`, prompt lookup, assisted generation where the recipe names a draft model). Systems take turns on every prompt,
 or on every group of prompts in a batch, so that drifts of the machine hit all alike. Greedy or sampled, at the first of the
 recipe's temperatures. Writes bench.json and bench.md.
+
+--batch N (again for more than one), --prompts N per slice, --head FOLDER for another head than the run's best.
 """
 
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,12 +67,12 @@ def main(argv: list[str] | None = None) -> int:
 def _main(words: list[str]) -> int:
     output = take(words, "--output") or ["bench"]
     batches = [_count(word, "--batch") for word in (take(words, "--batch") or ["1"])]
-    per_slice = [_count(word, "--prompts") for word in (take(words, "--prompts") or ["4"])]
+    per_slice = [f"--evaluate.per_slice={_count(word, '--prompts')}" for word in take(words, "--prompts")]
     head = take(words, "--head")
     require_recipe(words, "bench_decoding")
     from draftsmith.recipe_file import parse_recipe
 
-    recipe = parse_recipe([*words, f"--evaluate.per_slice={per_slice[-1]}"], "bench_decoding", __doc__ or "")
+    recipe = parse_recipe([*words, *per_slice], "bench_decoding", __doc__ or "")
     from draftsmith.session import Session
 
     rows, facts = bench(Session(recipe), batches, Path(head[-1]) if head else None)
@@ -101,13 +103,13 @@ def bench(session: Any, batches: Sequence[int], head: Path | None) -> tuple[list
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     lineup = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
-    costs = {batch: _ideal_costs(target, lineup, requests, sampling, batch) for batch in batches}
+    costs = _ideal_costs(target, lineup, requests, sampling) if 1 in batches else {}
     rows = []
     for batch in batches:
         systems = _systems(target, lineup, sampling, batch)
         outcomes = _take_turns(systems, requests, batch, spec.repeats)
         profiles = _profiles(target, lineup, requests, sampling, batch)
-        rows += _rows(outcomes, batch, lineup, costs[batch], profiles, sampling)
+        rows += _rows(outcomes, batch, lineup, costs, profiles, sampling)
     facts = {
         "command": shlex.join(["python", *sys.argv]),
         **environment(),
@@ -182,13 +184,14 @@ def _take_turns(
 
 
 def _ideal_costs(
-    target: Target, lineup: Sequence[Contender], requests: Sequence[Request], sampling: Sampling, batch: int
+    target: Target, lineup: Sequence[Contender], requests: Sequence[Request], sampling: Sampling
 ) -> dict[str, float]:
-    """Return the separately timed milliseconds of a round: its target pass and its drafts."""
+    """Return the separately timed milliseconds of a round of a single prompt: its target pass and its drafts."""
     middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
     ids = list(middle.prompt_ids)
     context = (ids * (1 + middle.max_new_tokens))[: len(ids) + middle.max_new_tokens // 2]
-    costs = measure_costs(target, lineup, context, sampling, rows=batch)
+    lengths = [replace(c, simulate=None) for c in lineup]
+    costs = measure_costs(target, lengths, context, sampling)
     found = {ALONE: costs.verify_ms["1"]}
     for c in lineup:
         k = c.num_speculative_tokens
@@ -245,7 +248,10 @@ def _rows(
 
 
 def _speed(repeat: Sequence[Outcome]) -> float:
-    return sum(o.tokens for o in repeat) / sum(o.seconds for o in repeat)
+    tokens, seconds = sum(o.tokens for o in repeat), sum(o.seconds for o in repeat)
+    if not tokens:
+        raise UserError("No answer has a second token, so there is nothing to time: raise evaluate.max_new_tokens.")
+    return tokens / seconds
 
 
 def _texts(repeat: Sequence[Outcome]) -> list[tuple[int, ...]]:

@@ -10,8 +10,8 @@ from draftsmith.eval.round_profile import RoundProfile
 @dataclass(frozen=True)
 class Row:
     """A system at one batch size. Speeds are medians over the repeats with their smallest and largest; speedup is paired
-    with the target alone of the same repeat. ideal: tau * batch over the separately timed passes of a round. equal: greedy
-    texts that are those of the target alone. profile: milliseconds per round."""
+    with the target alone of the same repeat. ideal: at batch 1, tau over the separately timed passes of a round. equal:
+    greedy texts that are those of the target alone. profile: milliseconds per round."""
 
     system: str
     batch: int
@@ -64,7 +64,7 @@ def render(rows: Sequence[Row], facts: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        if (p := row.profile) is not None:
+        if (p := row.profile) is not None and p.rounds:
             lines.append(
                 f"| {row.batch} | {row.system} | {p.target:.2f} | {p.draft:.2f} | {p.draft_other:.2f} | "
                 f"{p.verify_other:.2f} | {p.commit:.2f} | {p.total:.2f} | {100 * p.outside / p.total:.1f}% |"

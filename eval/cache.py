@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftsmith.errors import UserError
 from draftsmith.eval.draft import Draft
 from draftsmith.heads.target import Target
 
@@ -104,15 +105,16 @@ def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
 
     The real shapes, not the config's: they differ with compressed attention and with heads of several sizes.
     """
-    if target not in _SHAPES:
+    known = _SHAPES.setdefault(target, {})
+    if target.dtype not in known:
         cache = Cache(layers=[_Recorder() for _ in range(target.num_layers)])
         target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)
-        _SHAPES[target] = tuple(layer.shape for layer in cache.layers)
-    return _SHAPES[target]
+        known[target.dtype] = tuple(layer.shape for layer in cache.layers)
+    return known[target.dtype]
 
 
-_SHAPES: WeakKeyDictionary[Target, tuple[LayerShape | None, ...]] = WeakKeyDictionary()
-"""What was found for the targets that are in memory."""
+_SHAPES: WeakKeyDictionary[Target, dict[torch.dtype, tuple[LayerShape | None, ...]]] = WeakKeyDictionary()
+"""What was found for the targets that are in memory, by their dtype."""
 
 
 class _Layer(CacheLayerMixin):
@@ -210,9 +212,8 @@ class KVCache(Cache):
         self.lengths_B = self.lengths_B + kept_B
 
     def rollback(self, lengths_B: Tensor) -> None:
-        """Forget every token from `lengths_B` on (lengths only ever shrink here)."""
-        assert bool((lengths_B <= self.lengths_B).all())
-        self.lengths_B = lengths_B.clone()
+        """Forget every token from `lengths_B` on; a row that is shorter stays as it is."""
+        self.lengths_B = torch.minimum(self.lengths_B, lengths_B)
 
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows` (finished rows leave)."""
@@ -267,4 +268,9 @@ def attention_masks(
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:
         return build(window)
+    if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        raise UserError(
+            f"A target of type {config.model_type!r} has layers of type {unknown[0]}, whose past a draft tree cannot be given "
+            "yet: choose another target."
+        )
     return {kind: build(window if kind == "sliding_attention" else None) for kind in dict.fromkeys(layer_types)}

@@ -29,6 +29,7 @@ def decode_batch(
     typical: accept drafts by this lossy rule instead of the exact one. rows: decode at most so many at once, the
     others wait for a row to be free; None decodes all at once.
     """
+    assert rows is None or rows >= 1
     check_requests(target, requests, drafter)
     if not requests:
         return Decoded([], {})
@@ -40,15 +41,23 @@ def decode_batch(
     return Decoded(loop.answers, loop.watch.seconds, passes)
 
 
-@torch.no_grad()
 def decode(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int
 ) -> Iterator[Generation]:
-    """Answer `requests`, at most `batch` at a time, yielding each answer when it is done."""
+    """Answer `requests`, at most `batch` at a time, yielding each answer when it is done. What cannot be served is refused
+    here, before the first one."""
+    assert batch >= 1
     check_requests(target, requests, drafter)
+    return _stream(target, drafter, requests, sampling, batch)
+
+
+@torch.no_grad()
+def _stream(
+    target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int
+) -> Iterator[Generation]:
     if not requests:
         return
-    loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)))
+    loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)), timed=False)
     while loop.fill():
         loop.round()
         yield from loop.take_finished()

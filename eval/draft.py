@@ -24,8 +24,8 @@ class Draft:
     laws_BMW: entry i is the law that the children of node i were drawn from, in the order of their numbers and without
     replacement; nodes from M on have no children. None where the tokens were chosen deterministically. A child drawn
     when no mass was left is never accepted. vocab_W: the target ids of a law's columns; None if they are the same.
-    tree: the static tree that every row has; linear: every row is a chain. Both spare working out the shape in every
-    round (and, on a GPU, waiting for it).
+    tree: the static tree that every row has; linear: whether every row is a chain, None where it is not known. Both spare
+    working out the shape in every round (and, on a GPU, waiting for it).
     """
 
     tokens_BN: Tensor
@@ -34,7 +34,7 @@ class Draft:
     laws_BMW: Tensor | None = None
     vocab_W: Tensor | None = None
     tree: StaticTree | None = None
-    linear: bool = False
+    linear: bool | None = None
 
     @classmethod
     def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
@@ -67,8 +67,8 @@ class Draft:
     @cached_property
     def is_chain(self) -> bool:
         """True when every node's parent is the node before it."""
-        if self.linear:
-            return True
+        if self.linear is not None:
+            return self.linear
         if self.tree is not None:
             return self.tree.depth == len(self.tree.choices)
         order = torch.arange(-1, self.parents_BN.shape[1] - 1, device=self.parents_BN.device)
@@ -146,8 +146,10 @@ class Fresh:
     count_B: Tensor
 
     def select(self, rows: Tensor) -> "Fresh":
-        """Return the same for some of the rows."""
-        return Fresh(self.tokens_Bn[rows], self.aux_BnF[rows], self.last_BnD[rows], self.count_B[rows])
+        """Return the same for some of the rows, without padding that none of them needs."""
+        count_B = self.count_B[rows]
+        width = max(1, int(count_B.max()))
+        return Fresh(self.tokens_Bn[rows, :width], self.aux_BnF[rows, :width], self.last_BnD[rows, :width], count_B)
 
 
 @dataclass(frozen=True)

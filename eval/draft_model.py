@@ -67,7 +67,7 @@ class DraftModel:
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Read what the cache lacks, then draft as many tokens as any row may still emit, at most K."""
-        length = min(self.num_speculative_tokens, max(1, int(state.limit_B.max())))
+        length = min(self.num_speculative_tokens, state.room)
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
         last_BD = self._read(state)
@@ -99,7 +99,7 @@ class DraftModel:
         cache, fresh = self.cache, state.fresh
         # A row that has finished may be longer than a text can be; whatever it drafts is ignored.
         length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
-        cache.lengths_B = torch.minimum(cache.lengths_B, length_B)
+        cache.rollback(length_B)
         lacks_B = length_B + 1 - cache.lengths_B
         place_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
         # Fresh tokens end with the root.

@@ -78,6 +78,7 @@ class Beam:
             torch.cat([root_B1, tokens_BJ.gather(1, place_BN)], 1),
             torch.cat([torch.full_like(root_B1, -1), parents_BN], 1),
             count_B,
+            linear=self.tree.branching == 1,
         )
 
 

@@ -19,11 +19,12 @@ from draftsmith.eval.trees import StaticTree
 class Level:
     """The nodes at one depth, in the order of their numbers.
 
-    parent_n: their parents' places among the nodes with children of the level above. sibling_n: which child of its
+    above: how many nodes of the level above have children. parent_n: their parents' places among the nodes with children of the level above. sibling_n: which child of its
     parent a node is, by rank. rank_n: its rank. inner_m: the places of the nodes that have children themselves.
     ancestors_mT: for each of these, which of the nodes with children so far are above it or itself, the root left out.
     """
 
+    above: int
     parent_n: Tensor
     sibling_n: Tensor
     rank_n: Tensor
@@ -60,6 +61,7 @@ def growth(tree: StaticTree, device: torch.device) -> Growth:
         seen = [[path[: len(other)] == other for other in so_far] for path in grown]
         levels.append(
             Level(
+                len(above),
                 torch.tensor([above.index(path[:-1]) for path in here], device=device),
                 torch.tensor(siblings, device=device),
                 torch.tensor([path[-1] for path in here], device=device),
@@ -75,7 +77,11 @@ def growth(tree: StaticTree, device: torch.device) -> Growth:
     )
 
 
-def child_uniforms(state: DecodeState, tree: StaticTree, plan: Growth, numbers_m: Tensor) -> Tensor:
-    """Return uniforms [B, m, C] for drawing the children of the nodes `numbers_m` of a static tree."""
-    uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * plan.children)
-    return uniform_BN.unflatten(1, (-1, plan.children))[:, numbers_m]
+def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> Tensor:
+    """Return uniforms [B, m, C] for drawing the children of the nodes `numbers_m`.
+
+    tree: the whole one, however deep this round drafts: a row's numbers must not depend on the rows beside it.
+    """
+    children = growth(tree, numbers_m.device).children
+    uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)
+    return uniform_BN.unflatten(1, (-1, children))[:, numbers_m]

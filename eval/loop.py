@@ -25,6 +25,8 @@ from draftsmith.heads.target import Target, TargetOutput
 
 _ENTERING = 8
 """Prompts wait until this part of the rows is free."""
+_TOKENS_PER_PASS = 1 << 15
+"""Most tokens of prompts, padding included, that are read together."""
 
 
 class Loop:
@@ -39,9 +41,9 @@ class Loop:
         sampling: Sampling,
         typical: Typical | None,
         rows: int,
+        timed: bool = True,
     ) -> None:
         self.target, self.drafter, self.sampling, self.typical = target, drafter, sampling, typical
-        self.watch = Stopwatch(target.device)
         self.answers = [Generation(request) for request in requests]
         self.waiting = deque(self.answers[rows:])
         self.places = self.answers[:rows]
@@ -57,6 +59,8 @@ class Loop:
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
             self.seen_BV = torch.zeros(rows, target.vocab_size, dtype=torch.bool, device=target.device)
+        # Making room is no part of answering.
+        self.watch = Stopwatch(target.device, wait=timed)
         self._admit(list(range(rows)))
 
     def fill(self) -> bool:
@@ -92,6 +96,17 @@ class Loop:
         return bool(alive)
 
     def _admit(self, rows: list[int]) -> None:
+        """Read the prompts of `rows`, as many in one pass as are no more than so many tokens, but at least one."""
+        group: list[int] = []
+        for b in rows:
+            longest = max(len(self.places[a].request.prompt_ids) for a in (*group, b))
+            if group and longest * (len(group) + 1) > _TOKENS_PER_PASS:
+                self._read(group)
+                group = []
+            group.append(b)
+        self._read(group)
+
+    def _read(self, rows: list[int]) -> None:
         """Read the prompts of `rows` (padded at the end; padding slots are overwritten later), choose their first
         tokens and let the drafter read them too."""
         answers = [self.places[b] for b in rows]
@@ -122,7 +137,7 @@ class Loop:
         self._enter(rows_b, root_b, length_b, keys_b, at_end, seen_bV)
 
     def _first(self, answers: Sequence[Generation], last_b1D: Tensor, noise: Noise, seen_bV: Tensor | None) -> Tensor:
-        """Choose the tokens after the prompts, by the same rule as any other token."""
+        """Choose the tokens after the prompts by the exact rule, also where drafts are accepted by a lossy one."""
         nothing = Draft.chain(noise.keys_B, noise.keys_B.new_zeros(len(answers), 0))
         logits_b1V = self.target.head.logits(last_b1D)
         try:
@@ -138,6 +153,10 @@ class Loop:
         state, fresh = self.state, self.state.fresh
         pair = Fresh(root_b[:, None], at_end.aux_BnF, at_end.last_BnD, torch.ones_like(length_b))
         if len(rows_b) < len(self.places):
+            if fresh.last_BnD.shape[-1] != pair.last_BnD.shape[-1]:
+                # The first prompts of a batch that reads them in several passes.
+                shapes = (pair.tokens_Bn, pair.aux_BnF, pair.last_BnD)
+                fresh = Fresh(*(x.new_zeros(len(self.places), *x.shape[1:]) for x in shapes), fresh.count_B)
             pair = Fresh(
                 _put(fresh.tokens_Bn, rows_b, pair.tokens_Bn),
                 _put(fresh.aux_BnF, rows_b, pair.aux_BnF),
@@ -201,6 +220,9 @@ class Loop:
         for answer, row in zip(self.places, facts, strict=True):
             if not answer.finish_reason:
                 self._emit(answer, row, 2 + tokens_BD.shape[1])
+        if sum(not answer.finish_reason for answer in self.places) < sum(running):
+            # What was accepted past the end is forgotten, so that a row which waits stays within its context.
+            self.cache.rollback(torch.tensor([self._length(a) for a in self.places], device=kept_B.device))
         fresh = Fresh(
             tokens_BD[:, :deepest],
             _along(output.aux, None if node_BD is None else node_BD[:, :deepest], deepest),
@@ -221,9 +243,13 @@ class Loop:
     def _running(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Lengths and limits of the rows that are not finished; none if all are."""
         alive = [answer for answer in self.places if not answer.finish_reason]
-        # The last token emitted is the next root, which the target has not read.
-        lengths = (len(a.request.prompt_ids) + len(a.output_ids) - 1 for a in alive)
-        return tuple(lengths), tuple(a.request.max_new_tokens - len(a.output_ids) for a in alive)
+        limits = (a.request.max_new_tokens - len(a.output_ids) for a in alive)
+        return tuple(map(self._length, alive)), tuple(limits)
+
+    @staticmethod
+    def _length(answer: Generation) -> int:
+        """Tokens that the target has read; the last one emitted is the next root, which it has not."""
+        return len(answer.request.prompt_ids) + len(answer.output_ids) - 1
 
     def _emit(self, answer: Generation, facts: list[int], levels_from: int) -> None:
         """Append a row's tokens. facts: tokens accepted, nodes of the draft, the tokens, nodes at each depth of a tree."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.answers import Request
+from draftsmith.eval.decode import check_requests
 from draftsmith.eval.draft import Drafter
 from draftsmith.eval.loop import Loop
 from draftsmith.eval.sampling import Sampling
@@ -46,10 +47,12 @@ class RoundProfile:
         return self.draft_other + self.verify_other + self.commit
 
 
+@torch.no_grad()
 def profile_rounds(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int = 1
 ) -> RoundProfile:
     """Decode `requests`, `batch` at a time, with the forwards timed."""
+    check_requests(target, requests, drafter)
     spent: dict[str, float] = defaultdict(float)
     head = getattr(drafter, "head", None)
     model = getattr(drafter, "model", None)

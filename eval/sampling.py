@@ -32,8 +32,8 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy) or larger.")
+        if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
+            raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy), or a number from 0.000001 on.")
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}: it must be 0 (no limit) or larger.")
         if not 0 < self.top_p <= 1:

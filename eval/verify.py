@@ -83,7 +83,8 @@ def verify(
 
     typical: accept by this rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root among
     them; needed for a repetition penalty, which also sees the tokens on the path to each node.
-    Raises NotFinite, and UserError where the draft's laws are none.
+    Raises NotFinite at any node of the draft, also one that would not be accepted, and UserError where the draft's laws are
+    none.
     """
     penalty = sampling.repetition_penalty
     if sampling.greedy and penalty == 1:

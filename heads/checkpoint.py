@@ -125,6 +125,8 @@ def fill(
                 f"{source}: tensor {name} has shape {list(value.shape)}, but its configuration says "
                 f"{list(expected[name].shape)}; {remedy}."
             )
+    if bad := next((n for n, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())), None):
+        raise UserError(f"{source}: tensor {bad} holds NaN or infinity, so drafts would mean nothing; {remedy}.")
     floats = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     head.load_state_dict(floats, strict=False, assign=True)
 

@@ -37,12 +37,12 @@ class EagleDrafter:
         drawn: bool = False,
         greedy_drafts: bool = False,
     ) -> None:
-        assert tree is None or tree.depth <= num_speculative_tokens
         assert not drawn or isinstance(tree, StaticTree)
         self.head = head.eval()
         self.name = head.method
         self.layer_ids = head.layer_ids
-        self.num_speculative_tokens = num_speculative_tokens
+        # A tree has its own depth.
+        self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
         self.tree, self.drawn, self.greedy_drafts = tree, drawn, greedy_drafts
         self.max_nodes, self._drafted_rows = self._sizes()
         self._keys = self._values = torch.empty(0)
@@ -76,7 +76,7 @@ class EagleDrafter:
 
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
-        """Run the rows of new prompts, all but the last, which the next proposal runs again."""
+        """Run the rows of new prompts; the next proposal runs the last one again, to draft from it."""
         if prompts.fresh.tokens_Bn.shape[1] > 1:
             self._read(prompts.fresh, prompts.length_b, 0, prompts.rows_b)
 
@@ -91,7 +91,7 @@ class EagleDrafter:
         if self.tree is None:
             return self._chain(state, out_BH, depth)
         if isinstance(self.tree, StaticTree):
-            return self._static(state, out_BH, self.tree.cut(depth))
+            return self._static(state, out_BH, self.tree, depth)
         return self._dynamic(state, out_BH, self.tree, depth)
 
     def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
@@ -118,19 +118,20 @@ class EagleDrafter:
             self.head.draft_vocab if laws else None,
         )
 
-    def _static(self, state: DecodeState, out_BH: Tensor, tree: StaticTree) -> Draft:
-        """Draft level by level; only nodes with children are run."""
+    def _static(self, state: DecodeState, out_BH: Tensor, whole: StaticTree, depth: int) -> Draft:
+        """Draft level by level down to `depth`; only nodes with children are run."""
+        tree = whole.cut(depth)
         plan = growth(tree, out_BH.device)
         drawn = self.drawn and not state.sampling.greedy
         rows, out_BmH = len(out_BH), out_BH[:, None]
         tokens, laws = [], []
-        for depth, level in enumerate(plan.levels):
+        for step, level in enumerate(plan.levels):
             logits_BmW = self.head.logits(out_BmH)
             if drawn:
                 laws.append(law(logits_BmW, state.sampling))
                 first = sum(x.shape[1] for x in laws[:-1])
                 numbers = plan.inner_T[first : first + logits_BmW.shape[1]]
-                child_BmC = draw_children(laws[-1], child_uniforms(state, tree, plan, numbers))
+                child_BmC = draw_children(laws[-1], child_uniforms(state, whole, numbers))
                 choice_Bn = child_BmC[:, level.parent_n, level.sibling_n]
             else:
                 best_BmR = logits_BmW.topk(min(plan.ranks, logits_BmW.shape[-1]), -1).indices
@@ -139,7 +140,7 @@ class EagleDrafter:
             if len(level.inner_m):
                 hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
                 above_BmT = level.ancestors_mT.expand(rows, -1, -1)
-                out_BmH = self._grow(state.length_B, tokens[-1][:, level.inner_m], hidden_BmH, depth, above_BmT)
+                out_BmH = self._grow(state.length_B, tokens[-1][:, level.inner_m], hidden_BmH, step, above_BmT)
         draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
         return draft.drawn_from(torch.cat(laws, 1)[:, plan.law_M], self.head.draft_vocab) if drawn else draft
 

@@ -86,12 +86,13 @@ class EagleAttention(nn.Module):
     def _joined(self) -> tuple[Tensor, Tensor | None]:
         """The three projections as one, made again when any of them has changed. For decoding: no gradients."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
-        weights = tuple(part.weight for part in parts)
-        state = tuple((id(w), w.data_ptr(), w._version) for w in weights)
+        assert not torch.is_grad_enabled(), "joined projections have no gradients"
+        weights: list[Tensor] = [part.weight for part in parts]
+        biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
+        made_of = (*weights, *biases)
+        state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
         if self._joint is None or self._joint.state != state:
-            biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-            bias = torch.cat(biases).detach() if biases else None
-            self._joint = _Joint(state, weights, torch.cat(weights).detach(), bias)
+            self._joint = _Joint(state, made_of, torch.cat(weights), torch.cat(biases) if biases else None)
         return self._joint.weight, self._joint.bias
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -83,10 +83,10 @@ class MedusaDrafter:
         """Draw each node's children anew from the law of their depth."""
         plan, shape = growth(tree, laws_BKV.device), tree.on(laws_BKV.device)
         inner_BTV = laws_BKV[:, shape.depth_N[plan.inner_T]]
-        child_BTC = draw_children(inner_BTV, child_uniforms(state, tree, plan, plan.inner_T))
+        child_BTC = draw_children(inner_BTV, child_uniforms(state, self.tree or tree, plan.inner_T))
         first, drafted = 0, []
         for level in plan.levels:
             drafted.append(child_BTC[:, first + level.parent_n, level.sibling_n])
-            first += int(level.parent_n.max()) + 1
+            first += level.above
         draft = Draft.static(state.root_B, torch.cat(drafted, 1), tree, state.limit_B)
         return draft.drawn_from(inner_BTV[:, plan.law_M], None)

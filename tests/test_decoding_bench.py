@@ -58,9 +58,9 @@ def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys
         if row["system"] == "target alone":
             assert row["speedup"] == row["tau"] == 1
         if (profile := row["profile"]) is not None:
-            parts = ("target", "draft", "draft_other", "verify_other", "commit")
-            assert sum(profile[part] for part in parts) == pytest.approx(profile["total"])
             assert profile["target"] > 0
+            assert (profile["draft"] > 0) == (row["system"].split()[0] in ("eagle3", "draft"))
+            assert 0 < profile["outside"] < profile["total"]
     text = (workplace / "out" / "bench.md").read_text()
     assert text.count("| eagle3 dynamic 3x2, 8 tokens |") == 4
     assert found["commit"] is None or len(found["commit"]) >= 7

@@ -10,13 +10,14 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.answers import Request
 from draftsmith.eval.decode import decode_batch
-from draftsmith.eval.draft import DecodeState, Draft, Prompts, TargetAlone
+from draftsmith.eval.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.draft_model import DraftModel, simulate_draft_model
 from draftsmith.eval.noise import DRAFT, uniforms
 from draftsmith.eval.sampling import Sampling, draw, law
 from draftsmith.eval.tally import tally_generation, total
 from draftsmith.heads.shared_tokens import check_same_tokens
 from draftsmith.heads.target import Target
+from tests.eval.spies import KnowsTexts
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -51,30 +52,15 @@ def requests(limits: tuple[int, ...] = (24,) * 6) -> list[Request]:
     return [Request.seeded(f"p{i}", "a", prompt, limit, 0) for i, (prompt, limit) in enumerate(pairs)]
 
 
-class Spy(DraftModel):
+class Spy(KnowsTexts, DraftModel):
     """Checks every draft against plain forwards of the draft model over a text that it keeps itself."""
 
-    def start(self, rows: int, capacity: int) -> None:
-        super().start(rows, capacity)
-        self.known: list[list[int]] = [[] for _ in range(rows)]
-        self.checked = 0
-
-    def admit(self, prompts: Prompts) -> None:
-        super().admit(prompts)
-        for place, row in enumerate(prompts.rows_b.tolist()):
-            self.known[row] = prompts.ids_bL[place, : int(prompts.length_b[place])].tolist()
-
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        self.known = [self.known[row] for row in rows.tolist()]
+    checked = 0
 
     def propose(self, state: DecodeState) -> Draft:
         draft = super().propose(state)
-        for row, known in enumerate(self.known):
-            count = int(state.fresh.count_B[row])
-            known += state.fresh.tokens_Bn[row, :count].tolist()
-            if count and int(state.limit_B[row]) > 0:
-                self._check(state, draft, row, known)
+        for row, known in self.remember(state):
+            self._check(state, draft, row, known)
         return draft
 
     def _check(self, state: DecodeState, draft: Draft, row: int, known: list[int]) -> None:

@@ -5,16 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.errors import UserError
+from draftsmith.eval import loop
 from draftsmith.eval.cache import KVCache, build_mask
-from draftsmith.eval.decode import Request, decode_batch
+from draftsmith.eval.decode import Request, decode, decode_batch
 from draftsmith.eval.draft import Draft, Drafter, TargetAlone
 from draftsmith.eval.loop import Loop
 from draftsmith.eval.passes import run_draft
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle_drafter import EagleDrafter
+from draftsmith.heads.eagle_layer import EagleAttention
 from draftsmith.heads.target import Target
 from tests.eval.test_decode import GREEDY, known, make_requests, make_target, trained
 from tests.models import KINDS
@@ -68,33 +71,33 @@ def test_cache_equals_a_fresh_prefill_after_every_round(kind: str, branching: bo
     target = make_target(kind)
     requests = [replace(r, max_new_tokens=n) for r, n in zip(make_requests(5), (9, 14, 4, 11, 7), strict=True)]
     drafter = known(target, requests, 0.6)
-    loop = Loop(target, Branching(drafter) if branching else drafter, requests, GREEDY, None, rows)
+    run = Loop(target, Branching(drafter) if branching else drafter, requests, GREEDY, None, rows)
     rounds = accepted = 0
-    while loop.fill():
-        loop.round()
+    while run.fill():
+        run.round()
         rounds += 1
-        for row, answer in enumerate(loop.places):
+        for row, answer in enumerate(run.places):
             accepted += answer.rounds[-1].accepted
-            text = [*answer.request.prompt_ids, *answer.output_ids][: int(loop.cache.lengths_B[row])]
+            text = [*answer.request.prompt_ids, *answer.output_ids][: int(run.cache.lengths_B[row])]
             if not answer.finish_reason:
                 # The last token is the next root, which the target has not read.
                 assert len(text) == len(answer.request.prompt_ids) + len(answer.output_ids) - 1
-            check_row(target, loop, row, text)
+            check_row(target, run, row, text)
     assert rounds > 5
     assert accepted > 5
 
 
-def check_row(target: Target, loop: Loop, row: int, text: list[int]) -> None:
+def check_row(target: Target, run: Loop, row: int, text: list[int]) -> None:
     fresh_cache = KVCache.for_target(target, 1, len(text))
     ids = torch.tensor([text])
     states = run_draft(target, fresh_cache, Draft.chain(ids[:, 0], ids[:, 1:])).last[0]
-    for kind, buffer in loop.cache.buffers.items():
+    for kind, buffer in run.cache.buffers.items():
         torch.testing.assert_close(
             buffer[:, row, :, : len(text)], fresh_cache.buffers[kind][:, 0], atol=2e-5, rtol=1e-4
         )
-    count = int(loop.state.fresh.count_B[row])
-    if not loop.places[row].finish_reason:
-        torch.testing.assert_close(loop.state.fresh.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
+    count = int(run.state.fresh.count_B[row])
+    if not run.places[row].finish_reason:
+        torch.testing.assert_close(run.state.fresh.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,3 +203,94 @@ def test_a_prompt_that_gives_no_numbers_is_named() -> None:
     target.head.weight[7, 3] = torch.inf
     with pytest.raises(UserError, match=r"p\d are not finite: .* at position \d+, in the output projection"):
         decode_batch(target, TargetAlone(), [Request("p7", "a", r.prompt_ids, 4) for r in requests], GREEDY)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_last_row_goes_on_as_if_it_had_been_alone(shape: str) -> None:
+    """A batch that shrinks to one row, whose last round was shorter than that of the row which left."""
+    target, head = trained()
+    prompts = make_requests(6)
+    for first, second in ((0, 4), (1, 3), (5, 2)):
+        for limit in (5, 6, 9):
+            requests = [replace(prompts[first], max_new_tokens=limit), replace(prompts[second], max_new_tokens=24)]
+            together = decode_batch(target, EagleDrafter(head, 4, **SHAPES[shape]), requests, GREEDY).generations
+            (alone,) = decode_batch(target, EagleDrafter(head, 4, **SHAPES[shape]), requests[1:], GREEDY).generations
+            assert together[1].output_ids == alone.output_ids
+            assert together[1].rounds == alone.rounds
+
+
+def test_rows_that_wait_stay_within_the_context() -> None:
+    """GPT-2 has a table of positions, and none behind the last one."""
+    config = AutoConfig.for_model(
+        "gpt2", n_embd=32, n_head=2, n_layer=2, n_positions=32, vocab_size=150, bos_token_id=1
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    target = Target(model, path="tiny", fingerprint="0")
+    target.model.generation_config.eos_token_id = None
+    requests = [
+        Request(f"p{i}", "a", tuple(range(5 + i, 5 + i + length)), 32 - 4 - length)
+        for i, length in enumerate((20, 19, 18, 17, 16, 3))
+    ]
+    drafter = known(target, requests, 1.0)
+    found = decode_batch(target, drafter, requests, GREEDY).generations
+    assert [g.output_ids for g in found] == [list(drafter.answers[r.prompt_ids]) for r in requests]
+
+
+def test_drawn_children_do_not_depend_on_the_rows_beside() -> None:
+    """A row with little room cuts its tree, the one beside it does not."""
+    target, head = trained()
+    tree = StaticTree.of("wide below", [[0], [0, 0], [0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 2]])
+    base = make_requests(4)
+    requests = [replace(base[i % 4], max_new_tokens=3 + 9 * (i % 2), sample_id=str(i), key=i) for i in range(12)]
+    together = decode_batch(target, EagleDrafter(head, 3, tree=tree, drawn=True), requests, Sampling(1.0)).generations
+    for request, found in zip(requests, together, strict=True):
+        drafter = EagleDrafter(head, 3, tree=tree, drawn=True)
+        assert found.output_ids == decode_batch(target, drafter, [request], Sampling(1.0)).generations[0].output_ids
+
+
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(2, 3, 50), DynamicTree(2, 1, 50)], ids=lambda t: t.name)
+def test_a_tree_decides_its_own_depth(tree: StaticTree | DynamicTree) -> None:
+    target, head = trained()
+    for k in (tree.depth, 9):
+        found = decode_batch(target, EagleDrafter(head, k, tree=tree), make_requests(2), GREEDY).generations
+        assert max(len(r.levels) or r.drafted for g in found for r in g.rounds) == tree.depth
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_prompts_are_read_in_several_passes(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = trained()
+    drafter = EagleDrafter(head, 4, **SHAPES[shape])
+    whole = decode_batch(target, drafter, make_requests(6), GREEDY).generations
+    monkeypatch.setattr(loop, "_TOKENS_PER_PASS", 40)
+    parts = decode_batch(target, drafter, make_requests(6), GREEDY).generations
+    assert [(g.output_ids, g.rounds) for g in parts] == [(g.output_ids, g.rounds) for g in whole]
+
+
+def test_answers_come_as_they_are_done_and_mistakes_at_once() -> None:
+    target, limits = make_target(), (9, 2, 5, 1)
+    requests = [replace(r, max_new_tokens=n) for r, n in zip(make_requests(4), limits, strict=True)]
+    found = list(decode(target, TargetAlone(), requests, GREEDY, 2))
+    assert {g.request.sample_id for g in found} == {r.sample_id for r in requests}
+    assert found[0].request is requests[1]
+    expected = {
+        g.request.sample_id: g.output_ids for g in decode_batch(target, TargetAlone(), requests, GREEDY).generations
+    }
+    assert {g.request.sample_id: g.output_ids for g in found} == expected
+    with pytest.raises(UserError, match="max_new_tokens is 0"):
+        decode(target, TargetAlone(), [replace(requests[0], max_new_tokens=0)], GREEDY, 2)
+
+
+def test_joined_projections_follow_their_parts() -> None:
+    attention = EagleAttention(trained()[1].config, 128, qkv_bias=True)
+    x = torch.randn(2, 128)
+    with torch.no_grad():
+        for part in (None, attention.v_proj.weight, attention.q_proj.bias, attention.k_proj.bias):
+            if part is not None:
+                part.add_(1)
+            turning, values = attention.together(x)
+            keys, expected = attention.key_value(x)
+            torch.testing.assert_close(values, expected)
+            torch.testing.assert_close(turning, torch.cat([attention.query(x), keys], -2))
+        attention = attention.to(torch.bfloat16)
+        assert attention.together(x.bfloat16())[0].dtype == torch.bfloat16

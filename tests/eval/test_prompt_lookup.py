@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from draftsmith.eval.answers import Request
 from draftsmith.eval.decode import decode_batch
@@ -14,6 +13,7 @@ from draftsmith.eval.prompt_lookup import PromptLookup, find_continuation, simul
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import tally_generation, total
 from draftsmith.heads.target import Target
+from tests.eval.spies import KnowsTexts
 from tests.models import tiny_model
 
 
@@ -120,33 +120,18 @@ def requests(count: int, new_tokens: int = 24) -> list[Request]:
     return [Request.seeded(f"p{i}", "ab"[i % 2], ids, new_tokens, 0) for i, ids in enumerate(found)]
 
 
-class Spy(PromptLookup):
+class Spy(KnowsTexts, PromptLookup):
     """Checks every proposal against the slow search over a text that it keeps itself."""
 
-    def start(self, rows: int, capacity: int) -> None:
-        super().start(rows, capacity)
-        self.known: list[list[int]] = [[] for _ in range(rows)]
-        self.checked = self.drafted = 0
-
-    def admit(self, prompts: Prompts) -> None:
-        super().admit(prompts)
-        for place, row in enumerate(prompts.rows_b.tolist()):
-            self.known[row] = prompts.ids_bL[place, : int(prompts.length_b[place])].tolist()
-
-    def select(self, rows: Tensor) -> None:
-        super().select(rows)
-        self.known = [self.known[row] for row in rows.tolist()]
+    checked = drafted = 0
 
     def propose(self, state: DecodeState) -> Draft:
         draft = super().propose(state)
-        for row, tokens in enumerate(proposed(draft)):
-            count = int(state.fresh.count_B[row])
-            self.known[row] += state.fresh.tokens_Bn[row, :count].tolist()
-            text, limit = self.known[row], int(state.limit_B[row])
-            if count and limit > 0:
-                start = slow_continuation(text, self.max_ngram)
-                assert tokens == text[start : start + min(self.num_speculative_tokens, limit)]
-                self.checked, self.drafted = self.checked + 1, self.drafted + bool(tokens)
+        drafted = proposed(draft)
+        for row, text in self.remember(state):
+            start, limit = slow_continuation(text, self.max_ngram), int(state.limit_B[row])
+            assert drafted[row] == text[start : start + min(self.num_speculative_tokens, limit)]
+            self.checked, self.drafted = self.checked + 1, self.drafted + bool(drafted[row])
         return draft
 
 

@@ -201,3 +201,9 @@ def test_the_largest_logit_is_found_block_by_block(shape: tuple[int, ...]) -> No
     assert bool(values.flatten()[-1].isnan())
     assert int(places.flatten()[-1]) == shape[-1] - 7
     assert not bool(top1(torch.full(shape, -torch.inf))[0].isfinite().any())
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("inf"), float("nan")])
+def test_temperatures_that_make_no_law_are_refused(temperature: float) -> None:
+    with pytest.raises(UserError, match="temperature is"):
+        Sampling(temperature)

@@ -155,8 +155,9 @@ class Loop:
         if len(rows_b) < len(self.places):
             if fresh.last_BnD.shape[-1] != pair.last_BnD.shape[-1]:
                 # The first prompts of a batch that reads them in several passes.
-                shapes = (pair.tokens_Bn, pair.aux_BnF, pair.last_BnD)
-                fresh = Fresh(*(x.new_zeros(len(self.places), *x.shape[1:]) for x in shapes), fresh.count_B)
+                kinds = (pair.tokens_Bn, pair.aux_BnF, pair.last_BnD)
+                tokens, aux, last = (x.new_zeros(len(self.places), *x.shape[1:]) for x in kinds)
+                fresh = Fresh(tokens, aux, last, fresh.count_B)
             pair = Fresh(
                 _put(fresh.tokens_Bn, rows_b, pair.tokens_Bn),
                 _put(fresh.aux_BnF, rows_b, pair.aux_BnF),

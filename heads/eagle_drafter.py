@@ -97,7 +97,6 @@ class EagleDrafter:
     def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        above_BT = chain_above(depth, out_BH.device)[-1].expand(len(out_BH), 1, -1)
         tokens, laws = [], []
         for k in range(depth):
             logits_BW = self.head.logits(out_BH)
@@ -109,7 +108,11 @@ class EagleDrafter:
             tokens.append(self.head.target_ids(choice_B))
             if k + 1 < depth:
                 hidden_B1H = self.head.feedback(out_BH)[:, None]
-                out_BH = self._grow(state.length_B, tokens[-1][:, None], hidden_B1H, k, above_BT[..., : k + 1])[:, 0]
+                # A single row's next token sees every slot in use, which takes no mask.
+                above_B1T = (
+                    None if len(out_BH) == 1 else chain_above(k + 1, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
+                )
+                out_BH = self._grow(state.length_B, tokens[-1][:, None], hidden_B1H, k, above_B1T)[:, 0]
         return Draft.chain(
             state.root_B,
             torch.stack(tokens, 1),
@@ -162,7 +165,9 @@ class EagleDrafter:
         rows, count = fresh.tokens_Bn.shape
         base_B = length_B - fresh.count_B
         at = Slots(base_B, count, first, rows_b)
-        above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
+        above_BnT = None
+        if count > 1 or not at.single:
+            above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
         position_Bn, turn = self._positions(base_B, first, count)
         out_BnH = self.forward(fresh.tokens_Bn, self.head.begin(fresh), position_Bn, turn, at, above_BnT)
         if rows == 1:
@@ -170,13 +175,17 @@ class EagleDrafter:
         last_B = (fresh.count_B - 1).clamp(min=0)
         return out_BnH[numbers(0, rows, last_B.device), last_B]
 
-    def _grow(self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor) -> Tensor:
-        """Run drafted tokens of one depth (0 for children of the root) behind the T - m drafted rows before them."""
+    def _grow(
+        self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None
+    ) -> Tensor:
+        """Run drafted tokens of one depth (0 for children of the root) behind the T - m drafted rows before them.
+
+        above_BmT: None where a single token sees all of them, and all that is committed."""
         if depth == 0:
             steps, turns = self._positions(length_B, self._longest, self.num_speculative_tokens)
             self._steps = steps.split(1, 1)
             self._turns = None if turns is None else list(zip(turns[0].split(1, 1), turns[1].split(1, 1), strict=True))
-        new, total = above_BmT.shape[1:]
+        new, total = (1, depth + 1) if above_BmT is None else above_BmT.shape[1:]
         at = Slots(length_B, new, self._longest + total - new, skip=total - new)
         turn = None if self._turns is None else self._turns[depth]
         return self.forward(tokens_Bm, hidden_BmH, self._steps[depth].expand_as(tokens_Bm), turn, at, above_BmT)
@@ -199,14 +208,12 @@ class EagleDrafter:
         position_Bm: Tensor,
         turn: tuple[Tensor, Tensor] | None,
         at: Slots,
-        above_BmT: Tensor,
+        above_BmT: Tensor | None,
     ) -> Tensor:
         """One pass of the head's layer over the last m of T rows that follow the committed ones.
 
         turn: cosines and sines of the positions, where they are known."""
-        # A single row's only query sees every slot in use.
-        alone = at.single and at.count == 1
-        mask = None if alone else build_mask(at.lengths_B, above_BmT, at.visible)
+        mask = None if above_BmT is None else build_mask(at.lengths_B, above_BmT, at.visible)
 
         def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             return at.store(self._keys, keys), at.store(self._values, values)

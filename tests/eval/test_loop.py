@@ -294,3 +294,24 @@ def test_joined_projections_follow_their_parts() -> None:
             torch.testing.assert_close(turning, torch.cat([attention.query(x), keys], -2))
         attention = attention.to(torch.bfloat16)
         assert attention.together(x.bfloat16())[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tree", [TREE, DynamicTree(4, 3, 12), None], ids=["static", "dynamic", "chain"])
+def test_drafts_of_one_row_are_those_of_two(tree: StaticTree | DynamicTree | None) -> None:
+    """A single row needs fewer masks; the laws say whether it needs those that it goes without."""
+    target, head = trained()
+    request = make_requests(1)[0]
+    laws = []
+    for rows in (1, 2):
+        drawn = isinstance(tree, StaticTree)
+        drafter = EagleDrafter(head, 4, tree=tree, drawn=drawn)
+        run = Loop(target, drafter, [request] * rows, Sampling(1.0), None, rows)
+        seen: list[Tensor] = []
+        logits = head.logits
+        head.logits = lambda out, seen=seen, logits=logits: (seen.append(logits(out)[:1]), logits(out))[1]  # type: ignore[method-assign]
+        with torch.no_grad():
+            drafter.propose(run.state)
+        del head.logits
+        laws.append(torch.cat([x.flatten(0, -2) for x in seen]))
+    assert len(laws[0]) >= 4
+    torch.testing.assert_close(laws[0], laws[1], atol=2e-4, rtol=1e-4)

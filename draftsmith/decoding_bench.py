@@ -5,7 +5,8 @@ Measured are the target alone, every drafter of the recipe's `evaluate` section,
 or on every group of prompts in a batch, so that drifts of the machine hit all alike. Greedy or sampled, at the first of the
 recipe's temperatures. Writes bench.json and bench.md.
 
---batch N (again for more than one), --prompts N per slice, --head FOLDER for another head than the run's best.
+--batch N (again for more than one), --prompts N per slice, --head FOLDER for another head than the run's best,
+--known-acceptance A (at temperature 0) for drafts of which each token is right with probability A.
 """
 
 import shlex
@@ -24,11 +25,12 @@ from draftsmith.arguments import require_recipe, take
 from draftsmith.decoding_tables import Row, as_json, render
 from draftsmith.errors import UserError
 from draftsmith.eval.answers import Decoded, Request
-from draftsmith.eval.contender import Contender
+from draftsmith.eval.contender import Contender, DrafterFactory
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import Drafter, TargetAlone
 from draftsmith.eval.generate_baseline import GenerateSystem, assisted, looked_up, plain
+from draftsmith.eval.known_acceptance import KnownAcceptance
 from draftsmith.eval.machine import environment
 from draftsmith.eval.round_profile import RoundProfile, profile_rounds
 from draftsmith.eval.sampling import Sampling
@@ -68,14 +70,14 @@ def _main(words: list[str]) -> int:
     output = take(words, "--output") or ["bench"]
     batches = [_count(word, "--batch") for word in (take(words, "--batch") or ["1"])]
     per_slice = [f"--evaluate.per_slice={_count(word, '--prompts')}" for word in take(words, "--prompts")]
-    head = take(words, "--head")
+    head, alphas = take(words, "--head"), [_share(word) for word in take(words, "--known-acceptance")]
     require_recipe(words, "bench_decoding")
     from draftsmith.recipe_file import parse_recipe
 
     recipe = parse_recipe([*words, *per_slice], "bench_decoding", __doc__ or "")
     from draftsmith.session import Session
 
-    rows, facts = bench(Session(recipe), batches, Path(head[-1]) if head else None)
+    rows, facts = bench(Session(recipe), batches, Path(head[-1]) if head else None, alphas)
     folder = Path(output[-1])
     folder.mkdir(parents=True, exist_ok=True)
     text = render(rows, facts)
@@ -91,7 +93,19 @@ def _count(word: str, name: str) -> int:
     return int(word)
 
 
-def bench(session: Any, batches: Sequence[int], head: Path | None) -> tuple[list[Row], dict[str, Any]]:
+def _share(word: str) -> float:
+    try:
+        value = float(word)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise UserError(f"--known-acceptance is {word!r}: give a probability from 0 to 1.")
+    return value
+
+
+def bench(
+    session: Any, batches: Sequence[int], head: Path | None, alphas: Sequence[float] = ()
+) -> tuple[list[Row], dict[str, Any]]:
     """Measure every system at every batch size; transformers' own answer one prompt at a time."""
     from draftsmith.evaluation import make_requests
     from draftsmith.lineup import at_temperature, load_heads, make_lineup
@@ -103,6 +117,7 @@ def bench(session: Any, batches: Sequence[int], head: Path | None) -> tuple[list
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
     lineup = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
+    lineup += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
     costs = _ideal_costs(target, lineup, requests, sampling) if 1 in batches else {}
     rows = []
     for batch in batches:
@@ -119,6 +134,26 @@ def bench(session: Any, batches: Sequence[int], head: Path | None) -> tuple[list
         "sampling": asdict(sampling),
     }
     return rows, facts | {"hardware": asdict(facts["hardware"])}
+
+
+def _known(
+    target: Target, requests: Sequence[Request], sampling: Sampling, alphas: Sequence[float], k: int
+) -> list[Contender]:
+    """Return drafters of known acceptance, which know the answers beforehand."""
+    if alphas and not sampling.greedy:
+        raise UserError("--known-acceptance needs temperature 0: above it there is no one answer to know.")
+    answers = {}
+    if alphas:
+        alone = decode_batch(target, TargetAlone(), requests, sampling, rows=8).generations
+        answers = {g.request.prompt_ids: g.output_ids for g in alone}
+
+    def make(alpha: float) -> DrafterFactory:
+        return lambda length: KnownAcceptance(answers, alpha, length, target.vocab_size)
+
+    return [
+        Contender(f"known acceptance {alpha:g}", "known_acceptance", make(alpha), k, k, steady=False)
+        for alpha in alphas
+    ]
 
 
 def _systems(target: Target, lineup: Sequence[Contender], sampling: Sampling, batch: int) -> dict[str, Run]:
@@ -190,10 +225,10 @@ def _ideal_costs(
     middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
     ids = list(middle.prompt_ids)
     context = (ids * (1 + middle.max_new_tokens))[: len(ids) + middle.max_new_tokens // 2]
-    lengths = [replace(c, simulate=None) for c in lineup]
+    lengths = [replace(c, simulate=None) for c in lineup if c.method != "known_acceptance"]
     costs = measure_costs(target, lengths, context, sampling)
     found = {ALONE: costs.verify_ms["1"]}
-    for c in lineup:
+    for c in lengths:
         k = c.num_speculative_tokens
         found[c.name] = costs.verify_ms[str(c.nodes(k))] + costs.draft_ms[c.name][str(k)]
     return found

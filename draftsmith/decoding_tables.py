@@ -1,7 +1,9 @@
 """The tables of the decoding bench, as JSON and as Markdown."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.round_profile import RoundProfile
@@ -70,3 +72,14 @@ def render(rows: Sequence[Row], facts: Mapping[str, Any]) -> str:
                 f"{p.verify_other:.2f} | {p.commit:.2f} | {p.total:.2f} | {100 * p.outside / p.total:.1f}% |"
             )
     return "\n".join(lines) + "\n"
+
+
+def read_bench(path: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Return the rows and the facts of a bench.json, as `render` takes them."""
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    names = [field.name for field in fields(RoundProfile)]
+    rows = []
+    for row in facts.pop("rows"):
+        profile = row["profile"] and RoundProfile(**{name: row["profile"][name] for name in names})
+        rows.append(Row(**{**row, "profile": profile}))
+    return rows, facts

@@ -1,6 +1,6 @@
 """The section `evaluate` of a recipe: what is measured, on what, and how it drafts."""
 
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from draftsmith.eval.sampling import Sampling
@@ -24,6 +24,8 @@ class DraftSpec:
     """dynamic: nodes of a level that go on, and children that each is tried with; null is 8."""
     total_tokens: int | None = None
     """dynamic: tokens that the target reads, the root included; null is 60."""
+    heads: list[str] = field(default_factory=list)
+    """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
     """typical is Medusa's LOSSY rule: the text no longer follows the target's law (above temperature 0)."""
     epsilon: float = 0.09
@@ -138,7 +140,7 @@ class EvaluateSpec:
         where they lie."""
         elsewhere = ("prompts", "beside", "baselines")
         values = {key: value for key, value in asdict(self).items() if key not in elsewhere}
-        unset = dict.fromkeys(("children", "depth", "branching", "total_tokens"))
+        unset: dict[str, Any] = {"children": None, "depth": None, "branching": None, "total_tokens": None, "heads": []}
         values["drafts"] = [without_neutral(draft, unset) for draft in values["drafts"]]
         return without_neutral(values, {"min_p": 0.0, "repetition_penalty": 1.0})
 
@@ -154,7 +156,7 @@ class EvaluateSpec:
             self.sampling(temperature)
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
-        ways = {astuple(draft)[:-2] for draft in self.drafts}
+        ways = {(d.tree, d.children, d.depth, d.branching, d.total_tokens, d.acceptance) for d in self.drafts}
         names = [draft.tree for draft in self.drafts]
         require(len(ways) == len(names), "evaluate.drafts", names, "the same way to draft is named twice")
         kinds = [baseline.kind for baseline in self.baselines]

@@ -48,6 +48,12 @@ def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target
     """Return a drafter for every head and way to draft that fits it, then the baselines. longest: tokens of the longest
     text that will be decoded. Raises UserError where a way fits no head, where the first head, the run's own, is left with
     none, and where two have the same name."""
+    for draft in session.recipe.evaluate.drafts:
+        if unknown := [name for name in draft.heads if name not in heads]:
+            raise UserError(
+                f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
+                f"{', '.join(heads)}: choose among these."
+            )
     lineup = [c for name, head in heads.items() for c in _ways(session, name, head)]
     own = next(iter(heads.values()))
     if not any(c.head is own for c in lineup):
@@ -76,7 +82,8 @@ def _ways(session: Session, name: str, head: DraftHead) -> list[Contender]:
     return [
         make_contender(name, head, *lengths, tree=tree, drawn=draft.drawn, typical=draft.typical)
         for draft, tree in trees
-        if tree is None or tree_kind(tree, draft.drawn) in METHODS[head.method].trees
+        if (not draft.heads or name in draft.heads)
+        and (tree is None or tree_kind(tree, draft.drawn) in METHODS[head.method].trees)
     ]
 
 

@@ -14,4 +14,4 @@ ensure_environment
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 "$VENV/bin/draftsmith" train --recipe recipes/medusa/tiny.yaml
 exec "$VENV/bin/draftsmith" run --recipe recipes/eagle3/tiny.yaml \
-    --evaluate.beside.medusa runs/medusa-tiny --evaluate.drafts '[{tree: chain}, {tree: medusa_63}]' "$@"
+    --evaluate.beside.medusa runs/medusa-tiny --evaluate.drafts '[{tree: chain}, {tree: medusa_63, heads: [medusa]}]' "$@"

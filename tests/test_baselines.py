@@ -203,3 +203,12 @@ def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
     found = make_lineup(asking(session, workplace, *words), heads, session.target, 100)
     assert [(c.num_speculative_tokens, c.lengths) for c in found] == [(4, (1, 2, 3, 4, 5, 6)), (3, (1, 2, 3))]
     assert replace(found[0], simulate=None).lengths == (4,)
+
+
+def test_a_way_to_draft_can_be_kept_to_some_heads(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str
+) -> None:
+    found = lineup(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [medusa]}}")
+    assert [c.name for c in found] == ["eagle3", "medusa", "medusa bush"]
+    with pytest.raises(UserError, match=r"heads names 'hydra', but the heads measured are eagle3, medusa"):
+        lineup(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [hydra]}}")

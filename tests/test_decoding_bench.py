@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftsmith.decoding_bench import main
+from draftsmith.decoding_tables import read_bench, render
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.round_profile import FORWARDS, profile_rounds
 from draftsmith.eval.sampling import Sampling
@@ -38,14 +39,18 @@ def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys
     baselines = [{"kind": "prompt_lookup"}, {"kind": "draft_model", "path": str(workplace / "small")}]
     drafts = [{"tree": "chain"}, {"tree": "dynamic", "depth": 3, "branching": 2, "total_tokens": 8}]
     words = ["--recipe", str(workplace / "recipe.yaml"), "--head", str(workplace / "head"), "--prompts", "2"]
-    words += ["--batch", "1", "--batch", "3", "--output", str(workplace / "out")]
+    words += ["--batch", "1", "--batch", "3", "--known-acceptance", "1", "--output", str(workplace / "out")]
     words += [f"--evaluate.baselines={json.dumps(baselines)}", f"--evaluate.drafts={json.dumps(drafts)}"]
     assert main(words) == 0, capsys.readouterr().err
     found = json.loads((workplace / "out" / "bench.json").read_text())
     systems = {batch: [r["system"] for r in found["rows"] if r["batch"] == batch] for batch in (1, 3)}
     ours = ["target alone", "eagle3", "eagle3 dynamic 3x2, 8 tokens", "prompt lookup", "draft model small"]
+    ours.append("known acceptance 1")
     assert systems[3] == ours
-    assert systems[1][:5] == ours
+    assert systems[1][:6] == ours
+    known = next(r for r in found["rows"] if r["system"] == "known acceptance 1" and r["batch"] == 1)
+    # Three right drafts and a bonus per round, but for the ends.
+    assert 3 < known["tau"] <= 4
     assert [s for s in systems[1] if s.startswith("transformers: ")] == [
         "transformers: generate",
         "transformers: generate, prompt lookup",
@@ -62,6 +67,7 @@ def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys
             assert (profile["draft"] > 0) == (row["system"].split()[0] in ("eagle3", "draft"))
             assert 0 < profile["outside"] < profile["total"]
     text = (workplace / "out" / "bench.md").read_text()
+    assert text == render(*read_bench(workplace / "out" / "bench.json"))
     assert text.count("| eagle3 dynamic 3x2, 8 tokens |") == 4
     assert found["commit"] is None or len(found["commit"]) >= 7
 
@@ -79,7 +85,12 @@ def test_a_profile_counts_the_forwards_of_rounds_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"), [(["--batch", "0"], "--batch is '0'"), (["--prompts", "x"], "--prompts")]
+    ("words", "message"),
+    [
+        (["--batch", "0"], "--batch is '0'"),
+        (["--prompts", "x"], "--prompts"),
+        (["--known-acceptance", "1.5"], "--known-acceptance is '1.5'"),
+    ],
 )
 def test_mistakes_are_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--recipe", "r.yaml", *words]) == 2

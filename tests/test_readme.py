@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli import COMMANDS
+from draftsmith.decoding_tables import read_bench, render
 from draftsmith.eval.report import headline_markdown
 from draftsmith.eval.result import read_result
 
@@ -21,6 +22,17 @@ def test_tables_are_rendered_from_committed_results(page: Path) -> None:
         assert table.strip() == headline_markdown(results, overall_only=bool(overall)).strip()
 
 
+def test_tables_of_the_decoding_bench_are_those_of_committed_results() -> None:
+    page = ROOT / "docs" / "decoder.md"
+    found = re.findall(r"<!-- bench: (.+?) -->\n(.*?)<!-- end -->", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    for name, table in found:
+        rows, facts = read_bench((page.parent / name).with_suffix(".json"))
+        assert facts["commit"]
+        assert (page.parent / name).read_text(encoding="utf-8") == render(rows, facts)
+        assert table.strip() == render(rows, facts).strip()
+
+
 def test_readme_shows_a_table() -> None:
     assert BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
 
@@ -30,7 +42,7 @@ def test_links_commands_and_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for link in re.findall(r"\]\((?!https?://|#)([^)#]+)", text):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
-    for command in re.findall(r"(?<![\w/])draftsmith ([a-z]+) --", text):
+    for command in re.findall(r"(?<![\w/])draftsmith ([a-z-]+) --", text):
         assert command in COMMANDS
     for path in re.findall(r"(?<![\w./])((?:recipes|scripts|train)/[\w./-]+\.(?:yaml|sh|py|json))", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"

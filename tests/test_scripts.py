@@ -319,7 +319,7 @@ def test_quickstart_passes_its_arguments_on(repository: Path, tmp_path: Path) ->
     assert log == (
         "draftsmith train --recipe recipes/medusa/tiny.yaml\n"
         "draftsmith run --recipe recipes/eagle3/tiny.yaml --evaluate.beside.medusa runs/medusa-tiny "
-        "--evaluate.drafts [{tree: chain}, {tree: medusa_63}] --train.steps 3 4\n"
+        "--evaluate.drafts [{tree: chain}, {tree: medusa_63, heads: [medusa]}] --train.steps 3 4\n"
     )
 
 

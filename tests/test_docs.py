@@ -43,7 +43,7 @@ from tests.models import tiny_model
 ROOT = Path(__file__).resolve().parents[1]
 # One documents a run on input that is not part of the repository, the other is a table of contents.
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("shared-target.md", "README.md")]
-REASONS = ("a GPU", "the Hub", "an engine", "an account")
+REASONS = ("a GPU", "the Hub", "an engine", "an account", "trained heads")
 PATH = r"(?<![\w./-])(?:recipes|train|scripts|runs|models)/[\w./-]*\w(?![\w./*-])"
 LANGUAGES = ("bash", "yaml", "json", "jsonl", "text")
 

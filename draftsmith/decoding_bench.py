@@ -111,8 +111,7 @@ def bench(
     from draftsmith.lineup import at_temperature, load_heads, make_lineup
 
     spec = session.recipe.evaluate
-    dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
-    target = session.target if dtype == session.target.dtype_name else session.load_target(dtype)
+    target = session.target_in(spec.dtype)
     requests, _ = make_requests(session, target)
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)

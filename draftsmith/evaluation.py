@@ -43,7 +43,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         lossless: dict[str, dict[str, Lossless]] = {}
         if decode and spec.lossless and 0 in missing and dtype != "float32":
             lossless = _lossless(session, requests, head_folder)
-        target = session.target if dtype == session.target.dtype_name else session.load_target(dtype)
+        target = session.target_in(dtype)
         if target is not session.target:
             lineup = make_lineup(session, load_heads(session, target, head_folder), target, longest)
         evaluator = Evaluator(session, target, requests, conversations, lineup)

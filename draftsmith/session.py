@@ -84,6 +84,10 @@ class Session:
         path = self.recipe.target.path
         return str(self.embedded.target) if path == "embedded" else path
 
+    def target_in(self, dtype: str) -> Target:
+        """Return the session's own target where that is in `dtype` (or it is "auto"), else load one."""
+        return self.target if dtype in ("auto", self.target.dtype_name) else self.load_target(dtype)
+
     def load_target(self, dtype: str) -> Target:
         """Load the target in `dtype` and check that the decoder serves it exactly."""
         spec = self.recipe.target

@@ -86,7 +86,7 @@ def search_tree(session: Session, asked: TreeOptions) -> Path:
 
 def _prepare(session: Session, asked: TreeOptions) -> _Ground:
     folder = find_head(session, asked.head)
-    target = _target(session)
+    target = session.target_in(session.recipe.evaluate.dtype)
     head = load_best(session, target, asked.head).to(target.dtype)
     if "static" not in find_method(head.method).trees:
         raise UserError(
@@ -108,12 +108,6 @@ def _check_output(path: Path) -> None:
         raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
     if path.is_dir() or (path.exists() and read_origin(path) is None):
         raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
-
-
-def _target(session: Session) -> Target:
-    """Return the target in the dtype that evaluations decode in."""
-    dtype = session.recipe.evaluate.dtype
-    return session.target if dtype in ("auto", session.target.dtype_name) else session.load_target(dtype)
 
 
 def _most_nodes(asked: int | None, target: Target) -> int:

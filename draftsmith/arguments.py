@@ -9,6 +9,9 @@ from draftsmith.errors import UserError
 MOST_NODES = 1023
 """Drafted tokens of the largest tree that can be asked for."""
 
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+"""What llama.cpp's converter can store weights as."""
+
 
 def take(words: list[str], name: str, *, flag: bool = False) -> list[str]:
     """Remove every `name VALUE` (or the flag `name`) from `words` and return the values."""
@@ -63,6 +66,59 @@ class TreeOptions:
             Path(output[-1]) if output else None,
             Path(head[-1]) if head else None,
         )
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What `draftsmith doctor` is asked about: whether `head`, a folder, belongs to `target`, a folder or a Hub name."""
+
+    head: Path
+    target: str
+
+    @classmethod
+    def take(cls, words: list[str]) -> "FitOptions | None":
+        """Take both options out of `words`; None without any. Raises UserError for one alone and for anything else."""
+        head, target = take(words, "--head"), take(words, "--target")
+        if words:
+            raise UserError(
+                f"doctor takes --head and --target, or no options to check this machine, but not {words[0]}."
+            )
+        if bool(head) != bool(target):
+            lost = "--target" if head else "--head"
+            raise UserError(
+                f"doctor compares a head with a target, but {lost} is missing: give --head FOLDER --target PATH."
+            )
+        return cls(Path(head[-1]), target[-1]) if head else None
+
+
+@dataclass(frozen=True)
+class GgufOptions:
+    """How `draftsmith export --gguf` converts for llama.cpp.
+
+    tree: folder of a llama.cpp source tree. outtype: one of GGUF_TYPES, None for the dtype of the export. pre_tokenizer:
+    llama.cpp's name of it, None where the converter knows the tokenizer.
+    """
+
+    tree: Path
+    outtype: str | None = None
+    pre_tokenizer: str | None = None
+
+    @classmethod
+    def take(cls, words: list[str]) -> "GgufOptions | None":
+        """Take the options out of `words`; None without --gguf. Raises UserError for values that mean nothing."""
+        tree, outtype, pre = (take(words, name) for name in ("--gguf", "--gguf-type", "--gguf-pre"))
+        if not tree and (outtype or pre):
+            raise UserError(
+                f"{'--gguf-type' if outtype else '--gguf-pre'} is for conversion: name a llama.cpp source tree with --gguf."
+            )
+        if outtype and outtype[-1] not in GGUF_TYPES:
+            raise UserError(
+                f"--gguf-type is {outtype[-1]!r}: choose one of {', '.join(GGUF_TYPES)}; for others convert to one of these, "
+                "then run llama-quantize."
+            )
+        if not tree:
+            return None
+        return cls(Path(tree[-1]), outtype[-1] if outtype else None, pre[-1] if pre else None)
 
 
 def _nodes(text: str) -> int:

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftsmith.arguments import TreeOptions, require_recipe, take
+from draftsmith.arguments import GgufOptions, TreeOptions, require_recipe, take
 from draftsmith.errors import StoppedError, UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ COMMANDS: dict[str, str] = {
     "report": "render report.html and report.md from result.json files",
     "inspect": "show conversations with the supervised tokens in colour",
     "plan": "data size, time and memory that a recipe needs, from the target's config alone",
-    "doctor": "check this machine",
+    "doctor": "check this machine, or with --head and --target whether a head belongs to a target",
 }
 
 OPTIONS: dict[str, str] = {
@@ -42,13 +42,16 @@ OPTIONS: dict[str, str] = {
     "--redo STAGE": "remove a stage (answers, features, train, evaluate, simulate, export) and make it again",
     "--launch FILE": "run: train in processes of their own, with this configuration of accelerate",
     "--no-decode": "evaluate: simulate only",
-    "--head FOLDER": "evaluate, search-tree, export: this head instead of the run's best",
+    "--head FOLDER": "evaluate, search-tree, export, doctor: this head instead of the run's best",
     "--fail-under T": "run, evaluate, report: exit with code 3 where a number is below its threshold, written\n"
     "                   [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: tau=2.5,code.tau.low@T0=3",
+    "--target PATH": "doctor: with --head, folder or Hub name of the target",
     "--count N": "inspect: how many conversations",
     "--output PATH": "report: the folder that the report goes to; search-tree: the file (tree.json in the run directory)",
     "--nodes N": "search-tree: drafted tokens per round; auto (if left out) takes as many as are fastest here",
     "--temperature T": "search-tree: for sampling at this temperature instead of that of the run's answers",
+    "--gguf TREE": "export: also convert for llama.cpp with this source tree of it; --gguf-type f32|f16|bf16|q8_0,\n"
+    "                   --gguf-pre NAME of the pre-tokenizer where its converter does not know the tokenizer",
     "--device NAME": "plan: the GPU (h100 if left out); also --gpus N, --utilisation SHARE, --prompt-tokens N,\n"
     "                   --answer-tokens N, and --comment for the lines that open a recipe",
 }
@@ -188,7 +191,7 @@ def _evaluate(words: list[str]) -> int:
     from draftsmith.stages import find_head
 
     find_head(session, Path(head[-1]) if head else None)
-    drafters = preflight(session, "evaluate")
+    drafters = preflight(session, "evaluate", Path(head[-1]) if head else None)
     check_thresholds(session, thresholds, drafters, decode=decode)
     paths = _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None)
     for path in paths:
@@ -219,14 +222,17 @@ def _search_tree(words: list[str]) -> int:
 
 def _export(words: list[str]) -> int:
     from draftsmith.exporting import export_stage
+    from draftsmith.gguf import check_options, export_gguf
     from draftsmith.preflight import preflight
     from draftsmith.stages import find_head
 
-    head = take(words, "--head")
+    head, gguf = take(words, "--head"), GgufOptions.take(words)
     session = _session(words, "export")
     folder = find_head(session, Path(head[-1]) if head else None)
+    check_options(session, gguf)
     preflight(session, "export")
-    print(export_stage(session, folder if head else None))
+    exported = export_stage(session, folder if head else None)
+    print(export_gguf(session, exported, gguf) if gguf else exported)
     return 0
 
 
@@ -283,13 +289,9 @@ def _plan(words: list[str]) -> int:
 
 
 def _doctor(words: list[str]) -> int:
-    from rich.console import Console
+    from draftsmith.doctor import doctor_command
 
-    from draftsmith.doctor import run_doctor
-
-    if words:
-        raise UserError(f"doctor takes no options, not {words[0]}.")
-    return run_doctor(Console())
+    return doctor_command(words)
 
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {

@@ -271,6 +271,20 @@ def table(checks: list[Check]) -> str:
     return "\n".join(line + fix for line, fix in zip(lines, fixes, strict=True))
 
 
+def doctor_command(words: list[str]) -> int:
+    """Check this machine, or with --head and --target whether a head fits a target; return the exit code."""
+    from rich.console import Console
+
+    from draftsmith.arguments import FitOptions
+
+    asked = FitOptions.take(words)
+    if asked is None:
+        return run_doctor(Console())
+    from draftsmith.fit import run_fit
+
+    return run_fit(asked, Console())
+
+
 def run_doctor(console: Printer | None = None) -> int:
     """Check the machine, print the table, and return the exit code: 0, or 1 if anything is bad.
 
@@ -279,9 +293,13 @@ def run_doctor(console: Printer | None = None) -> int:
     checks = [check for look in CHECKS for check in look()]
     bad = sum(check.state == "bad" for check in checks)
     verdict = f"{bad} of {len(checks)} checks need a fix." if bad else f"Nothing to mend in {len(checks)} checks."
-    text = f"{table(checks)}\n{verdict}"
+    show(f"{table(checks)}\n{verdict}", console)
+    return int(bad > 0)
+
+
+def show(text: str, console: Printer | None = None) -> None:
+    """Print text as it is: lines are not cut, so that a command can be copied whole."""
     if console is None:
         print(text)
     else:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return int(bad > 0)

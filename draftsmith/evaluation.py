@@ -25,7 +25,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     folder = recipe.run_dir / ("evaluation" if decode else "simulation")
     requests, conversations = make_requests(session, session.target)
     longest = longest_text(requests)
-    # Refuses heads of another target, trees and baselines that do not fit before anything is removed.
+    # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     lineup = make_lineup(session, load_heads(session, session.target, head_folder), session.target, longest)
     inputs = {
         **digests(session, head_folder, lineup),

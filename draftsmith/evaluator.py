@@ -20,6 +20,7 @@ from draftsmith.eval.lossless import compare_texts
 from draftsmith.eval.measure import Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.noise import row_key
 from draftsmith.eval.result import (
+    WARNING,
     Drafter,
     Example,
     Lossless,
@@ -204,7 +205,8 @@ class Evaluator:
             supplement={
                 f"tokens off the target's own choice in the teacher-forced pass ({name})": count
                 for name, count in off_text.items()
-            },
+            }
+            | {f"{WARNING} {number}": text for number, text in enumerate(self.session.warnings, 1)},
             **extra,
         )
 

@@ -19,8 +19,9 @@ from draftsmith.stages import find_head, head_digest, load_best
 
 
 def load_heads(session: Session, target: Target, head_folder: Path | None) -> dict[str, DraftHead]:
-    """Return the heads to measure in the dtype of `target`, by name: the run's own first."""
-    own = load_best(session, target, head_folder)
+    """Return the heads to measure in the dtype of `target`, by name: the run's own first. One made for another target of
+    the same sizes is measured too, with a warning."""
+    own = load_best(session, target, head_folder, warn=session.warn)
     return {own.method: own.to(target.dtype)} | load_beside(session, target, own.method)
 
 
@@ -30,7 +31,8 @@ def load_beside(session: Session, target: Target, taken: str) -> dict[str, Draft
     for name, folder in session.recipe.evaluate.beside.items():
         if name == taken or not name.strip():
             raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
-        heads[name] = load_best(session, target, beside_folder(session, name, folder)).to(target.dtype)
+        path = beside_folder(session, name, folder)
+        heads[name] = load_best(session, target, path, warn=session.warn).to(target.dtype)
     return heads
 
 
@@ -101,9 +103,4 @@ def at_temperature(lineup: list[Contender], sampling: Sampling) -> list[Contende
 
 def beside_folder(session: Session, name: str, folder: str) -> Path:
     """Accept the folder of a head or of a run. Raises UserError that names the recipe's key."""
-    try:
-        return find_head(session, Path(folder))
-    except UserError as error:
-        raise UserError(
-            f"evaluate.beside.{name}: there is no trained head in {folder}: train it first, or remove it."
-        ) from error
+    return find_head(session, Path(folder), f"evaluate.beside.{name}")

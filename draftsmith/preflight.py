@@ -1,57 +1,81 @@
 """What can be refused before hours of work are spent on it."""
 
+from pathlib import Path
+
 import torch
 
 from draftsmith.baselines import check_path
 from draftsmith.errors import UserError
 from draftsmith.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.exporting import export_options
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export import convert_head
-from draftsmith.heads.registry import METHODS
 from draftsmith.heads.vocab import choose_draft_vocab
-from draftsmith.lineup import beside_folder, load_beside, make_lineup
+from draftsmith.lineup import beside_folder, load_beside, load_heads, make_lineup
 from draftsmith.session import Session
+from draftsmith.starting import load_warm, start_head, warm_folder
 from draftsmith.train.parallel import check_launch
 
 
-def preflight(session: Session, command: str) -> list[str]:
+def preflight(session: Session, command: str, head: Path | None = None) -> list[str]:
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
-    Builds an untrained head, which checks its layers and draft vocabulary, and holds what is stored and
-    exported against it; where it evaluates also checks that the prompts can be read, that the drafts fit the heads and
-    the baselines the target, and returns the drafters' names. What takes no target is checked before it is loaded: the
-    launch file, the prompts, heads and trees of the evaluation, and the data.
+    Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary
+    and `train.warm_start`, and holds what is stored and exported against it. Where it evaluates: also checks that the
+    prompts can be read, that the drafts fit the heads and the baselines the target, and returns the drafters' names; head:
+    the folder of the one to measure, None for the run's. What takes no target is checked before it is loaded: the launch
+    file, the prompts, heads and trees of the evaluation, and the data. An export checks itself before it writes.
     """
     recipe = session.recipe
     check_launch(recipe.train)
     learning, evaluating = command in ("run", "train"), command in ("run", "evaluate")
-    count = len(session.conversations) if learning or command == "extract" else 0
+    making = learning or command == "extract"
+    count = len(session.conversations) if making else 0
     if learning and recipe.answers.regenerate and recipe.data.heldout >= count:
         raise UserError(
             f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
         )
+    if making:
+        warm_folder(session)
     if evaluating:
-        evaluation_conversations(session)
-        for name, folder in recipe.evaluate.beside.items():
-            beside_folder(session, name, folder)
-        for draft in recipe.evaluate.drafts:
-            draft.load()
-        for baseline in recipe.evaluate.baselines:
-            if baseline.path is not None:
-                check_path(baseline.path)
+        _check_evaluation(session)
+    untrained = _check_start(session) if making else None
+    if not evaluating:
+        return []
     target = session.target
-    size = getattr(recipe.head, "draft_vocab_size", None)
-    vocab = None if size is None else choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
-    head = METHODS[recipe.method].build(recipe.head, target, vocab)
+    if untrained is None:
+        heads = load_heads(session, target, head)
+    else:
+        heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
+    longest = longest_text(make_requests(session, target)[0]) if recipe.evaluate.baselines else 0
+    return [contender.name for contender in make_lineup(session, heads, target, longest)]
+
+
+def _check_evaluation(session: Session) -> None:
+    """Check what an evaluation names, without the target."""
+    spec = session.recipe.evaluate
+    evaluation_conversations(session)
+    for name, folder in spec.beside.items():
+        beside_folder(session, name, folder)
+    for draft in spec.drafts:
+        draft.load()
+    for baseline in spec.baselines:
+        if baseline.path is not None:
+            check_path(baseline.path)
+
+
+def _check_start(session: Session) -> DraftHead:
+    """Return the head that training starts from, held against what is stored and exported."""
+    recipe, target = session.recipe, session.target
+    size: int | None = getattr(session.head_options, "draft_vocab_size", None)
+    vocab, warm = None, load_warm(session)
+    if warm is None and size is not None:
+        vocab = choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
+    head = start_head(session, warm, vocab)
     stored = recipe.features.layer_ids
     if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
         raise UserError(
             f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
         )
     convert_head(head, target, **export_options(recipe, recipe.method))
-    if evaluating:
-        heads = {head.method: head} | load_beside(session, target, head.method)
-        longest = longest_text(make_requests(session, target)[0]) if recipe.evaluate.baselines else 0
-        lineup = make_lineup(session, heads, target, longest)
-        return [contender.name for contender in lineup]
-    return []
+    return head

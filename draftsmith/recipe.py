@@ -124,6 +124,9 @@ class FeaturesSpec:
 class TrainSpec:
     """Optimisation."""
 
+    warm_start: str | None = None
+    """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method; null
+    starts from scratch. Sizes that `head` leaves null are those of that head."""
     epochs: int = 3
     """Passes over the training answers."""
     max_steps: int | None = None
@@ -187,6 +190,11 @@ class ExportSpec:
     """Dtype of the exported weights; `auto` is the target's."""
     include_embeddings: bool = False
     """Write embed_tokens too; engines share the target's when it is left out."""
+    tensor_parallel: int = 1
+    """GPUs that an engine will split the draft over; the export refuses what none of the layout's engines could split."""
+
+    def __post_init__(self) -> None:
+        require(self.tensor_parallel >= 1, "export.tensor_parallel", self.tensor_parallel, "it must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,13 @@ class Session:
         self.redo = set(redo or ()) if main else set()
         self.run = RunDirectory(recipe.run_dir)
         self.data = self.run if recipe.data_path == recipe.run_dir else RunDirectory(recipe.data_path)
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        """Say what makes results doubtful, once, and keep it for the results."""
+        if text not in self.warnings:
+            self.warnings.append(text)
+            say(f"warning: {text}")
 
     @cached_property
     def device(self) -> str:
@@ -120,6 +127,13 @@ class Session:
         if self.recipe.target.path != "embedded":
             raise UserError(f"{key} is empty: {what}.")
         return [str(self.embedded.conversations if key == "data.sources" else self.embedded.prompts)]
+
+    @cached_property
+    def head_options(self) -> Any:
+        """The recipe's options of the head; where training starts from a head that exists, with the sizes of that."""
+        from draftsmith.starting import head_options
+
+        return head_options(self)
 
     @cached_property
     def conversations(self) -> list[Conversation]:

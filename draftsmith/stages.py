@@ -5,6 +5,7 @@ Every stage first asks the run directory whether it is already there; it is then
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from draftsmith.data.masks import TokenizedSet, tokenize_all
 from draftsmith.data.regenerate import prepare_prompts, read_answers, regenerate
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, sha256_file
-from draftsmith.heads.checkpoint import load_head, weights_file
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.checkpoint import load_head
+from draftsmith.heads.head_files import CONFIG, all_weights_files, weights_file
+from draftsmith.heads.importers import CHECKPOINT, recognise, refuse_other_files
 from draftsmith.heads.target import Target
 from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
 from draftsmith.session import Session, main_process_first, say
@@ -121,7 +123,7 @@ def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
 
 def layer_ids(session: Session) -> tuple[int, ...]:
     """The layers that the head reads."""
-    head = session.recipe.head
+    head = session.head_options
     if not hasattr(head, "layer_ids"):
         return ()  # it reads the last hidden state alone
     return tuple(head.layer_ids) if head.layer_ids is not None else session.target.default_layer_ids()
@@ -194,16 +196,18 @@ def split_heldout(ids: list[str], count: int) -> "tuple[list[int], list[int]]":
     return sorted(set(range(len(ids))) - set(heldout)), sorted(heldout)
 
 
-def draft_vocab(session: Session, samples: list[Tokenized], train: list[int]) -> torch.Tensor | None:
-    """Choose the draft vocabulary from the training answers and warn where it covers too little."""
-    size = getattr(session.recipe.head, "draft_vocab_size", None)
+def draft_vocab(
+    session: Session, samples: list[Tokenized], train: list[int], given: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Choose the draft vocabulary from the training answers, unless one is `given`; warn where it covers too little."""
+    size = getattr(session.head_options, "draft_vocab_size", None)
     vocab_size = session.target.vocab_size
     if size is None or size >= vocab_size:
         return None
     always = [i for i in {*session.target.eos_ids, *session.tokenizer.all_special_ids} if i < vocab_size]
     by_slice = count_by_slice([samples[i] for i in train], vocab_size)
     counts = torch.stack(list(by_slice.values())).sum(0)
-    vocab = choose_draft_vocab(counts, size, always)
+    vocab = choose_draft_vocab(counts, size, always) if given is None else given.cpu()
     shares = ", ".join(f"{name} {coverage(part, vocab):.1%}" for name, part in by_slice.items())
     say(
         f"draft vocab: {size} of {vocab_size} tokens cover {coverage(counts, vocab):.2%} of the tokens to learn ({shares})"
@@ -215,6 +219,7 @@ def draft_vocab(session: Session, samples: list[Tokenized], train: list[int]) ->
 
 def train_stage(session: Session) -> Path:
     """Train the head on what the earlier stages made; return the folder of the best one."""
+    from draftsmith.starting import load_warm, start_head
     from draftsmith.train.loop import train
 
     recipe = session.recipe
@@ -223,9 +228,10 @@ def train_stage(session: Session) -> Path:
         samples = load_samples(session).samples
         # All that can be refused is refused before an earlier head is removed.
         train_index, heldout_index = split_samples(session, samples)
-        vocab = draft_vocab(session, samples, train_index)
+        warm = load_warm(session)
+        vocab = draft_vocab(session, samples, train_index, None if warm is None else warm.draft_vocab)
         torch.manual_seed(recipe.seed)
-        head = METHODS[recipe.method].build(recipe.head, session.target, vocab)
+        head = start_head(session, warm, vocab)
         source = features_stage(session, samples)
         if session.begin("train", train_inputs(session)):
             return folder / "best"
@@ -237,8 +243,8 @@ def train_stage(session: Session) -> Path:
 
 def train_inputs(session: Session) -> dict[str, Any]:
     """What a trained head depends on."""
-    recipe = session.recipe
-    volatile = ("checkpoint_minutes", "workers")
+    recipe, warm = session.recipe, session.recipe.train.warm_start
+    volatile = ("checkpoint_minutes", "workers", "warm_start")
     upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)
     return {
         **{stage: session.upstream(stage) for stage in upstream},
@@ -249,6 +255,8 @@ def train_inputs(session: Session) -> dict[str, Any]:
         "method": recipe.method,
         "head": asdict(recipe.head),
         "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile},
+        # What the head holds counts, not where it lies.
+        **({} if warm is None else {"train.warm_start": head_digest(session, Path(warm))}),
         "data.heldout": recipe.data.heldout,
         "data.on_too_long": recipe.data.on_too_long,
         "num_speculative_tokens": recipe.evaluate.num_speculative_tokens,
@@ -269,26 +277,36 @@ def split_samples(session: Session, samples: list[Tokenized]) -> "tuple[list[int
     return [fits[i] for i in train_places], [fits[i] for i in heldout]
 
 
-def find_head(session: Session, folder: Path | None = None) -> Path:
+def find_head(session: Session, folder: Path | None = None, key: str = "") -> Path:
     """Return the folder of a trained head; `folder` is a head's or a run's, by default this run's.
 
-    Raises UserError where there is none.
+    key: of the recipe, where that named it. Raises UserError where there is none and where its format cannot be loaded.
     """
     folder = folder or session.recipe.run_dir
     best = folder / "train" / "best"
     found = best if best.exists() or folder == session.recipe.run_dir else folder
+    refuse_other_files(found)
     if weights_file(found) is None:
-        raise UserError(f"There is no trained head in {found}: run `draftsmith train` first, or name one with --head.")
+        raise UserError(
+            f"{key}: there is no trained head in {folder}: train it first, or remove it."
+            if key
+            else f"There is no trained head in {found}: run `draftsmith train` first, or name one with --head."
+        )
+    recognise(found)
     return found
 
 
 def head_digest(session: Session, folder: Path | None = None) -> str:
-    """Identify the weights of a trained head."""
-    file = weights_file(find_head(session, folder))
-    assert file is not None
-    return sha256_file(file)[:16]
+    """Identify the weights of a trained head; of a head in another format than a checkpoint what it is made of, too."""
+    found = find_head(session, folder)
+    files = all_weights_files(found)
+    if recognise(found) is CHECKPOINT:
+        return sha256_file(files[0])[:16]
+    return fingerprint([sha256_file(file) for file in (found / CONFIG, *files)])
 
 
-def load_best(session: Session, target: Target, folder: Path | None = None) -> Any:
-    """Load a trained head for `target`, in float32."""
-    return load_head(find_head(session, folder), target).to(target.device).eval()
+def load_best(
+    session: Session, target: Target, folder: Path | None = None, *, warn: Callable[[str], None] | None = None
+) -> Any:
+    """Load a trained head for `target`, in float32. warn: told where it was made for another target, which None refuses."""
+    return load_head(find_head(session, folder), target, warn=warn).to(target.device).eval()

@@ -87,7 +87,7 @@ def search_tree(session: Session, asked: TreeOptions) -> Path:
 def _prepare(session: Session, asked: TreeOptions) -> _Ground:
     folder = find_head(session, asked.head)
     target = session.target_in(session.recipe.evaluate.dtype)
-    head = load_best(session, target, asked.head).to(target.dtype)
+    head = load_best(session, target, asked.head, warn=session.warn).to(target.dtype)
     if "static" not in find_method(head.method).trees:
         raise UserError(
             f"The head in {folder} is of {head.method}, which drafts no static trees: there is none to search."

@@ -20,6 +20,8 @@ from draftsmith.eval.upgrade import upgrade
 from draftsmith.files import write_json
 
 SCHEMA_VERSION = 3
+WARNING = "warning"
+"""How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,11 @@ class Result:
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the numbers doubtful, such as a head that was made for another target."""
+        return [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -102,7 +102,13 @@ def headline(view: View) -> Section:
         "the lowest and highest repeat otherwise.",
         (Figure(caption, tuple(panels), view.legend, wide=True),) if panels else (),
         tuple(tables),
+        notes=_warnings(view),
     )
+
+
+def _warnings(view: View) -> tuple[str, ...]:
+    """Each warning of the results once."""
+    return tuple(dict.fromkeys(f"Warning: {text}" for result in view.results for text in result.warnings))
 
 
 def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:

@@ -1,30 +1,31 @@
 """The native checkpoint of a head: a folder with `config.json` and `model.safetensors`.
 
-What the target already holds is not stored again (input embeddings), but the target is named by its fingerprint,
-and a head loads only onto the target it was trained for.
+What the target already holds is not stored again (input embeddings), but the target is named by what tells it from
+others (draftsmith.heads.identity), and a head loads only onto the target it was trained for, unless the caller takes
+warnings instead.
 """
 
-import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, write_json
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.head_files import CONFIG, WEIGHTS, read_config, read_weights
+from draftsmith.heads.importers import recognise
+from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 
 SCHEMA_VERSION = 1
-CONFIG, WEIGHTS, PICKLED = "config.json", "model.safetensors", "pytorch_model.bin"
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -47,61 +48,37 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
     write_model_directory(Path(path), config, tensors)
 
 
-def load_head(path: Path, target: Target) -> DraftHead:
-    """Return the head in the folder `path`, fp32, on the target's device: a checkpoint, or a published EAGLE-1 head.
+def load_head(path: Path, target: Target, *, warn: Callable[[str], None] | None = None) -> DraftHead:
+    """Return the head in the folder `path`, fp32, on the target's device: a checkpoint, an export for an engine, or a
+    head that others have published (heads/importers.py has the formats).
 
-    Raises UserError for a folder that is neither, is damaged, or belongs to another target.
+    warn: receives a sentence per difference between `target` and the one that the head was made for, where the folder has
+    a record of it; None refuses a target that computes something else. Raises UserError for that, for other sizes always,
+    and for a folder that holds no head, is damaged or of a format that cannot be loaded.
     """
     path = Path(path)
-    config = read_config(path)
-    if not config.keys() & {"schema_version", "method"}:
-        from draftsmith.heads.eagle1_layouts import load_eagle1_directory  # imports this file
+    found = recognise(path)
+    check_made_for(path, target, warn)
+    return found.load(path, target)
 
-        return load_eagle1_directory(path, target)
+
+def load_checkpoint(path: Path, target: Target) -> DraftHead:
+    """Return the head of a checkpoint as `save_head` writes it, whatever target it was trained for."""
+    config = read_config(path)
     if config.get("schema_version") != SCHEMA_VERSION or "method" not in config:
         raise UserError(
             f"{path / CONFIG} is not a draftsmith checkpoint of schema version {SCHEMA_VERSION}: give the folder that "
-            "training wrote; an engine's directory is no checkpoint."
+            "training wrote."
         )
-    check_target(path, config.get("target", {}), target)
-    tensors = read_tensors(path, target.device)
+    file, tensors = read_weights(path, target.device, (WEIGHTS,))
     head = find_method(config["method"]).load(config, target, tensors.get("draft_vocab"))
-    fill(head, tensors, path / WEIGHTS)
+    fill(head, tensors, file)
     return head
-
-
-def weights_file(folder: Path) -> Path | None:
-    """Return the file with a head's weights, safetensors before a pickle; None where there is neither."""
-    return next((folder / name for name in (WEIGHTS, PICKLED) if (folder / name).is_file()), None)
 
 
 def describe_target(target: Target) -> dict[str, Any]:
     """Return what a checkpoint remembers of its target."""
-    return {
-        "path": target.path,
-        "fingerprint": target.fingerprint,
-        "vocab_size": target.vocab_size,
-        "hidden_size": target.hidden_size,
-        "num_layers": target.num_layers,
-        "architectures": list(getattr(target.model.config, "architectures", None) or [type(target.model).__name__]),
-    }
-
-
-def check_target(path: Path, trained_for: Mapping[str, Any], target: Target) -> None:
-    """Raise UserError, in one sentence, unless `target` is the one described by `trained_for`."""
-    now = describe_target(target)
-    words = {"vocab_size": "tokens", "hidden_size": "hidden units", "num_layers": "layers"}
-    for key, word in words.items():
-        if trained_for.get(key) != now[key]:
-            raise UserError(
-                f"The head {path} was trained for a target with {trained_for.get(key)} {word} ({trained_for.get('path')}), "
-                f"but {target.path} has {now[key]}: give the target it was trained for."
-            )
-    if trained_for.get("fingerprint") != now["fingerprint"]:
-        raise UserError(
-            f"The weights of the target {target.path} are not those the head {path} was trained for (fingerprint "
-            f"{now['fingerprint']}, expected {trained_for.get('fingerprint')}): give that target, or train again."
-        )
+    return target.identity.to_json()
 
 
 def fill(
@@ -129,31 +106,6 @@ def fill(
         raise UserError(f"{source}: tensor {bad} holds NaN or infinity, so drafts would mean nothing; {remedy}.")
     floats = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     head.load_state_dict(floats, strict=False, assign=True)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Return config.json of the folder `path`. Raises UserError where it is missing or not a JSON object."""
-    file = path / CONFIG
-    if not file.is_file():
-        raise UserError(f"{path} holds no head: the file {CONFIG} is missing; give the folder that training wrote.")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is damaged: it is not JSON ({error}); restore it or train again.") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{file} is damaged: it holds no JSON object; restore it or train again.")
-    return config
-
-
-def read_tensors(path: Path, device: torch.device, weights: str = WEIGHTS) -> dict[str, Tensor]:
-    """Return the tensors of the file `weights` in the folder `path`. UserError where it is missing or damaged."""
-    file = path / weights
-    if not file.is_file():
-        raise UserError(f"{path} holds no weights: the file {weights} is missing (pickled weights are never read).")
-    try:
-        return load_file(file, device=str(device))
-    except SafetensorError as error:
-        raise UserError(f"The weights {file} are damaged or cut short: restore them or train again.") from error
 
 
 def write_model_directory(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:

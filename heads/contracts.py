@@ -78,7 +78,8 @@ class Contract:
 
     sizes: from the configuration, what symbols stand for. ranges: placeholder in tensor names -> the symbol that
     counts its values; a symbol in braces, "{n}", stands for its own value. closed: why no key without a rule may be
-    there, "" where it may.
+    there, "" where it may. What heads of a layout's method may have and its engines lack is not here but in engines.py,
+    which is asked first: what breaks a contract is a fault of the converter.
     """
 
     name: str
@@ -132,7 +133,10 @@ def check_torch_dtype(contract: Contract, files: ModelFiles, key: str = "torch_d
 
 def broken(contract: Contract, what: str, expected: str, got: str) -> UserError:
     """Return the sentence for a broken rule."""
-    return UserError(f"The export does not fit the layout {contract.name}: {what}: expected {expected}, got {got}.")
+    return UserError(
+        f"The export does not fit the layout {contract.name}: {what}: expected {expected}, got {got}; this is a fault of "
+        "draftsmith, so report it, and export another layout meanwhile."
+    )
 
 
 def _check_keys(config: Config, contract: Contract) -> None:

@@ -12,12 +12,14 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import WEIGHTS, describe_target, fill, read_config, read_tensors
+from draftsmith.heads.checkpoint import describe_target, fill
 from draftsmith.heads.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.eagle3_layouts import FLAGS, LAYER_SECTION, flatten, proposal_method
+from draftsmith.heads.eagle3_layouts import FLAGS, LAYER_SECTION, flatten, nested_config, proposal_method
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.layer_config import LAYER_KEYS
+from draftsmith.heads.head_files import CONFIG, read_config, read_weights
+from draftsmith.heads.layer_config import LAYER_KEYS, describe_layer_config
+from draftsmith.heads.published import check_sizes, explain_layer, read_layer, tidy
 from draftsmith.heads.target import Target
 
 NATIVE_LAYER, FLAT_LAYER = "layers.0.", "midlayer."
@@ -28,7 +30,9 @@ SPECULATORS_VERSION = "0.9.0"
 def to_flat_eagle3(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
     """Convert to the flat EAGLE-3 layout, the embeddings included."""
     tensors = {name.replace(NATIVE_LAYER, FLAT_LAYER): value for name, value in _tensors(head, target, request).items()}
-    return ModelFiles(flat_config(head, target, request.dtype), tensors, request.dtype)
+    config = flat_config(head, target, request.dtype)
+    config["eagle_config"] = nested_config(config)
+    return ModelFiles(config, tensors, request.dtype)
 
 
 def to_speculators(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
@@ -71,34 +75,44 @@ def target_reference(target: Target) -> str:
 
 def flat_config(head: Eagle3Head, target: Target, dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json of the flat EAGLE-3 layout; every key that engines have differing defaults for is there."""
-    rope: dict[str, Any] = dict(head.config.rope_parameters)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        **head.describe()["layer_config"],
-        "num_hidden_layers": 1,
+        **layer_keys(head.config, dtype),
         "draft_vocab_size": head.lm_head.out_features,
         "target_hidden_size": target.hidden_size,
-        "rope_theta": float(rope["rope_theta"]),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
         "eagle_aux_hidden_state_layer_ids": list(head.layer_ids),
         **{flag: getattr(head.options, flag) for flag in FLAGS},
     }
-    if rope["rope_type"] != "default":
-        config["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     if len(head.layer_ids) != 3:
         config["num_aux_hidden_states"] = len(head.layer_ids)
     return config
 
 
-def load_eagle3_directory(path: Path | str, target: Target) -> Eagle3Head:
-    """Return the head in a flat EAGLE-3 directory, ours or another tool's, fp32, on the target's device.
+def layer_keys(layer: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the keys of config.json that make a draft layer without biases; RoPE for older transformers too."""
+    rope: dict[str, Any] = dict(layer.rope_parameters)
+    keys = {
+        "model_type": "llama",
+        **describe_layer_config(layer),
+        "num_hidden_layers": 1,
+        "rope_theta": float(rope["rope_theta"]),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if rope["rope_type"] != "default":
+        keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return keys
 
-    Reads the layer's tensors under `midlayer.` or `layers.0.`; a missing embedding is the target's. Raises UserError
-    for anything missing or misshapen and for a head of another target's dimensions.
+
+def load_eagle3_directory(path: Path | str, target: Target) -> Eagle3Head:
+    """Return the head in a flat EAGLE-3 directory, ours or another's, fp32, on the target's device.
+
+    Reads safetensors and EAGLE's own pickles, the layer's tensors under `midlayer.` or `layers.0.`; a missing embedding
+    is the target's. What config.json leaves out is what engines take for it: layers (2, n//2, n-3), no switch on, and
+    the defaults of a Llama configuration. Raises UserError for anything missing or misshapen, for a head of another
+    target's dimensions, and for layers that engines read differently.
     """
     return _load(Path(path), read_config(Path(path)), target)
 
@@ -128,41 +142,67 @@ def _tensors(head: Eagle3Head, target: Target, request: ExportRequest) -> dict[s
 
 def _load(path: Path, config: Mapping[str, Any], target: Target) -> Eagle3Head:
     """The head described by the flat `config`, with the tensors in `path`."""
-    tensors = read_tensors(path, target.device)
-    _check_dimensions(path, config, target)
-    tensors = {name.replace(FLAT_LAYER, NATIVE_LAYER): value for name, value in tensors.items() if name != "t2d"}
-    draft_vocab = _draft_vocab(path, config, tensors.pop("d2t", None), target)
-    layer = LlamaConfig.from_dict({**config, "vocab_size": target.vocab_size})
-    layer_ids = config.get("eagle_aux_hidden_state_layer_ids") or list(target.default_layer_ids())
-    target.check_layer_ids(tuple(layer_ids))
+    check_sizes(path, config, target)
+    file, found = read_weights(path, target.device)
+    tensors = {name.replace(FLAT_LAYER, NATIVE_LAYER): value for name, value in tidy(found, file, target).items()}
+    draft_vocab = _draft_vocab(file, config, tensors.pop("d2t", None), tensors.pop("t2d", None), target)
+    layer_ids = _layer_ids(path, config, target)
+    flags = {flag: bool(config.get(flag, False)) for flag in FLAGS}
+    nested = bool((config.get("eagle_config") or {}).get("norm_before_fc", flags["norm_before_fc"]))
+    if nested != flags["norm_before_fc"] and "norm_before_fc" in config:
+        raise UserError(f"{path / CONFIG} says norm_before_fc twice, true and false, and engines differ: remove one.")
+    flags["norm_before_fc"] = nested
     W = target.vocab_size if draft_vocab is None else len(draft_vocab)
-    options = Eagle3Options(
-        layer_ids=list(layer_ids), draft_vocab_size=W, **{flag: bool(config.get(flag, False)) for flag in FLAGS}
-    )
-    with torch.device(target.device):
-        head = Eagle3Head(options, layer, layer_ids, target.embedding, draft_vocab)
-    fill(head, tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab}, path / WEIGHTS)
+    options = Eagle3Options(layer_ids=list(layer_ids), draft_vocab_size=W, **flags)
+    with explain_layer(path), torch.device(target.device):
+        head = Eagle3Head(options, read_layer(config), layer_ids, target.embedding, draft_vocab)
+    held = tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab}
+    fill(head, held, file, remedy="fetch or export it again")
     return head
 
 
-def _check_dimensions(path: Path, config: Mapping[str, Any], target: Target) -> None:
-    expected = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
-    for key, value in expected.items():
-        if config.get(key) != value:
+def _layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
+    """Return the aux layers of a flat configuration; without any, the default.
+
+    Under `eagle_config` vLLM reads the same ids as at the top level, SGLang those of layer outputs, one lower. So they
+    count there only where both readings are known: the default's, either way.
+    """
+    nested = config.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state", True) is False:
+        raise UserError(
+            f"{path / CONFIG} says use_aux_hidden_state false: an EAGLE-3 head without aux layers cannot be loaded; give "
+            "one that reads them."
+        )
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
+    if not layer_ids:
+        layer_ids, held = target.default_layer_ids(), nested.get("eagle_aux_hidden_state_layer_ids")
+        if held and tuple(held) not in (layer_ids, tuple(k - 1 for k in layer_ids)):
             raise UserError(
-                f"{path}/config.json says {key} {config.get(key)}, but the target {target.path} has {value}: give the "
-                "target this head was made for."
+                f"{path / CONFIG} names the layers {held} in eagle_config alone, where vLLM counts what enters a layer and "
+                "SGLang what leaves it: write eagle_aux_hidden_state_layer_ids at its top level, id k for the state that "
+                "enters layer k."
             )
+    target.check_layer_ids(tuple(layer_ids))
+    return tuple(layer_ids)
 
 
-def _draft_vocab(path: Path, config: Mapping[str, Any], d2t: Tensor | None, target: Target) -> Tensor | None:
-    """Return the sorted target ids that `d2t` (offsets) stands for, None for the whole vocabulary."""
-    W = config.get("draft_vocab_size") or target.vocab_size
-    if d2t is None and target.vocab_size != W:
-        raise UserError(f"{path} lacks the tensor d2t, but its draft vocabulary has {W} of {target.vocab_size} tokens.")
-    if d2t is None or target.vocab_size == W:
+def _draft_vocab(
+    file: Path, config: Mapping[str, Any], d2t: Tensor | None, t2d: Tensor | None, target: Target
+) -> Tensor | None:
+    """Return the sorted target ids that `d2t` (offsets) stands for, None for the whole vocabulary.
+
+    t2d, where it is there, marks the same ids: absolute ids in place of offsets may be ascending too.
+    """
+    V = target.vocab_size
+    W = config.get("draft_vocab_size") or V
+    if d2t is None and W != V:
+        raise UserError(f"{file} lacks the tensor d2t, but its draft vocabulary has {W} of {V} tokens.")
+    if d2t is None:
         return None
     ids = torch.arange(len(d2t), device=d2t.device) + d2t
-    if len(ids) != W or int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or not bool((ids.diff() > 0).all()):
-        raise UserError(f"{path}: d2t does not hold {W} offsets of ascending target ids; export the head again.")
-    return ids
+    fits = len(ids) == W and int(ids.min()) >= 0 and int(ids.max()) < V and bool((ids.diff() > 0).all())
+    if not fits or (t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids)):
+        raise UserError(
+            f"{file}: d2t does not hold {W} offsets of ascending target ids; fetch or export the head again."
+        )
+    return None if W == V else ids

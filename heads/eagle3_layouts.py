@@ -82,6 +82,24 @@ def _check_aux_layers(contract: Contract, files: ModelFiles, section: str = "") 
         raise broken(contract, f"config key {key}", f"{count}, the number of aux layers", said)
 
 
+def nested_config(config: Config) -> dict[str, Any]:
+    """Return `eagle_config`, where SGLang and TensorRT-LLM look for some keys, made from the flat ones.
+
+    SGLang counts layer outputs, so its ids are one lower; the others take theirs from the top level.
+    """
+    return {
+        "eagle_aux_hidden_state_layer_ids": [k - 1 for k in config["eagle_aux_hidden_state_layer_ids"]],
+        "use_aux_hidden_state": True,
+        "norm_before_fc": config["norm_before_fc"],
+    }
+
+
+def _check_nested(contract: Contract, files: ModelFiles) -> None:
+    found, expected = files.config["eagle_config"], nested_config(files.config)
+    if found != expected:
+        raise broken(contract, "config key eagle_config", f"{expected}, the flat keys again", repr(found))
+
+
 def _check_three_aux_layers(contract: Contract, files: ModelFiles) -> None:
     layer_ids = files.config["eagle_aux_hidden_state_layer_ids"]
     if len(layer_ids) != 3:
@@ -173,11 +191,12 @@ EAGLE3 = Contract(
         KeyRule("architectures", list, "how engines find the model class", ["LlamaForCausalLMEagle3"]),
         *_LAYER_KEYS,
         *_HEAD_KEYS,
+        KeyRule("eagle_config", dict, "SGLang finds its layers there alone, TensorRT-LLM norm_before_fc"),
     ),
     sizes=_sizes,
     ranges={"i": "A"},
     forbidden=_FORBIDDEN,
-    checks=(check_torch_dtype, _check_draft_vocab, _check_aux_layers),
+    checks=(check_torch_dtype, _check_draft_vocab, _check_aux_layers, _check_nested),
 )
 
 # llama.cpp takes three aux layers, cannot convert fc_norm, and ignores norm_output without a word.
@@ -185,9 +204,7 @@ EAGLE3_LLAMA_CPP = replace(
     EAGLE3,
     name="eagle3_llama_cpp",
     keys=tuple(
-        replace(k, only=False, why="llama.cpp does not serve it: train without it or export for another engine")
-        if k.name in ("fc_norm", "norm_output")
-        else k
+        replace(k, only=False, why="llama.cpp does not serve it") if k.name in ("fc_norm", "norm_output") else k
         for k in EAGLE3.keys
     ),
     checks=(*EAGLE3.checks, _check_three_aux_layers),

@@ -1,6 +1,7 @@
 """The switches of an EAGLE-3 head, apart from the head so that reading a recipe imports no model code."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from draftsmith.errors import UserError
 
@@ -8,6 +9,8 @@ from draftsmith.errors import UserError
 @dataclass(frozen=True)
 class Eagle3Options:
     """The `head:` section of a recipe. Dimensions left out are the target's."""
+
+    TRAINING: ClassVar = frozenset({"ttt_steps", "train_lm_head"})
 
     layer_ids: list[int] | None = None
     """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""

@@ -17,6 +17,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
 from draftsmith.heads.contracts import FLOATS, Contract, ExportRequest, ModelFiles, validate
+from draftsmith.heads.eagle1_contract import EAGLE1, EAGLE1_SGLANG
+from draftsmith.heads.eagle1_export import to_eagle1, to_eagle1_sglang
+from draftsmith.heads.eagle1_layouts import load_eagle1_directory
 from draftsmith.heads.eagle3_export import (
     load_eagle3_directory,
     load_speculators_directory,
@@ -24,6 +27,9 @@ from draftsmith.heads.eagle3_export import (
     to_speculators,
 )
 from draftsmith.heads.eagle3_layouts import EAGLE3, EAGLE3_LLAMA_CPP, EAGLE3_SPECULATORS
+from draftsmith.heads.engines import refuse_what_engines_lack
+from draftsmith.heads.export_readme import README, Exported, write_readme
+from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.medusa_export import (
     load_medusa_directory,
     load_medusa_vllm_directory,
@@ -32,7 +38,9 @@ from draftsmith.heads.medusa_export import (
     to_medusa_vllm,
 )
 from draftsmith.heads.medusa_layouts import MEDUSA, MEDUSA_TGI, MEDUSA_VLLM
+from draftsmith.heads.record import RECORD, write_record
 from draftsmith.heads.target import Target
+from draftsmith.heads.tensor_parallel import check_split
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
@@ -41,23 +49,29 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 class Layout:
     """A way to write the heads of a method: the contract it must meet, and how to convert to it and back.
 
-    convert(head, target, request) -> files; load(path, target) -> head.
+    convert(head, target, request) -> files; load(path, target) -> head. engines: what reads it, keys of ENGINES.
     """
 
     method: str
     contract: Contract
     convert: Callable[[Any, Target, ExportRequest], ModelFiles]
     load: Callable[[Path, Target], DraftHead]
+    engines: tuple[str, ...]
 
 
 # The first of a method is its default.
 LAYOUTS: dict[str, Layout] = {
-    "eagle3": Layout("eagle3", EAGLE3, to_flat_eagle3, load_eagle3_directory),
-    "eagle3_llama_cpp": Layout("eagle3", EAGLE3_LLAMA_CPP, to_flat_eagle3, load_eagle3_directory),
-    "eagle3_speculators": Layout("eagle3", EAGLE3_SPECULATORS, to_speculators, load_speculators_directory),
-    "medusa": Layout("medusa", MEDUSA, to_medusa, load_medusa_directory),
-    "medusa_tgi": Layout("medusa", MEDUSA_TGI, to_medusa_tgi, load_medusa_directory),
-    "medusa_vllm": Layout("medusa", MEDUSA_VLLM, to_medusa_vllm, load_medusa_vllm_directory),
+    layout.contract.name: layout
+    for layout in (
+        Layout("eagle1", EAGLE1, to_eagle1, load_eagle1_directory, ("vllm",)),
+        Layout("eagle1", EAGLE1_SGLANG, to_eagle1_sglang, load_eagle1_directory, ("sglang",)),
+        Layout("eagle3", EAGLE3, to_flat_eagle3, load_eagle3_directory, ("vllm", "sglang", "tensorrt_llm")),
+        Layout("eagle3", EAGLE3_LLAMA_CPP, to_flat_eagle3, load_eagle3_directory, ("llama_cpp",)),
+        Layout("eagle3", EAGLE3_SPECULATORS, to_speculators, load_speculators_directory, ("vllm", "speculators")),
+        Layout("medusa", MEDUSA, to_medusa, load_medusa_directory, ("medusa_original", "tensorrt_llm")),
+        Layout("medusa", MEDUSA_TGI, to_medusa_tgi, load_medusa_directory, ("tgi",)),
+        Layout("medusa", MEDUSA_VLLM, to_medusa_vllm, load_medusa_vllm_directory, ("vllm",)),
+    )
 }
 
 
@@ -92,15 +106,20 @@ def export_head(
     dtype: str | torch.dtype | None = None,
     include_embeddings: bool = False,
     num_speculative_tokens: int | None = None,
+    tensor_parallel: int = 1,
+    made_for: TargetIdentity | None = None,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
     layout: a name in LAYOUTS, None for the method's default. dtype: of the float tensors, None for the target's.
     include_embeddings: store the input embeddings too where engines otherwise share the target's.
-    num_speculative_tokens: written into layouts that tell the engine how many tokens to draft. The head itself is not
-    changed. Raises UserError where the layout cannot hold the head, and for a destination that cannot be written;
-    nothing is left behind then. What was written is loaded again and must give the same logits.
+    num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md.
+    tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
+    draftsmith.json names, `target` if left out. The head itself is not changed. Raises UserError where the layout cannot
+    hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is loaded
+    again and must give the same logits.
     """
+    dest = Path(dest).absolute()
     layout = layout or default_layout(head.method)
     files = convert_head(
         head,
@@ -109,12 +128,19 @@ def export_head(
         dtype=dtype,
         include_embeddings=include_embeddings,
         num_speculative_tokens=num_speculative_tokens,
+        tensor_parallel=tensor_parallel,
     )
-    with atomic_directory(Path(dest), replaces=(CONFIG, files.weights)) as temporary:
+    engines = LAYOUTS[layout].engines
+    told = Exported(head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel)
+    # A README alone is not ours.
+    ours = (CONFIG, RECORD, README, files.weights) if (dest / CONFIG).is_file() else ()
+    with atomic_directory(dest, replaces=ours) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
+        write_record(temporary, head.method, layout, made_for or target.identity)
+        (temporary / README).write_text(write_readme(told), encoding="utf-8")
         reloaded = LAYOUTS[layout].load(temporary, target)
         assert same_logits(head, reloaded, files, target), "the export gives other logits"
-    return Path(dest)
+    return dest
 
 
 def convert_head(
@@ -125,6 +151,7 @@ def convert_head(
     dtype: str | torch.dtype | None = None,
     include_embeddings: bool = False,
     num_speculative_tokens: int | None = None,
+    tensor_parallel: int = 1,
 ) -> ModelFiles:
     """Return what `export_head` would write, held against the layout's contract; nothing is written.
 
@@ -137,6 +164,8 @@ def convert_head(
     optional = any(rule.name == EMBEDDING and rule.optional for rule in chosen.contract.tensors)
     if optional and not include_embeddings and borrows_embedding(head.get_parameter(EMBEDDING), target):
         del files.tensors[EMBEDDING]
+    refuse_what_engines_lack(layout, files, target)
+    check_split(layout, chosen.engines, files, tensor_parallel)
     validate(files, chosen.contract)
     return files
 
@@ -154,6 +183,7 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
         if name == EMBEDDING and EMBEDDING not in files.tensors
         else value.to(files.dtype).to(stored[name])
         for name, value in head.named_parameters()
+        if name in stored  # a bias of zeros is none when it is read again
     }
     steps = head.train_steps
     batch = _random_batch(reloaded, target, length=steps + 8)

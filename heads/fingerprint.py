@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,24 +39,49 @@ def fingerprint_directory(directory: Path) -> str:
     Weights under 200 MB are hashed in full; of larger ones every tensor contributes its name, dtype, shape
     and 64 evenly spaced windows of 256 bytes (both ends included), so that any real training step shows
     while an 8B model costs well under a second. Resharding, renaming the folder or another transformers version
-    change nothing. The tokenizer and generation_config.json are not part of it.
+    change nothing. The tokenizer and generation_config.json are not part of it (draftsmith.heads.identity has them).
     Raises UserError for a damaged or missing weight file.
     """
-    spans = sorted((span for file in weight_files(directory) for span in read_spans(file)), key=lambda s: s.name)
-    everything = sum(span.size for span in spans) <= FULL_HASH_BYTES
-    digest = hashlib.sha256(json.dumps(_stable_config(directory), sort_keys=True).encode())
-    handles: dict[Path, BinaryIO] = {}
-    try:
+    spans = read_directory(directory)
+    digest = hashlib.sha256(json.dumps(stable_config(directory), sort_keys=True).encode())
+    _hash_spans(digest, spans, everything=_small(spans))
+    return digest.hexdigest()[:16]
+
+
+def hash_weights(spans: Sequence[TensorSpan]) -> str:
+    """Return 16 hex digits that name the weights alone, from the same bytes as `fingerprint_directory`."""
+    digest = hashlib.sha256()
+    _hash_spans(digest, spans, everything=_small(spans))
+    return digest.hexdigest()[:16]
+
+
+def hash_tensor(span: TensorSpan) -> str:
+    """Return 16 hex digits that name one tensor as stored, whatever it is called: the same rules by its own size."""
+    digest = hashlib.sha256()
+    _hash_spans(digest, [replace(span, name="")], everything=_small([span]))
+    return digest.hexdigest()[:16]
+
+
+def _small(spans: Sequence[TensorSpan]) -> bool:
+    return sum(span.size for span in spans) <= FULL_HASH_BYTES
+
+
+def _hash_spans(digest: Any, spans: Sequence[TensorSpan], *, everything: bool) -> None:
+    """Feed the tensors to `digest`, each after a line with its name, dtype and shape."""
+    with ExitStack() as stack:
+        handles: dict[Path, BinaryIO] = {}
         for span in spans:
-            handle = handles.get(span.file) or handles.setdefault(span.file, span.file.open("rb"))
+            if span.file not in handles:
+                handles[span.file] = stack.enter_context(span.file.open("rb"))
             digest.update(f"{span.name} {span.dtype} {span.shape}\n".encode())
             for start, size in _windows(span.size, everything):
-                handle.seek(span.start + start)
-                digest.update(handle.read(size))
-    finally:
-        for handle in handles.values():
-            handle.close()
-    return digest.hexdigest()[:16]
+                handles[span.file].seek(span.start + start)
+                digest.update(handles[span.file].read(size))
+
+
+def read_directory(directory: Path) -> list[TensorSpan]:
+    """Return the tensors of the weights in `directory` by name. Raises UserError for a damaged or missing weight file."""
+    return sorted((span for file in weight_files(directory) for span in read_spans(file)), key=lambda span: span.name)
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -107,7 +133,7 @@ def _windows(size: int, everything: bool) -> Iterator[tuple[int, int]]:
         yield (size - SAMPLE_BYTES) * i // (SAMPLES_PER_TENSOR - 1), SAMPLE_BYTES
 
 
-def _stable_config(directory: Path) -> Any:
+def stable_config(directory: Path) -> Any:
     """config.json without the keys that change no number, at every depth."""
 
     def clean(value: Any) -> Any:

@@ -7,18 +7,27 @@ can hold heads on such a projection. Shapes: H target hidden, V target vocab.
 
 import re
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import CONFIG, WEIGHTS, fill, read_config, read_tensors
+from draftsmith.heads.checkpoint import fill
 from draftsmith.heads.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.eagle3_export import target_reference
+from draftsmith.heads.head_files import (
+    CONFIG,
+    INDEX,
+    MEDUSA_PICKLED,
+    MEDUSA_WEIGHTS,
+    PICKLED,
+    WEIGHTS,
+    read_config,
+    read_weights,
+)
 from draftsmith.heads.medusa import MedusaHead
-from draftsmith.heads.medusa_layouts import MEDUSA_WEIGHTS
 from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.published import is_the_same
 from draftsmith.heads.target import Target
 
 SHARED_PROJECTION = "lm_heads.0.weight"
@@ -32,14 +41,12 @@ def to_medusa(head: MedusaHead, target: Target, request: ExportRequest) -> Model
 
 
 def to_medusa_tgi(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to TGI's layout. Raises UserError for a projection that TGI could not compute."""
-    _check_shared_projection(head, "medusa_tgi", "TGI")
+    """Convert to TGI's layout."""
     return _original(head, target, request)
 
 
 def to_medusa_vllm(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the layout of vLLM up to 0.32. Raises UserError for a projection that it could not compute."""
-    _check_shared_projection(head, "medusa_vllm", "vLLM")
+    """Convert to the layout of vLLM up to 0.32."""
     shared, dtype = head.options.original_lm_head, request.dtype
     config = {
         "model_type": "medusa",
@@ -65,42 +72,80 @@ def to_medusa_vllm(head: MedusaHead, target: Target, request: ExportRequest) -> 
 def load_medusa_directory(path: Path | str, target: Target) -> MedusaHead:
     """Return the heads in a directory of the original layout or TGI's, fp32, on the target's device.
 
-    Without projections in the file all heads use the target's. Raises UserError for anything missing or misshapen.
+    The file says how many heads and blocks there are, not config.json: published configurations name fewer heads than
+    their files hold (the original code would drop the others, which are trained), and more would be random. Without
+    projections in the file (the published v2) all heads use the target's. Raises UserError for anything missing in
+    between, unknown or misshapen, and for heads of another target's sizes.
     """
-    path = Path(path)
-    config, tensors = read_config(path), read_tensors(path, target.device, MEDUSA_WEIGHTS)
-    heads, layers = (_count(path, config, key) for key in ("medusa_num_heads", "medusa_num_layers"))
-    projection = re.compile(rf"^(\d+)\.{layers}\.weight$")
-    own = any(projection.match(name) for name in tensors)
-    native = {
-        f"lm_heads.{match[1]}.weight" if (match := projection.match(name)) else f"blocks.{name}": value
-        for name, value in tensors.items()
-    }
-    return _fill(MedusaOptions(heads, layers, not own), target, native, path / MEDUSA_WEIGHTS)
+    file, tensors = read_weights(Path(path), target.device, (MEDUSA_WEIGHTS, MEDUSA_PICKLED))
+    return _fill(_native(tensors, file), target, file)
 
 
 def load_medusa_vllm_directory(path: Path | str, target: Target) -> MedusaHead:
     """Return the heads in a directory of vLLM's layout, fp32, on the target's device.
 
-    Raises UserError for anything missing or misshapen, for blocks without biases, and for a shared projection that
-    is not the target's.
+    Blocks without biases, which vLLM builds unless medusa_fc_bias is true, get biases of zero. Raises UserError for
+    anything missing or misshapen, where config.json, which vLLM goes by, names other numbers of heads or blocks than the
+    file holds, and for a shared projection that is not the target's.
     """
     path = Path(path)
-    config, tensors = read_config(path), read_tensors(path, target.device)
-    heads, layers = (_count(path, config, key) for key in ("num_heads", "num_hidden_layers"))
-    shared = bool(config.get("original_lm_head", False))
-    native = {
-        re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"blocks.\1.\2.linear.", name): value
-        for name, value in tensors.items()
-    }
-    if shared:
-        held = native.pop(SHARED_PROJECTION, None)
-        if held is None or not torch.equal(held, target.head.weight.to(held.dtype)):
+    config = read_config(path)
+    file, tensors = read_weights(path, target.device, (WEIGHTS, INDEX, PICKLED))
+    native = _native(tensors, file)
+    heads, layers = _count(native, file)
+    for key, found in {"num_heads": heads, "num_hidden_layers": layers}.items():
+        if (said := config.get(key, found)) != found:
             raise UserError(
-                f"{path / WEIGHTS} {'lacks' if held is None else 'holds another projection than the target in'} the "
-                f"tensor {SHARED_PROJECTION}, though original_lm_head is true: export the heads again for this target."
+                f"{path / CONFIG} says {key} {said!r}, but {file.name} holds {found}: fetch or export the heads again."
             )
-    return _fill(MedusaOptions(heads, layers, shared), target, native, path / WEIGHTS)
+    if config.get("original_lm_head", False):
+        held = native.pop(SHARED_PROJECTION, None)
+        if held is None or not is_the_same(held, target.head.weight):
+            raise UserError(
+                f"{file} {'lacks' if held is None else 'holds another projection than the target in'} the tensor "
+                f"{SHARED_PROJECTION}, though original_lm_head is true: export the heads again for this target."
+            )
+    elif not any(name.startswith("lm_heads.") for name in native):
+        raise UserError(
+            f"{file} holds no projections, though original_lm_head is not true in {CONFIG}: fetch or export the heads again."
+        )
+    if not config.get("medusa_fc_bias", False) and not any(name.endswith(".bias") for name in native):
+        blocks = {name: value for name, value in native.items() if name.startswith("blocks.")}
+        native |= {n.removesuffix("weight") + "bias": value.new_zeros(len(value)) for n, value in blocks.items()}
+    return _fill(native, target, file)
+
+
+def _native(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the tensors of either layout under the names of `MedusaHead`; vLLM reads the original names too.
+
+    Raises UserError where there are no blocks, and where blocks are missing before others.
+    """
+    native, depths = {}, {}
+    for name, value in tensors.items():
+        plain = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
+        if projection := re.fullmatch(r"(\d+)\.(\d+)\.weight", plain):
+            plain, depths[name] = f"lm_heads.{projection[1]}.weight", int(projection[2])
+        for pattern in (r"(\d+)\.(\d+)\.linear\.(weight|bias)", r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"):
+            plain = re.sub(f"^{pattern}$", r"blocks.\1.\2.linear.\3", plain)
+        native[plain] = value
+    heads, layers = _count(native, file)
+    wanted = (f"blocks.{i}.{j}.linear.weight" for i in range(heads) for j in range(layers))
+    if missing := next((name for name in wanted if name not in native), None):
+        raise UserError(f"{file} lacks the tensor {missing} (by the names here): fetch or export the heads again.")
+    if odd := next((name for name, depth in depths.items() if depth != layers), None):
+        raise UserError(
+            f"{file} holds the projection {odd}, but its heads have {layers} blocks: fetch or export the heads again."
+        )
+    return native
+
+
+def _count(native: dict[str, Tensor], file: Path) -> tuple[int, int]:
+    """Return how many heads there are and how many blocks each has, by the highest numbers in the names."""
+    blocks = [(int(m[1]), int(m[2])) for name in native if (m := re.match(r"blocks\.(\d+)\.(\d+)\.linear\.", name))]
+    projections = [int(m[1]) for name in native if (m := re.fullmatch(r"lm_heads\.(\d+)\.weight", name))]
+    if not blocks:
+        raise UserError(f"{file} holds no Medusa head, whose blocks are {{i}}.{{j}}.linear: give the folder of one.")
+    return 1 + max([i for i, _ in blocks] + projections), 1 + max(j for _, j in blocks)
 
 
 def _original(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
@@ -119,23 +164,17 @@ def _original(head: MedusaHead, target: Target, request: ExportRequest) -> Model
     return ModelFiles(config, rounded, request.dtype, MEDUSA_WEIGHTS, sizes)
 
 
-def _check_shared_projection(head: MedusaHead, layout: str, engine: str) -> None:
-    if head.options.original_lm_head and head.target_head.bias is not None:
+def _fill(native: dict[str, Tensor], target: Target, file: Path) -> MedusaHead:
+    """Return the heads that the tensors make; those without projections use the target's."""
+    heads, layers = _count(native, file)
+    width = native["blocks.0.0.linear.weight"].shape[0]
+    if width != target.hidden_size:
         raise UserError(
-            f"The layout {layout} cannot hold heads on the projection of this target, which has a bias that {engine} "
-            "would leave out in silence: train with head.original_lm_head false, or export the layout medusa."
+            f"{file} holds heads of width {width}, but the target {target.path} has {target.hidden_size} hidden units: give "
+            "the target that they were made for."
         )
-
-
-def _count(path: Path, config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    if type(value) is not int or value < 1:
-        raise UserError(f"{path / CONFIG} says {key} {value!r}: it must be a number of at least 1; export again.")
-    return value
-
-
-def _fill(options: MedusaOptions, target: Target, tensors: dict[str, Tensor], source: Path) -> MedusaHead:
+    shared = not any(name.startswith("lm_heads.") for name in native)
     with torch.device(target.device):
-        head = MedusaHead(options, target.head)
-    fill(head, tensors, source)
+        head = MedusaHead(MedusaOptions(heads, layers, shared), target.head)
+    fill(head, native, file, remedy="fetch or export the heads again, or give the target that they were made for")
     return head

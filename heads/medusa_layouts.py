@@ -6,8 +6,6 @@ in the file). The first two layouts name neither sizes nor dtype: their readers 
 
 from draftsmith.heads.contracts import Config, Contract, KeyRule, ModelFiles, TensorRule, broken, check_torch_dtype
 
-MEDUSA_WEIGHTS = "medusa_lm_head.safetensors"
-
 
 def _sizes(config: Config) -> dict[str, int]:
     return {"heads": config["medusa_num_heads"], "layers": config["medusa_num_layers"]}
@@ -51,8 +49,7 @@ MEDUSA = Contract(
         KeyRule(
             "medusa_num_layers",
             int,
-            "the original code makes all blocks of a head one module, so that only the last would count, in silence: "
-            "medusa_vllm holds more",
+            "the original code makes all blocks of a head one module, so that only the last would count, in silence",
             1,
         ),
         _BASE,

@@ -1,6 +1,5 @@
 """Opening a model with transformers, with one sentence for everything that can be wrong about it."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from transformers.utils import cached_file
 
 from draftsmith.errors import UserError
 from draftsmith.heads.fingerprint import read_spans, weight_files
+from draftsmith.heads.importers import is_head_config
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -78,20 +78,8 @@ def _check_path(path: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise UserError(f"The target {path} has no config.json: give the folder that holds the model's files.")
-    if is_draft_head(folder / "config.json"):
+    if is_head_config(folder / "config.json"):
         raise UserError(f"The target {path} is a draft head: give the folder of the model that it drafts for.")
-
-
-def is_draft_head(config: Path) -> bool:
-    """Whether a config.json is that of a head as training wrote it, or of an export for an engine."""
-    try:
-        keys = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # for the reader of configs to tell
-    return isinstance(keys, dict) and any(
-        mark <= keys.keys()
-        for mark in ({"method", "layer_ids"}, {"draft_vocab_size"}, {"medusa_num_heads"}, {"speculators_model_type"})
-    )
 
 
 def _load_config(path: str, trust_remote_code: bool) -> Any:

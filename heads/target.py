@@ -7,6 +7,8 @@ Aux layer id k is the residual stream that enters decoder layer k = Hugging Face
 import itertools
 import sys
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.heads.fingerprint import fingerprint_directory
+from draftsmith.heads.identity import TargetIdentity, identify_target
 from draftsmith.heads.pretrained import open_model
 from draftsmith.heads.probe import check_target
 
@@ -76,14 +79,16 @@ class TargetOutput:
 class Target:
     """A frozen causal language model whose residual streams are read by hooks.
 
-    `load_target` opens one from disk and checks it; the constructor takes a ready model and checks nothing.
+    `load_target` opens one from disk and checks it; the constructor takes a ready model and checks nothing. directory:
+    the folder with its files, None for a model that came from none.
     Raises UserError where the decoder layers or the output projection cannot be found.
     """
 
-    def __init__(self, model: Any, *, path: str, fingerprint: str) -> None:
+    def __init__(self, model: Any, *, path: str, fingerprint: str, directory: Path | None = None) -> None:
         self.model = model.eval().requires_grad_(False)
         self.path = path
         self.fingerprint = fingerprint
+        self.directory = directory
         self.config = model.config.get_text_config(decoder=True)
         self.decoder: nn.Module = model.get_decoder()
         self.num_layers: int = self.config.num_hidden_layers
@@ -136,6 +141,11 @@ class Target:
             if ids is not None:
                 return tuple(sorted(set(ids))) if isinstance(ids, (list, tuple)) else (int(ids),)
         return ()
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        """What tells this target from others: recorded with every head, read from its files when first asked for."""
+        return identify_target(self)
 
     def default_layer_ids(self) -> tuple[int, ...]:
         """(2, n//2, n-3), the ids every serving engine assumes. Raises UserError for n < 8, where they collapse."""
@@ -242,6 +252,7 @@ def load_target(
     opened = open_model(
         path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
-    target = Target(opened.model, path=path, fingerprint=fingerprint_directory(opened.directory))
+    directory = opened.directory
+    target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)
     return target

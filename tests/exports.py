@@ -4,7 +4,8 @@ import torch
 from models import tiny_model
 from torch import Tensor
 
-from draftsmith.heads import eagle3, medusa
+from draftsmith.heads import eagle1, eagle3, medusa
+from draftsmith.heads.eagle1 import Eagle1Head, Eagle1Options
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options
 from draftsmith.heads.medusa import MedusaHead, MedusaOptions
 from draftsmith.heads.target import Target
@@ -28,6 +29,12 @@ def make_eagle3(
     target: Target, vocab: Tensor | None = VOCAB, layer_ids: tuple[int, ...] = (1, 3, 5), **options
 ) -> Eagle3Head:
     head = eagle3.build(Eagle3Options(layer_ids=list(layer_ids), **options), target, vocab)
+    shake(head)
+    return head
+
+
+def make_eagle1(target: Target, **options) -> Eagle1Head:
+    head = eagle1.build(Eagle1Options(**options), target, None)
     shake(head)
     return head
 

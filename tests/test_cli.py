@@ -77,6 +77,7 @@ def test_a_wrong_target_is_one_sentence_and_leaves_nothing(
     if command in ("evaluate", "search-tree", "export"):
         (tmp_path / "head").mkdir()
         (tmp_path / "head" / "model.safetensors").touch()
+        (tmp_path / "head" / "config.json").write_text('{"schema_version": 1, "method": "eagle3"}')
         words = [*words, "--head", str(tmp_path / "head"), "--evaluate.prompts", f"[{tmp_path / 'talk.jsonl'}]"]
     if command == "search-tree":
         words = [*words, "--output", str(tmp_path / "tree.json")]

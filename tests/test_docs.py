@@ -109,6 +109,9 @@ def make_workplace(folder: Path) -> None:
     model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
     model.save_pretrained(folder / "models" / "my-model")
     tokenizer.save_pretrained(folder / "models" / "my-model")
+    model.get_decoder().layers[-1].mlp.up_proj.weight.data += 0.01  # as after a fine-tune
+    model.save_pretrained(folder / "models" / "my-model-v2")
+    tokenizer.save_pretrained(folder / "models" / "my-model-v2")
     small = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
     small.save_pretrained(folder / "models" / "my-small-model")
     tokenizer.save_pretrained(folder / "models" / "my-small-model")

@@ -8,9 +8,11 @@ import torch
 
 from draftsmith.cli import main
 from draftsmith.eval.result import read_result
-from draftsmith.heads import eagle3
+from draftsmith.heads import eagle1, eagle3
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.export import export_head
 from draftsmith.heads.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -66,6 +68,28 @@ def test_refused_before_anything_is_decoded(
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
     assert said in line
     assert not list(Path(words[-1]).rglob("result.json"))
+
+
+def test_a_published_head_of_another_method_than_the_recipes(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names are those of the head that is given; what the recipe exports and trains does not concern it."""
+    head, target = tmp_path / "eagle1", load_target(words[words.index("--target.path") + 1])
+    export_head(eagle1.build(Eagle1Options(), target, None), target, head)
+    given = [*words, "--head", str(head), "--output_dir", str(tmp_path / "run"), "--export.layout", "eagle3_llama_cpp"]
+    given += ["--head.draft_vocab_size", "999999", "--evaluate.beside.ours", words[words.index("--head") + 1]]
+    assert main([*given, "--no-decode", "--fail-under", "eagle3:tau_simulated=7.5"]) == 2
+    assert "no drafter eagle3; there are eagle1, ours" in capsys.readouterr().err
+    assert main([*given, "--no-decode", "--fail-under", "eagle1:code.tau_simulated=7.5"]) == 3
+    result = read_result(tmp_path / "run" / "simulation" / "t0" / "result.json")
+    assert set(result.drafters) == {"eagle1", "ours"}
+    assert main([*given, "--no-decode"]) == 0
+    assert "simulate: reusing" in capsys.readouterr().err
+    (head / "config.json").write_text(
+        (head / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
+    )
+    assert main([*given, "--no-decode"]) == 2
+    assert "head was" in capsys.readouterr().err
 
 
 def test_decoded_and_simulated_results_are_written_before_the_gate(

@@ -39,6 +39,11 @@ PACKAGE_FILES = [*ROOM_FILES, *sorted((ROOT / "draftsmith").glob("*.py"))]
 ALL_FILES = [*PACKAGE_FILES, *sources("scripts", "tests")]
 
 
+def module_name(path: Path) -> str:
+    """Return the one name that a file of a room is imported under."""
+    return ".".join(("draftsmith", *path.relative_to(ROOT).with_suffix("").parts))
+
+
 @functools.cache
 def tree(path: Path) -> ast.Module:
     """Return the parsed file."""
@@ -119,7 +124,7 @@ print(json.dumps({n: m.__file__ for n, m in sys.modules.items() if getattr(m, "_
 
 def import_all(files: list[Path], blocked: tuple[str, ...] = ()) -> dict[str, str]:
     """Import modules of rooms in a new interpreter whose folder is the repository; return module -> file."""
-    names = [f"draftsmith.{path.parent.name}.{path.stem}" for path in files if path.stem != "__init__"]
+    names = [module_name(path) for path in files if path.stem != "__init__"]
     command = [sys.executable, "-c", IMPORT_ALL, json.dumps([blocked, names])]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -138,13 +143,13 @@ def test_every_file_is_loaded_under_one_name() -> None:
         names.setdefault(Path(file).resolve(), []).append(module)
     ours = {path: found for path, found in names.items() if path in ROOM_FILES}
     assert ROOT / "heads" / "base.py" in ours
-    assert all(found == [f"draftsmith.{path.parent.name}.{path.stem}"] for path, found in ours.items()
+    assert all(found == [module_name(path)] for path, found in ours.items()
                if path.stem != "__init__")  # fmt: skip
     assert not {module for module in loaded if module.split(".")[0] in LINKS}
 
 
 def test_launchables_are_imported_by_nobody() -> None:
-    launchables = {f"draftsmith.{path.parent.name}.{path.stem}" for path in ROOM_FILES if is_launchable(path)}
+    launchables = {module_name(path) for path in ROOM_FILES if is_launchable(path)}
     importers = [name_of(path) for path in PACKAGE_FILES if launchables & set(imports(path))]
     assert not importers
 

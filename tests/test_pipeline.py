@@ -90,16 +90,25 @@ def test_changed_settings_are_refused_by_name(
     assert digests(finished) == before
 
 
-@pytest.mark.parametrize("redo", [[], ["--redo", "evaluate"]], ids=["plain", "redo"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate"], "target was"),
+        (["export"], "trained for"),
+        (["export", "--redo", "export"], "trained for"),
+    ],
+    ids=" ".join,
+)
 def test_changed_target_is_refused(
-    redo: list[str], workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], said: str, workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An evaluation of another target may be asked for (tests/test_fit.py), but does not replace this one by itself."""
     other = tmp_path / "other"
     shutil.copytree(workplace / "target", other)
     tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer())).save_pretrained(other)
     before = digests(finished)
-    assert main(["evaluate", *options(workplace, finished), *redo, "--target.path", str(other)]) == 2
-    assert "trained for" in capsys.readouterr().err
+    assert main([words[0], *options(workplace, finished), *words[1:], "--target.path", str(other)]) == 2
+    assert said in capsys.readouterr().err
     assert digests(finished) == before, "a mistake changes nothing"
 
 
@@ -154,7 +163,12 @@ def test_lost_files_are_made_again(workplace: Path, finished: Path, tmp_path: Pa
     assert main(["run", *options(workplace, run)]) == 0
     kept = {name: value for name, value in digests(finished).items() if not name.startswith("evaluation")}
     found = digests(run)
-    assert {name: found[name] for name in kept if name != "run.json"} == {n: kept[n] for n in kept if n != "run.json"}
+    # The README of the export names the folder it is in.
+    readme = "export/eagle3/README.md"
+    assert {n: found[n] for n in kept if n not in ("run.json", readme)} == {
+        n: kept[n] for n in kept if n not in ("run.json", readme)
+    }
+    assert (run / readme).read_text().replace(str(run), str(finished)) == (finished / readme).read_text()
 
 
 def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path: Path) -> None:

@@ -338,6 +338,18 @@ def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_pat
     assert re.search(r"Seconds: environment \d+, ruff check \d+", result.stdout)
 
 
+@pytest.mark.parametrize(("failing", "lines"), [("", 5), ("mypy", 3)])
+def test_ci_runs_the_engines_after_the_tests(failing: str, lines: int, repository: Path, tmp_path: Path) -> None:
+    give_tools(repository, *filter(None, [failing]))
+    script = repository / "scripts" / "test_engines.sh"
+    script.write_text('echo "engines $*" >>log\nexit 3\n', encoding="utf-8")
+    result = bash(tmp_path, str(repository / ".ci" / "run"))
+    assert result.returncode == (7 if failing else 3), result.stderr
+    log = (repository / "log").read_text(encoding="utf-8").splitlines()
+    assert len(log) == lines
+    assert (log[-1] == "engines ") == (not failing)
+
+
 @pytest.mark.parametrize(
     ("failing", "step", "calls"),
     [("ruff check", "ruff check", 1), ("ruff format", "ruff format", 2), ("mypy", "mypy", 3), ("pytest", "pytest", 4)],

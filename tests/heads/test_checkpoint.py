@@ -94,9 +94,9 @@ def test_a_target_in_another_dtype_is_the_same_target(tmp_path):
     ("overrides", "words"),
     [
         ({"fingerprint": "other"}, "weights of the target .*fingerprint other, expected abc"),
-        ({"vocab_size": 170}, "160 tokens .* has 170"),
-        ({"hidden_size": 32}, "64 hidden units .* has 32"),
-        ({"num_hidden_layers": 9}, "8 layers .* has 9"),
+        ({"vocab_size": 170}, "has 170 tokens where the head needs 160"),
+        ({"hidden_size": 32}, "has 32 hidden units where the head needs 64"),
+        ({"num_hidden_layers": 9}, "has 9 layers where the head needs 8"),
     ],
 )
 def test_another_target_is_refused(overrides, words, tmp_path):
@@ -104,6 +104,35 @@ def test_another_target_is_refused(overrides, words, tmp_path):
     save_head(make_head(target), tmp_path / "head", target)
     with pytest.raises(UserError, match=words):
         load_head(tmp_path / "head", make_target(**overrides))
+
+
+def test_another_target_of_the_same_sizes_is_taken_with_a_warning(tmp_path):
+    target, told = make_target(), []
+    head = make_head(target)
+    save_head(head, tmp_path / "head", target)
+    load_head(tmp_path / "head", target, warn=told.append)
+    assert not told
+    again = load_head(tmp_path / "head", make_target("other"), warn=told.append)
+    assert torch.equal(again.fc.weight, head.fc.weight)
+    assert [
+        f"{tmp_path / 'head'} was made for models/tiny; models/tiny has other weights" in text for text in told
+    ] == [True]
+    with pytest.raises(UserError, match="has 170 tokens"):
+        load_head(tmp_path / "head", make_target(vocab_size=170), warn=told.append)
+
+
+def test_a_checkpoint_of_an_earlier_version_still_loads(tmp_path):
+    """It records path, fingerprint and sizes only."""
+    target = make_target()
+    head = make_head(target)
+    save_head(head, tmp_path / "head", target)
+    file = tmp_path / "head" / "config.json"
+    config = json.loads(file.read_text())
+    old = ("path", "fingerprint", "vocab_size", "hidden_size", "num_layers", "architectures")
+    file.write_text(json.dumps(config | {"target": {key: config["target"][key] for key in old}}))
+    assert same_logits(load_head(tmp_path / "head", target), head, target)
+    with pytest.raises(UserError, match="fingerprint other, expected abc"):
+        load_head(tmp_path / "head", make_target("other"))
 
 
 def damage(folder: Path, how: str) -> None:
@@ -133,7 +162,7 @@ def damage(folder: Path, how: str) -> None:
 
 DAMAGE = {
     "cut": "damaged or cut short",
-    "no weights": "model.safetensors is missing",
+    "no weights": "holds no weights .*fetch the whole head",
     "no config": "config.json is missing",
     "not json": "not JSON",
     "a list": "no JSON object",

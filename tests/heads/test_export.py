@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from draftsmith.heads import export
 from draftsmith.heads.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.eagle3_export import load_eagle3_directory, to_flat_eagle3
-from draftsmith.heads.eagle3_layouts import EAGLE3
-from draftsmith.heads.export import Layout, convert_head, export_head
+from draftsmith.heads.export import convert_head, export_head
 from draftsmith.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -143,6 +143,8 @@ MUTANTS: dict[str, tuple[Mutation, str]] = {
     "tied": (lambda t, c: c.update(tie_word_embeddings=True), "tie_word_embeddings: expected False"),
     "number as text": (lambda t, c: c.update(draft_vocab_size="9"), "draft_vocab_size: expected a int"),
     "architecture": (lambda t, c: c.update(architectures=["LlamaForCausalLM"]), "architectures"),
+    "nested ids": (lambda t, c: c["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[1, 3, 5]), r"eagle_config: expected .*\[0, 2, 4\]"),
+    "no nested keys": (lambda t, c: c.pop("eagle_config"), "eagle_config: expected a dict .*SGLang"),
     "aux count": (lambda t, c: c.update(num_aux_hidden_states=4), "num_aux_hidden_states: expected 3"),
 }  # fmt: skip
 
@@ -158,7 +160,7 @@ def test_mutants_are_refused_before_anything_is_written(mutant, tmp_path, monkey
         mutate(files.tensors, files.config)
         return files
 
-    monkeypatch.setitem(export.LAYOUTS, "eagle3", Layout("eagle3", EAGLE3, convert, load_eagle3_directory))
+    monkeypatch.setitem(export.LAYOUTS, "eagle3", replace(export.LAYOUTS["eagle3"], convert=convert))
     with pytest.raises(UserError, match=words):
         export_head(head, target, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -174,7 +176,7 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
         files.tensors[name] = files.tensors[name].flip(0)
         return files
 
-    monkeypatch.setitem(export.LAYOUTS, "eagle3", Layout("eagle3", EAGLE3, convert, load_eagle3_directory))
+    monkeypatch.setitem(export.LAYOUTS, "eagle3", replace(export.LAYOUTS["eagle3"], convert=convert))
     with pytest.raises(AssertionError, match="other logits"):
         export_head(head, target, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -183,9 +185,9 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"norm_output": True}, "norm_output: expected False .*llama.cpp"),
-        ({"fc_norm": True}, "fc_norm: expected False .*llama.cpp"),
-        ({"layer_ids": (1, 2)}, "exactly three layers"),
+        ({"norm_output": True}, r"head\.norm_output, and llama\.cpp ignores .*; export the layout eagle3 "),
+        ({"fc_norm": True}, r"head\.fc_norm, and llama\.cpp has no converter .*; export the layout eagle3 "),
+        ({"layer_ids": (1, 2)}, r"layer_ids, and llama\.cpp takes exactly three; export the layout eagle3 "),
     ],
 )
 def test_what_llama_cpp_cannot_serve_is_refused_there_only(options, words, tmp_path):
@@ -241,9 +243,10 @@ def test_reads_what_other_tools_write(tmp_path):
         (lambda t, c: t.update(d2t=VOCAB.clone()), "offsets of ascending target ids"),
         (lambda t, c: c.update(vocab_size=99), "vocab_size 99, but the target models/tiny has 160"),
         (lambda t, c: c.update(eagle_aux_hidden_state_layer_ids=[1, 3, 8]), "8 is the number of layers"),
-        (lambda t, c: c.update(norm_before_fc=True), r"lacks the tensor input_norm\.weight"),
+        (lambda t, c: c.update(fc_norm=True), r"lacks the tensor fc_norm\.0\.weight"),
+        (lambda t, c: c.update(norm_before_fc=True), "says norm_before_fc twice, true and false"),
     ],
-    ids=["missing", "no d2t", "absolute d2t", "other target", "layer ids", "flag"],
+    ids=["missing", "no d2t", "absolute d2t", "other target", "layer ids", "flag", "flag twice"],
 )
 def test_a_bad_directory_is_one_sentence(change, words, tmp_path):
     target = make_target()

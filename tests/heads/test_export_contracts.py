@@ -16,7 +16,7 @@ from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, expor
 from draftsmith.heads.registry import METHODS, TRAINED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from exports import make_eagle3, make_medusa, make_target
+from exports import make_eagle1, make_eagle3, make_medusa, make_target
 
 OTHER: dict[type, Any] = {str: "other", int: 7, bool: None, list: ["other"], dict: {"other": 1}, float: 0.5}
 
@@ -26,6 +26,9 @@ def files_for(layout: str) -> ModelFiles:
     target = make_target()
     if LAYOUTS[layout].method == "medusa":
         return convert_head(make_medusa(target), target, layout=layout)
+    if LAYOUTS[layout].method == "eagle1":
+        head = make_eagle1(target, qkv_bias=True, fc_bias=layout == "eagle1_sglang")
+        return convert_head(head, target, layout=layout, include_embeddings=True)
     flags = {} if layout == "eagle3_llama_cpp" else {"fc_norm": True, "norm_output": True}
     head = make_eagle3(target, norm_before_residual=True, **flags)
     return convert_head(head, target, layout=layout, include_embeddings=True, num_speculative_tokens=4)
@@ -120,12 +123,15 @@ def test_the_vocabulary_map_and_the_aux_layers_are_checked(layout):
 
 def test_a_rule_is_one_sentence():
     error = broken(LAYOUTS["medusa"].contract, "tensor x", "one", "none")
-    assert str(error) == "The export does not fit the layout medusa: tensor x: expected one, got none."
+    assert str(error) == (
+        "The export does not fit the layout medusa: tensor x: expected one, got none; this is a fault of draftsmith, so "
+        "report it, and export another layout meanwhile."
+    )
 
 
 def test_every_method_has_layouts_of_its_own():
     assert {name: layouts_for(name) for name in METHODS} == {
-        "eagle1": [],
+        "eagle1": ["eagle1", "eagle1_sglang"],
         "eagle3": ["eagle3", "eagle3_llama_cpp", "eagle3_speculators"],
         "medusa": ["medusa", "medusa_tgi", "medusa_vllm"],
     }
@@ -153,7 +159,12 @@ def test_another_layout_is_one_sentence(layout, words, tmp_path):
 def test_the_layout_of_the_method_is_the_default(tmp_path):
     target = make_target()
     export_head(make_medusa(target), target, tmp_path / "out")
-    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "draftsmith.json",
+        "medusa_lm_head.safetensors",
+    ]
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "medusa"])

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_a_biased_projection(tmp_path):
     projection.bias = nn.Parameter(torch.randn(160), requires_grad=False)
     target.head.bias = projection.bias.detach()
     for layout, engine in (("medusa_tgi", "TGI"), ("medusa_vllm", "vLLM")):
-        with pytest.raises(UserError, match=f"layout {layout} .* bias that {engine} .*export the layout medusa"):
+        with pytest.raises(UserError, match=f"layout {layout} .* bias, and {engine} .*export the layout medusa"):
             write(tmp_path / layout, layout, target, original_lm_head=True)
         write(tmp_path / layout, layout, target)
     _, head = write(tmp_path / "out", "medusa", target, original_lm_head=True)
@@ -223,9 +224,17 @@ def test_a_biased_projection(tmp_path):
 @pytest.mark.parametrize(
     ("layout", "shared", "words"),
     [
-        ("medusa", False, "medusa_num_layers: expected 1 .*one module.*, got 2"),
-        ("medusa", True, "medusa_num_layers: expected 1 .*medusa_vllm holds more.*, got 2"),
-        ("medusa_tgi", True, "medusa_num_layers: expected 1 .*TGI stops.*, got 2"),
+        (
+            "medusa",
+            False,
+            r"num_layers above 1, and FasterDecoding/Medusa makes .* one module.*; export the layout medusa_vllm",
+        ),
+        ("medusa", True, r"num_layers above 1, and FasterDecoding/Medusa .*; export the layout medusa_vllm"),
+        (
+            "medusa_tgi",
+            True,
+            r"original_lm_head, and TGI stops at more than one block .*; export the layout medusa_vllm",
+        ),
     ],
 )
 def test_blocks_that_a_reader_would_lose(layout, shared, words, tmp_path):
@@ -251,7 +260,7 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
 
     load = LAYOUTS["medusa"].load
     layout = LAYOUTS["medusa"]
-    monkeypatch.setitem(LAYOUTS, "medusa", type(layout)("medusa", layout.contract, layout.convert, swapped))
+    monkeypatch.setitem(LAYOUTS, "medusa", replace(layout, load=swapped))
     with pytest.raises(AssertionError, match="other logits"):
         write(tmp_path / "out", "medusa", num_heads=5)
     assert not list(tmp_path.iterdir())
@@ -262,11 +271,15 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
     [
         ("medusa", lambda t, c: t.pop("2.1.weight"), r"lacks the tensor lm_heads\.2\.weight"),
         ("medusa", lambda t, c: t.pop("1.0.linear.bias"), r"lacks the tensor blocks\.1\.0\.linear\.bias"),
-        ("medusa", lambda t, c: c.update(medusa_num_heads=2), r"holds the unknown tensor"),
-        ("medusa", lambda t, c: c.update(medusa_num_heads="3"), "medusa_num_heads '3': it must be a number"),
-        ("medusa_tgi", lambda t, c: c.pop("medusa_num_layers"), "medusa_num_layers None: it must be a number"),
+        ("medusa", lambda t, c: t.update({"1.1.linear.weight": t["0.0.linear.weight"].clone()}), r"lacks the tensor blocks\.0\.1\.linear"),
+        ("medusa", lambda t, c: t.update({"2.5.weight": t.pop("2.1.weight")}), r"holds the projection 2\.5\.weight, but its heads have 1"),
+        ("medusa", lambda t, c: t.update({"4.1.weight": t["2.1.weight"].clone()}), r"lacks the tensor blocks\.3\.0\.linear"),
+        ("medusa", lambda t, c: [t.pop(name) for name in list(t) if "linear" in name], "holds no Medusa head"),
+        ("medusa_tgi", lambda t, c: t.update({"surprise": t["2.1.weight"].clone()}), "unknown tensor surprise"),
         ("medusa_vllm", lambda t, c: t.pop("lm_heads.1.weight"), r"lacks the tensor lm_heads\.1\.weight"),
-        ("medusa_vllm", lambda t, c: c.update(num_hidden_layers=2), r"lacks the tensor blocks\.0\.1\.linear\.weight"),
+        ("medusa_vllm", lambda t, c: c.update(num_hidden_layers=2), "says num_hidden_layers 2, but model.safetensors holds 1"),
+        ("medusa_vllm", lambda t, c: c.update(num_heads=5), "says num_heads 5, but model.safetensors holds 3"),
+        ("medusa_vllm", lambda t, c: [t.pop(f"lm_heads.{i}.weight") for i in range(3)], "holds no projections, though"),
         ("medusa_vllm", lambda t, c: c.update(original_lm_head=True), "holds another projection than the target"),
         ("medusa_vllm", lambda t, c: (c.update(original_lm_head=True), t.pop("lm_heads.0.weight")), r"lacks the tensor lm_heads\.0\.weight, though"),
     ],
@@ -284,5 +297,7 @@ def test_a_bad_directory_is_one_sentence(layout, change, words, tmp_path):
 
 def test_the_weights_must_be_there(tmp_path):
     target, _ = write(tmp_path / "out", "medusa_vllm")
-    with pytest.raises(UserError, match=r"the file medusa_lm_head\.safetensors is missing"):
+    with pytest.raises(
+        UserError, match=r"holds no weights \(none of medusa_lm_head\.safetensors, medusa_lm_head\.pt\)"
+    ):
         LAYOUTS["medusa"].load(tmp_path / "out", target)

@@ -1,0 +1,213 @@
+"""What is served in the check of the engines: targets, their prompts, and trained heads and draft models beside them."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from draftsmith.cli import main as draftsmith_command
+from draftsmith.data.embedded_training import TrainingSettings, train_target
+from draftsmith.errors import UserError
+from draftsmith.eval.decode import Generation, Request
+from draftsmith.eval.draft import Drafter
+from draftsmith.eval.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.teacher_forced import Simulation, simulate_generations
+from draftsmith.evaluation import make_requests
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.checkpoint import load_head
+from draftsmith.heads.registry import find_method
+from draftsmith.heads.target import Target, load_target
+from draftsmith.recipe_file import parse_recipe
+from draftsmith.session import Session, say
+from draftsmith.stages import load_samples
+
+DRAFT_MODEL = "draft model"
+LLAMA_CPP_LAYOUT = "eagle3_llama_cpp"
+SHORT = (
+    *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
+    *("--train.max_steps", "120", "--train.evaluations", "1"),
+)
+"""Training that is enough for drafts to be accepted, which is all that a comparison needs."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """A head to train and serve: its name, method, further words of the recipe, and the layouts it is served from."""
+
+    name: str
+    method: str
+    words: tuple[str, ...]
+    layouts: tuple[str, ...]
+
+
+_BOTH = ("eagle3", "eagle3_speculators")
+_SHORTER = ("--train.max_steps", "60")
+PLANS = (
+    HeadPlan("eagle3", "eagle3", (), (*_BOTH, LLAMA_CPP_LAYOUT)),
+    HeadPlan(
+        "eagle3 norm_before_residual, W=512",
+        "eagle3",
+        ("--head.norm_before_residual", "true", "--head.draft_vocab_size", "512", *_SHORTER),
+        (*_BOTH, LLAMA_CPP_LAYOUT),
+    ),
+    HeadPlan(
+        "eagle3 norm_before_fc", "eagle3", ("--head.norm_before_fc", "true", *_SHORTER), (*_BOTH, LLAMA_CPP_LAYOUT)
+    ),
+    HeadPlan("eagle3 fc_norm", "eagle3", ("--head.fc_norm", "true", *_SHORTER), _BOTH),
+    HeadPlan("eagle3 norm_output", "eagle3", ("--head.norm_output", "true", *_SHORTER), _BOTH),
+    HeadPlan(
+        "eagle3 fc_norm, norm_output",
+        "eagle3",
+        ("--head.fc_norm", "true", "--head.norm_output", "true", *_SHORTER),
+        ("eagle3",),
+    ),
+    HeadPlan("medusa", "medusa", (), ("medusa_vllm",)),
+    HeadPlan(
+        "medusa on the target's projection, 2 blocks",
+        "medusa",
+        ("--head.original_lm_head", "true", "--head.num_layers", "2", "--export.layout", "medusa_vllm", *_SHORTER),
+        ("medusa_vllm",),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What drafts. head: a head, or None where `model` drafts. folder: of the draft model. layouts: those it is exported
+    to."""
+
+    name: str
+    method: str
+    layouts: tuple[str, ...]
+    head: DraftHead | None = None
+    model: Target | None = None
+    folder: Path | None = None
+
+    @property
+    def max_speculative_tokens(self) -> int | None:
+        """The longest draft, None where there is no limit."""
+        return None if self.head is None else self.head.max_speculative_tokens
+
+    def drafter(self, target: Target, num_speculative_tokens: int) -> Drafter:
+        """Return it as our decoder takes it, drafting greedily as engines do."""
+        if self.head is None:
+            assert self.model is not None
+            return DraftModel(self.model, num_speculative_tokens, target.vocab_size, greedy_drafts=True)
+        return find_method(self.head.method).drafter(self.head, num_speculative_tokens, greedy_drafts=True)
+
+    def simulate(
+        self, target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int, greedy_drafts: bool
+    ) -> Simulation:
+        """Simulate chains of 1..max_k of its drafts on finished answers."""
+        run: Callable[..., Simulation]
+        if self.head is None:
+            assert self.model is not None
+            run = partial(simulate_draft_model, target, self.model)
+        else:
+            run = partial(simulate_generations, target, self.head)
+        return run(generations, sampling, max_k, greedy_drafts=greedy_drafts)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target in float32, its folder, the prompts, and what drafts for it."""
+
+    name: str
+    target: Target
+    folder: Path
+    requests: list[Request]
+    candidates: list[Candidate]
+
+
+def train_subject(
+    recipes: str, work: Path, heads: Mapping[str, Path], only: Sequence[str], words: Sequence[str]
+) -> Subject:
+    """Train what `recipes/*/<recipes>.yaml` describe, briefly, and return it with the recipe's prompts.
+
+    work: where answers, features and heads are kept between runs. heads: finished ones, by the name of their plan. only:
+    names to take, all if empty. words: further words for every recipe, the last of equal ones counts.
+    """
+    plans = [plan for plan in PLANS if not only or plan.name in only]
+    session = _session("eagle3", recipes, work, words)
+    target = session.load_target("float32")
+    candidates = []
+    for plan in plans:
+        folder = heads.get(plan.name) or _train(plan, recipes, work, words)
+        head = load_head(folder, target).eval()
+        candidates.append(Candidate(plan.name, head.method, plan.layouts, head=head))
+    if not only or DRAFT_MODEL in only:
+        candidates.append(_draft_model(session, work / "draft-model"))
+    requests, _ = make_requests(session, target)
+    return Subject(recipes, target, Path(session.target_path).resolve(), requests, candidates)
+
+
+def fixture_subject(folder: Path) -> Subject:
+    """Return the EAGLE-1 head, its target and the prompts of a folder with target/, head/ and expected.json."""
+    file = folder / "expected.json"
+    if not file.is_file():
+        raise UserError(f"{folder} holds no {file.name}: give a folder with target/, head/ and {file.name}.")
+    settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
+    target = load_target(str(folder / "target"), dtype="float32")
+    prompts = dict.fromkeys(tuple(run["prompt"]) for setting in settings for run in setting["runs"])
+    requests = [
+        Request.seeded(f"prompt-{number}", "fixture", ids, 64, seed=0) for number, ids in enumerate(prompts, start=1)
+    ]
+    head = load_head(folder / "head", target).eval()
+    return Subject(folder.name, target, folder / "target", requests, [Candidate("eagle1", "eagle1", ("eagle1",), head)])
+
+
+def slug(name: str) -> str:
+    """Return a name as that of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _recipe_words(method: str, recipes: str, work: Path, name: str, words: Sequence[str]) -> list[str]:
+    places = ("--output_dir", str(work / "heads" / slug(name)), "--data_dir", str(work / "data"))
+    return ["--recipe", f"recipes/{method}/{recipes}.yaml", *SHORT, *places, *words]
+
+
+def _session(method: str, recipes: str, work: Path, words: Sequence[str]) -> Session:
+    return Session(parse_recipe(_recipe_words(method, recipes, work, method, words)))
+
+
+def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> Path:
+    command = ["train", *_recipe_words(plan.method, recipes, work, plan.name, (*plan.words, *words))]
+    say(f"\n== {plan.name}")
+    if draftsmith_command(command):
+        raise UserError(f"Training {plan.name} failed: its own message is above.")
+    return work / "heads" / slug(plan.name) / "train" / "best"
+
+
+def _draft_model(session: Session, folder: Path) -> Candidate:
+    """Train a Llama of two layers on the target's answers, unless `folder` holds it."""
+    if not (folder / "config.json").exists():
+        say(f"\n== {DRAFT_MODEL}")
+        target, samples = session.target, load_samples(session).samples
+        settings = TrainingSettings(
+            vocab_size=target.vocab_size,
+            layers=2,
+            hidden=target.hidden_size // 2,
+            ffn=target.hidden_size,
+            heads=4,
+            kv_heads=2,
+            context=target.context_length,
+            row_tokens=max(len(sample.ids) for sample in samples),
+            rows=8,
+            shallow_layers=2,
+            shallow_steps=0,
+            steps=400,
+            muon_lr=0.02,
+            adamw_lr=4e-3,
+            weight_decay=0.1,
+            seed=0,
+            eos_id=target.eos_ids[0],
+            pad_id=target.eos_ids[0],
+        )
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        model = train_target(samples, settings, folder.with_suffix(".checkpoint.pt"), session.device, progress=True)
+        session.tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+    return Candidate(DRAFT_MODEL, "draft_model", (), model=load_target(str(folder), dtype="float32"), folder=folder)

@@ -1,0 +1,1 @@
+"""Real serving engines: started, asked, and held against our decoder."""

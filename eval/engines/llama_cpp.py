@@ -1,0 +1,227 @@
+"""llama.cpp's server: started, asked and stopped; and how it counts drafted and accepted tokens.
+
+Checked with llama.cpp of the sdist llama-cpp-python 0.3.36; the rules of counting are in `counted_by_llama_cpp`.
+"""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+
+EAGLE3, DRAFT_MODEL = "draft-eagle3", "draft-simple"
+"""What --spec-type calls an EAGLE-3 head and an ordinary model that drafts."""
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0, "repeat_last_n": 0}
+"""Samplers that change nothing, so that only the temperature is left."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How llama-server is started.
+
+    draft: None for the target alone. num_speculative_tokens: K. context: tokens of prompt and answer. rounds: read the
+    drafts of every round from the server's debug log, which makes it slow. threads: of the CPU.
+    """
+
+    target: Path
+    draft: Path | None = None
+    spec_type: str = EAGLE3
+    num_speculative_tokens: int = 5
+    context: int = 2048
+    rounds: bool = False
+    threads: int = 1
+
+    def flags(self) -> list[str]:
+        """Return the command line: everything in float32 and no draft cut short for its probability."""
+        flags = ["-m", str(self.target), "-c", str(self.context), "-np", "1", "-t", str(self.threads)]
+        flags += ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "--cache-ram", "0", "--offline"]
+        if self.draft is not None:
+            flags += ["-md", str(self.draft), "--spec-type", self.spec_type]
+            flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
+            flags += ["--spec-draft-p-min", "0", "-ctkd", "f32", "-ctvd", "f32", "-td", str(self.threads)]
+        # 4 names the tokens that end an answer, 5 every drafted token.
+        return [*flags, "-lv", "5" if self.rounds else "4"]
+
+
+class LlamaServer:
+    """A llama-server process, from `with` to its end. Its output is in `log`.
+
+    end_ids: the tokens at which it ends an answer: the EOS, and what llama.cpp knows by its text to end a turn.
+    Raises UserError where the program is missing, does not become ready within `timeout` seconds, or dies.
+    """
+
+    def __init__(self, program: Path, settings: ServerSettings, log: Path, timeout: float = 120) -> None:
+        self.program, self.settings, self.log, self.timeout = program, settings, log, timeout
+        self.url = ""
+        self.end_ids: tuple[int, ...] = ()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._read = 0
+
+    def __enter__(self) -> "LlamaServer":
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        # Variables named LLAMA_ARG_... are flags too.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
+        if self.settings.rounds:
+            env["LLAMA_TRACE"] = "1"
+        command = [str(self.program), *self.settings.flags(), "--host", "127.0.0.1", "--port", str(port)]
+        try:
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+        except OSError as error:
+            raise UserError(f"Cannot start {self.program}: {error.strerror}; name a llama-server program.") from error
+        try:
+            self._wait()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def complete(
+        self,
+        sample_id: str,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        seed: int | None = None,
+    ) -> EngineAnswer:
+        """Answer one prompt; the answer ends with EOS, as ours does, or at `max_new_tokens`."""
+        # With less room the server would cut the last drafts, or the answer itself.
+        assert len(prompt_ids) + max_new_tokens < self.settings.context
+        wanted: dict[str, Any] = {
+            **NEUTRAL,
+            "prompt": list(prompt_ids),
+            "n_predict": max_new_tokens,
+            "temperature": temperature,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        if seed is not None:
+            wanted["seed"] = seed
+        found = self._ask("/completion", wanted)
+        timings = found["timings"]
+        drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+        rounds = self._rounds(drafted) if self.settings.rounds else None
+        return EngineAnswer(sample_id, tuple(found["tokens"]), rounds, drafted, accepted)
+
+    def version(self) -> str:
+        """Return the build that the server names."""
+        return str(self._ask("/props", None)["build_info"])
+
+    def _rounds(self, drafted: int) -> tuple[EngineRound, ...]:
+        """Read the rounds of the last answer, which may reach the log a little later than the client."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            with self.log.open("rb") as log:
+                log.seek(self._read)
+                text = log.read()
+            rounds = read_rounds(text.decode("utf-8", errors="replace"))
+            if sum(len(r.drafted) for r in rounds) == drafted:
+                self._read += len(text)
+                return rounds
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"The log {self.log} does not show the {drafted} drafted tokens that the server counts."
+                )
+            time.sleep(0.02)
+
+    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = error.read().decode("utf-8", errors="replace").strip()
+            raise UserError(f"llama-server refused {path}: {said}") from error
+        except OSError as error:
+            raise UserError(f"llama-server did not answer {path} ({error}): see {self.log}.") from error
+
+    def _wait(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self.timeout
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise UserError(f"llama-server ended while it loaded: {_last_line(self.log)} (see {self.log}).")
+            try:
+                # 503 while it loads.
+                with urllib.request.urlopen(self.url + "/health", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.05)
+        else:
+            raise UserError(f"llama-server was not ready after {self.timeout:g} seconds: see {self.log}.")
+        log = self.log.read_text(encoding="utf-8", errors="replace")
+        self.end_ids = tuple(sorted({int(number) for number in re.findall(r"EOG token += (\d+) ", log)}))
+        assert self.end_ids, "the server names at least the EOS"
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def read_rounds(log: str) -> tuple[EngineRound, ...]:
+    """Read the rounds from what the server writes at verbosity 5 with LLAMA_TRACE=1: the best candidate of every draft
+    position, then "accepted a/n draft tokens". A draft may have been made longer than the n tokens that were verified."""
+    rounds, drafted = [], []
+    for candidate, accepted, count in _LINES.findall(log):
+        if candidate:
+            drafted.append(int(candidate))
+        else:
+            rounds.append(EngineRound(tuple(drafted[: int(count)]), int(accepted)))
+            drafted = []
+    return tuple(rounds)
+
+
+_LINES = re.compile(r"draft candidate +0, pos +\d+: +(\d+) |accepted +(\d+)/ *(\d+) draft tokens$", re.MULTILINE)
+
+
+def counted_by_llama_cpp(ours: EngineAnswer, max_new_tokens: int, end_ids: Collection[int]) -> EngineAnswer:
+    """Return our answer and its rounds as llama.cpp's server gives and counts them.
+
+    end_ids: of `LlamaServer`; it ends an answer at any of them, where we go on to the target's own EOS.
+    tools/server/server-context.cpp, get_n_draft_max: a draft leaves room for the target's own token, so it is one shorter
+    than what the answer may still become; where nothing is left, a plain step is made and no round counted.
+    common/sampling.cpp, common_sampler_sample_and_accept_n: an end token ends the verification as the target's own, so
+    it is not counted as accepted, unless it is the draft's last token. The first token comes with the prompt, as ours.
+    """
+    assert ours.rounds is not None
+    ends = [place for place, token in enumerate(ours.output_ids, 1) if token in end_ids]
+    output = ours.output_ids[: ends[0] if ends else None]
+    rounds, known = [], 1
+    for found in ours.rounds:
+        if known >= len(output):
+            break
+        drafted = found.drafted[: max_new_tokens - known - 1]
+        kept = min(found.accepted, len(drafted), len(output) - known)
+        # The last token of the answer was drafted, and more of the draft came after it.
+        ended = known + kept == len(output) and kept < len(drafted)
+        if drafted:
+            rounds.append(EngineRound(drafted, kept - ended))
+        known += found.accepted + 1
+    return EngineAnswer.of_rounds(ours.sample_id, output, rounds)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else "it said nothing"

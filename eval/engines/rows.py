@@ -1,0 +1,138 @@
+"""What a comparison with an engine comes to: one row of the table of agreement.
+
+Everything is counted within the answers: what an engine drafts or accepts past the end of a text is left out, on both
+sides alike (engines differ there, and no user sees it).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.eval.decode import Generation, Request, Round
+from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+from draftsmith.eval.tally import Tally
+
+CLOSE = 1e-4
+"""Logits this close may change places between two implementations in float32."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """tokens: after each answer's first. rounds: passes of the target over them."""
+
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per round."""
+        return self.tokens / self.rounds if self.rounds else None
+
+
+@dataclass(frozen=True)
+class AgreementRow:
+    """A head in an engine, beside our decoder and simulator.
+
+    weights: of the draft in the engine. drafts: "greedy" or "sampled". equal_answers: those with the same ids as ours, None
+    where texts are sampled. equal_rounds: of `ours.rounds`, those with the same draft tokens and as many accepted; None
+    where the engine does not show them. ours: decoded by us on the same prompts (temperature 0), or what our simulator
+    says of the engine's own text (above it). simulated: tau by our simulator on our target's own answers, its standard
+    error in simulated_se. z: engine minus simulated, in standard errors of the difference. differences: what does not
+    agree; close_calls: first divergences between logits less than CLOSE apart.
+    """
+
+    head: str
+    method: str
+    layout: str
+    engine: str
+    version: str
+    weights: str
+    temperature: float
+    num_speculative_tokens: int
+    drafts: str
+    answers: int
+    equal_answers: int | None
+    equal_rounds: int | None
+    ours: Counts
+    theirs: Counts
+    simulated: float | None
+    simulated_se: float | None = None
+    z: float | None = None
+    differences: tuple[str, ...] = ()
+    close_calls: tuple[str, ...] = ()
+    facts: dict[str, Any] | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing but close calls differs, and sampled acceptance is within three standard errors."""
+        return not self.differences and (self.z is None or abs(self.z) <= 3)
+
+
+def within_text(answer: EngineAnswer) -> EngineAnswer:
+    """Return the answer with its rounds cut where its text ends, and a round without drafts for every token that came
+    without one."""
+    assert answer.rounds is not None
+    known, rounds = 1, []
+    for found in answer.rounds:
+        left = len(answer.output_ids) - known
+        if left <= 0:
+            break
+        rounds.append(EngineRound(found.drafted[:left], min(found.accepted, left)))
+        known += found.accepted + 1
+    rounds += [EngineRound((), 0)] * max(0, len(answer.output_ids) - known)
+    return EngineAnswer.of_rounds(answer.sample_id, answer.output_ids, rounds)
+
+
+def count(answers: Sequence[EngineAnswer]) -> Counts:
+    """Count answers that `within_text` returned."""
+    return Counts(
+        tokens=sum(len(a.output_ids) - 1 for a in answers),
+        rounds=sum(len(a.rounds or ()) for a in answers),
+        drafted=sum(a.drafted for a in answers),
+        accepted=sum(a.accepted for a in answers),
+    )
+
+
+def count_tally(tally: Tally) -> Counts:
+    """Return a simulated tally as counts, whole where the text decides what is accepted."""
+    return Counts(round(tally.tokens), round(tally.rounds), round(tally.drafted), round(float(tally.accepted_K.sum())))
+
+
+def to_generations(requests: Sequence[Request], answers: Sequence[EngineAnswer]) -> list[Generation]:
+    """Return an engine's answers as our decoder's, for the simulator."""
+    found = []
+    for request, answer in zip(requests, answers, strict=True):
+        assert request.sample_id == answer.sample_id
+        known, rounds = 1, []
+        for r in answer.rounds or ():
+            rounds.append(Round(known - 1, len(r.drafted), r.accepted))
+            known += r.accepted + 1
+        ended = "length" if len(answer.output_ids) == request.max_new_tokens else "eos"
+        found.append(Generation(request, list(answer.output_ids), ended, rounds))
+    return found
+
+
+def equal_rounds(ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer]) -> int:
+    """Return how many rounds have the same draft and as many accepted tokens on both sides, answer by answer."""
+    return sum(
+        a == b
+        for mine, other in zip(ours, theirs, strict=True)
+        for a, b in zip(mine.rounds or (), other.rounds or (), strict=False)
+    )
+
+
+def ratio_error(tallies: Sequence[tuple[float, float]]) -> float:
+    """Return the standard error of sum(tokens) / sum(rounds) over answers that are independent (delta method)."""
+    n, rounds = len(tallies), sum(r for _, r in tallies)
+    if n < 2 or not rounds:
+        return math.nan
+    tau = sum(t for t, _ in tallies) / rounds
+    return math.sqrt(sum((t - tau * r) ** 2 for t, r in tallies) * n / (n - 1)) / rounds
+
+
+def per_answer(answers: Sequence[EngineAnswer]) -> list[tuple[float, float]]:
+    """Return (tokens, rounds) of answers that `within_text` returned."""
+    return [(len(a.output_ids) - 1, len(a.rounds or ())) for a in answers]

@@ -1,0 +1,131 @@
+"""vLLM, asked through `vllm_runner.py`, which its own Python runs; and how it counts drafted and accepted tokens.
+
+Checked with vLLM 0.32.0 on a CPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode import Request
+from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+
+RUNNER = Path(__file__).with_name("vllm_runner.py")
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What vLLM is started with.
+
+    home: the environment that holds it. model: folder of the target, or of a draft that names its target. speculative:
+    --speculative-config, None where the model's folder says it all. context: tokens of prompt and answer. rows: requests at once. seed: of
+    sampled answers, each has its own from it. eos_ids: what ends an answer.
+    """
+
+    home: Path
+    model: Path
+    speculative: dict[str, Any] | None
+    context: int
+    eos_ids: tuple[int, ...]
+    temperatures: tuple[float, ...] = (0.0,)
+    rows: int = 4
+    seed: int = 0
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class VllmRun:
+    """answers: per temperature, their rounds as they ran (`EngineRound.accepted` before the end of the answer is cut).
+    counters: vLLM's own."""
+
+    version: str
+    answers: dict[float, list[EngineAnswer]] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+
+
+def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) -> VllmRun:
+    """Answer `requests` at each temperature in one engine; the job, its result and vLLM's log stay in `folder`.
+
+    Raises UserError with vLLM's own last error where it fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    job, result, log = folder / "job.json", folder / "result.json", folder / "vllm.log"
+    prompts = [{"id": r.sample_id, "ids": r.prompt_ids, "max_new_tokens": r.max_new_tokens} for r in requests]
+    wanted = {
+        "model": str(settings.model),
+        "speculative_config": settings.speculative,
+        "dtype": settings.dtype,
+        "context": settings.context,
+        "rows": settings.rows,
+        "seed": settings.seed,
+        "temperatures": settings.temperatures,
+        "eos": settings.eos_ids,
+        "prompts": prompts,
+    }
+    job.write_text(json.dumps(wanted), encoding="utf-8")
+    result.unlink(missing_ok=True)
+    command = [str(settings.home / "bin" / "python"), str(RUNNER), str(job), str(result)]
+    try:
+        with log.open("wb") as output:
+            subprocess.run(
+                command, stdout=output, stderr=subprocess.STDOUT, env=_environment(settings.home), check=True
+            )
+    except OSError as error:
+        raise UserError(f"Cannot start {command[0]}: {error.strerror}; name the environment of vLLM.") from error
+    except subprocess.CalledProcessError as error:
+        raise UserError(f"vLLM failed: {_last_error(log)} (see {log}).") from error
+    found = json.loads(result.read_text(encoding="utf-8"))
+    answers = {
+        float(temperature): [_answer(entry) for entry in entries] for temperature, entries in found["answers"].items()
+    }
+    run = VllmRun(found["version"], answers, found["counters"])
+    _check_counters(run)
+    return run
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """One thread that is not bound to a core, its own process's engine, and no network."""
+    own = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    # Without Intel's OpenMP, which comes with it, its threads wait for each other most of the time.
+    library = home / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(library)} if sys.platform == "linux" and library.exists() else {}
+    # The environment that draftsmith runs in is not vLLM's.
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**kept, **own, **preload}
+
+
+def _answer(entry: dict[str, Any]) -> EngineAnswer:
+    # The first step reads the prompt and has no draft.
+    rounds = [EngineRound(tuple(r["drafted"]), len(r["sampled"]) - 1) for r in entry["rounds"][1:]]
+    return EngineAnswer.of_rounds(entry["id"], entry["ids"], rounds)
+
+
+def _check_counters(run: VllmRun) -> None:
+    """What the runner saw must be what vLLM's own counters say."""
+    rounds = [r for answers in run.answers.values() for a in answers for r in a.rounds or () if r.drafted]
+    seen = {
+        "vllm:spec_decode_num_drafts": len(rounds),
+        "vllm:spec_decode_num_draft_tokens": sum(len(r.drafted) for r in rounds),
+        "vllm:spec_decode_num_accepted_tokens": sum(r.accepted for r in rounds),
+    }
+    for name, value in run.counters.items():
+        assert seen.get(name, value) == value, f"{name}: the runner saw {seen[name]}, vLLM counts {value}"
+
+
+def _last_error(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
+    errors = [line for line in lines if "Error" in line.split(": ")[0]]
+    return (errors or lines or ["it said nothing"])[-1].rstrip(".")

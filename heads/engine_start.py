@@ -1,0 +1,143 @@
+"""The lines that start an engine on an export, ready to be pasted: for its README, and for docs/export.md."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+MISLEADING = re.compile("eagle-|eagle3|dflash|dspark")
+"""Names in a draft's path that vLLM takes for a method, even beside "method": "medusa"."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served. draft: the export's folder; target: a folder or a Hub name; tokens: to draft per pass.
+
+    dtype: of the export. layer_ids: the layers that an EAGLE-3 head reads. heads: of Medusa.
+    """
+
+    draft: str
+    target: str
+    tokens: int
+    dtype: str = "bfloat16"
+    gpus: int = 1
+    layer_ids: tuple[int, ...] = ()
+    heads: int = 0
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """Text to paste: for a shell (bash), or as the file `file` (yaml)."""
+
+    language: str
+    text: str
+    file: str = ""
+
+
+def start(engine: str, layout: str, serving: Serving) -> list[Snippet]:
+    """Return the lines that start `engine` on an export of that layout, in the order in which they are needed."""
+    return _STARTS[engine, layout](serving)
+
+
+def _shell(*lines: list[str]) -> Snippet:
+    """Lines of words, one command; all but the first indented."""
+    return Snippet("bash", " \\\n    ".join(shlex.join(line) for line in lines) + "\n")
+
+
+def _vllm(method: str) -> Callable[[Serving], list[Snippet]]:
+    def lines(serving: Serving) -> list[Snippet]:
+        config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens}
+        words = ["vllm", "serve", serving.target, *_option("--tensor-parallel-size", serving.gpus)]
+        return [_shell([*words, "--speculative-config", json.dumps(config)])]
+
+    return lines
+
+
+def _vllm_speculators(serving: Serving) -> list[Snippet]:
+    return [_shell(["vllm", "serve", serving.draft, *_option("--tensor-parallel-size", serving.gpus)])]
+
+
+def _speculators(serving: Serving) -> list[Snippet]:
+    code = f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({serving.draft!r})"
+    return [_shell(["python", "-c", code])]
+
+
+def _sglang(algorithm: str) -> Callable[[Serving], list[Snippet]]:
+    def lines(serving: Serving) -> list[Snippet]:
+        K = serving.tokens
+        server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
+        chain = ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
+        return [
+            _shell(
+                [*server, "--speculative-algorithm", algorithm, *_option("--tp-size", serving.gpus)],
+                ["--speculative-draft-model-path", serving.draft],
+                [*chain, "--speculative-num-draft-tokens", f"{K + 1}"],
+            )
+        ]
+
+    return lines
+
+
+def _tensorrt_llm(serving: Serving) -> list[Snippet]:
+    layers = ", ".join(str(k - 1) for k in serving.layer_ids)
+    text = (
+        "speculative_config:\n"
+        "  decoding_type: Eagle3\n"
+        f"  max_draft_len: {serving.tokens}\n"
+        f"  speculative_model: {json.dumps(serving.draft)}\n"
+        f"  eagle3_layers_to_capture: [{layers}]\n"
+    )
+    words = ["trtllm-serve", serving.target, "--extra_llm_api_options", "trtllm.yaml"]
+    return [Snippet("yaml", text, "trtllm.yaml"), _shell([*words, *_option("--tp_size", serving.gpus)])]
+
+
+def _tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
+    return [
+        _shell(
+            ["python", "examples/medusa/convert_checkpoint.py", "--model_dir", serving.target],
+            ["--medusa_model_dir", serving.draft, "--num_medusa_heads", f"{serving.heads}"],
+            ["--dtype", serving.dtype, "--output_dir", "checkpoint", *_option("--tp_size", serving.gpus)],
+        )
+    ]
+
+
+def _llama_cpp(serving: Serving) -> list[Snippet]:
+    kind = ["--outtype", GGUF_TYPES[serving.dtype]]
+    convert = ["python", "convert_hf_to_gguf.py"]
+    server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-eagle3"]
+    return [
+        _shell([*convert, serving.target, "--outfile", "target.gguf", *kind]),
+        _shell([*convert, serving.draft, "--target-model-dir", serving.target, "--outfile", "draft.gguf", *kind]),
+        _shell([*server, "--spec-draft-n-max", f"{serving.tokens}"]),
+    ]
+
+
+def _tgi(serving: Serving) -> list[Snippet]:
+    words = ["text-generation-launcher", "--model-id", serving.draft, "--speculate", f"{serving.tokens}"]
+    return [_shell([*words, *_option("--num-shard", serving.gpus)])]
+
+
+def _medusa_original(serving: Serving) -> list[Snippet]:
+    return [_shell(["python", "-m", "medusa.inference.cli", "--model", serving.draft])]
+
+
+def _option(name: str, gpus: int) -> list[str]:
+    return [name, f"{gpus}"] if gpus > 1 else []
+
+
+_STARTS: dict[tuple[str, str], Callable[[Serving], list[Snippet]]] = {
+    ("vllm", "eagle1"): _vllm("eagle"),
+    ("sglang", "eagle1_sglang"): _sglang("EAGLE"),
+    ("vllm", "eagle3"): _vllm("eagle3"),
+    ("sglang", "eagle3"): _sglang("EAGLE3"),
+    ("tensorrt_llm", "eagle3"): _tensorrt_llm,
+    ("llama_cpp", "eagle3_llama_cpp"): _llama_cpp,
+    ("vllm", "eagle3_speculators"): _vllm_speculators,
+    ("speculators", "eagle3_speculators"): _speculators,
+    ("medusa_original", "medusa"): _medusa_original,
+    ("tensorrt_llm", "medusa"): _tensorrt_llm_medusa,
+    ("tgi", "medusa_tgi"): _tgi,
+    ("vllm", "medusa_vllm"): _vllm("medusa"),
+}

@@ -1,0 +1,115 @@
+"""The README.md of an export: what it is, how each engine is started on it, and what to watch for."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.contracts import ModelFiles
+from draftsmith.heads.eagle3_export import target_reference
+from draftsmith.heads.engine_start import MISLEADING, Serving, start
+from draftsmith.heads.engines import ENGINES, obstacle, watch_for
+from draftsmith.heads.target import Target
+from draftsmith.heads.tensor_parallel import split_obstacle
+
+README = "README.md"
+USUAL_TOKENS = 5
+
+_CHECK = """## Check the first start
+
+Send the prompts of your evaluation at temperature 0, and read the engine's own counters:
+
+{counters}
+
+No counters: it does not speculate, and a flag is missing. Drafts and almost none accepted: it runs another algorithm, or
+another target or chat template than the head was trained for. The mean of your report, but no gain: the batch is too large,
+or drafting is too slow there; measure with and without.
+"""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was exported, and where to. engines: those of the layout."""
+
+    head: DraftHead
+    target: Target
+    layout: str
+    engines: tuple[str, ...]
+    files: ModelFiles
+    folder: Path
+    num_speculative_tokens: int | None = None
+    tensor_parallel: int = 1
+
+    @property
+    def serving(self) -> Serving:
+        """What the engines' lines are made of; Medusa drafts at most one token per head."""
+        heads = getattr(self.head.options, "num_heads", 0)
+        tokens = self.num_speculative_tokens or USUAL_TOKENS
+        return Serving(
+            draft=str(self.folder),
+            target=target_reference(self.target),
+            tokens=min(tokens, heads) if heads else tokens,
+            dtype=str(self.files.dtype).removeprefix("torch."),
+            gpus=self.tensor_parallel,
+            layer_ids=tuple(self.head.layer_ids),
+            heads=heads,
+        )
+
+
+def write_readme(exported: Exported) -> str:
+    """Return the text of README.md. It has no front matter: converters that read model cards find none."""
+    parts = [f"# {_title(exported)}\n", _facts(exported), "## Start an engine\n"]
+    parts += [_section(exported, engine) for engine in exported.engines]
+    served = [engine for engine in exported.engines if _why_not(exported, engine) is None]
+    counters = "\n".join(f"- {ENGINES[engine].title}: {ENGINES[engine].counters}." for engine in served)
+    return "\n".join([*parts, _CHECK.format(counters=counters)])
+
+
+def _title(exported: Exported) -> str:
+    return f"{exported.head.method} head, layout {exported.layout}"
+
+
+def _facts(exported: Exported) -> str:
+    head, target, serving = exported.head, exported.target, exported.serving
+    vocabulary = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    layers = ", ".join(map(str, head.layer_ids))
+    reads = f"the streams that enter layers {layers} of {target.num_layers}" if layers else "the last hidden state"
+    lines = [
+        f"target: `{serving.target}`, fingerprint {target.fingerprint}",
+        f"reads: {reads}",
+        f"drafts among: {vocabulary} of {target.vocab_size} tokens",
+        f"num_speculative_tokens: {serving.tokens}, the number in the lines below",
+        f"weights: {serving.dtype}",
+    ]
+    gpus = f"checked for {serving.gpus} GPUs" if serving.gpus > 1 else "for one GPU"
+    return "\n".join([*(f"- {line}" for line in lines), f"- tensor parallelism: {gpus}", ""])
+
+
+def _section(exported: Exported, engine: str) -> str:
+    """One engine: its lines and what to watch for, or why it cannot serve this head."""
+    known = ENGINES[engine]
+    lines = [f"### {known.title}", ""]
+    if (why := _why_not(exported, engine)) is not None:
+        return "\n".join([*lines, f"Not with this export: {known.title} {why}.", ""])
+    lines.append(
+        f"Held against {known.title} {known.version}{'' if known.checked == 'run' else ', read from its source'}.\n"
+    )
+    for snippet in start(engine, exported.layout, exported.serving):
+        if snippet.file:
+            lines.append(f"`{snippet.file}`:\n")
+        lines.append(f"```{snippet.language}\n{snippet.text}```\n")
+    lines += [f"- {text}" for text in [*watch_for(exported.layout, engine), *_misleading_path(exported, engine)]]
+    return "\n".join([*lines, ""])
+
+
+def _why_not(exported: Exported, engine: str) -> str | None:
+    rule = obstacle(exported.layout, engine, exported.files, exported.target)
+    if rule is not None:
+        return f"{rule.why} ({rule.what}); {rule.instead}"
+    return split_obstacle(engine, exported.files, exported.tensor_parallel)
+
+
+def _misleading_path(exported: Exported, engine: str) -> list[str]:
+    found = MISLEADING.search(exported.serving.draft.lower())
+    if (engine, exported.layout) != ("vllm", "medusa_vllm") or found is None:
+        return []
+    return [f"**The path of this export holds `{found[0]}`, which vLLM takes for the method: move the folder first.**"]

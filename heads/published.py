@@ -1,0 +1,75 @@
+"""What the readers of EAGLE's published layouts have in common."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import LlamaConfig
+
+from draftsmith.errors import UserError
+from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
+from draftsmith.heads.head_files import CONFIG
+from draftsmith.heads.target import Target
+
+
+def check_sizes(path: Path, config: Mapping[str, Any], target: Target) -> None:
+    """Raise UserError unless a head of this configuration reads and drafts for a target of these sizes."""
+    for key, value in {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}.items():
+        if config.get(key) != value:
+            raise UserError(
+                f"{path / CONFIG} says {key} {config.get(key)}, but the target {target.path} has {value}: this is a draft "
+                "for another target; give the one that it was made for."
+            )
+    if (layers := config.get("num_hidden_layers", 1)) != 1:
+        raise UserError(
+            f"{path / CONFIG} says num_hidden_layers {layers}, but an EAGLE head has one decoder layer: give the folder "
+            "of such a head."
+        )
+
+
+def read_layer(config: Mapping[str, Any]) -> LlamaConfig:
+    """Return the Llama layer that `config` describes, with the defaults of a Llama configuration: where it names no
+    rope_theta, that is 10000 whatever the target's, as EAGLE's own decoder and the engines take it.
+
+    Raises what `explain_layer` makes a sentence of.
+    """
+    layer = LlamaConfig.from_dict(dict(config))
+    heads, groups = layer.num_attention_heads, layer.num_key_value_heads
+    if heads % groups:
+        raise ValueError(f"{groups} key/value heads do not divide {heads} heads")
+    return layer
+
+
+@contextmanager
+def explain_layer(path: Path) -> Iterator[None]:
+    """Make one sentence of whatever is raised where a configuration describes no Llama layer."""
+    try:
+        yield
+    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise UserError(f"{path / CONFIG} describes no Llama layer ({why}): fetch the head again.") from error
+
+
+def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str, Tensor]:
+    """Return the tensors by their names without a leading `model.`, less an embedding that is the target's.
+
+    Raises UserError where two have the same name, and for quantized ones (d2t and t2d are no weights).
+    """
+    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    if len(plain) < len(tensors):
+        raise UserError(f"{file} holds a tensor twice, with and without the prefix `model.`: fetch the head again.")
+    for name, value in plain.items():
+        if not value.is_floating_point() and name not in ("d2t", "t2d"):
+            raise UserError(f"{file} holds {name} as {value.dtype}: give a head that is not quantized.")
+    if EMBEDDING in plain and borrows_embedding(plain[EMBEDDING], target):
+        del plain[EMBEDDING]
+    return plain
+
+
+def is_the_same(held: Tensor, own: Tensor) -> bool:
+    """Whether a tensor in a file is the target's, in the coarser dtype of both."""
+    return torch.equal(held.to(own), own) or torch.equal(held, own.to(held))

@@ -1,0 +1,78 @@
+"""The record of a head's target: in config.json of a native checkpoint, in `draftsmith.json` beside an engine's files."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import draftsmith
+from draftsmith.errors import UserError
+from draftsmith.files import write_json
+from draftsmith.heads.differences import NUMBERS, Difference, compare
+from draftsmith.heads.identity import TargetIdentity
+from draftsmith.heads.target_files import read_object
+
+if TYPE_CHECKING:
+    from draftsmith.heads.target import Target
+
+SCHEMA_VERSION = 1
+RECORD = "draftsmith.json"
+
+
+def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentity) -> None:
+    """Write `draftsmith.json` into the folder of an export: what it is, and for which target."""
+    facts = {"schema_version": SCHEMA_VERSION, "draftsmith": draftsmith.__version__, "method": method, "layout": layout}
+    write_json(folder / RECORD, facts | {"target": made_for.to_json()})
+
+
+def read_record(folder: Path) -> TargetIdentity | None:
+    """Return the target that the head in `folder` was made for, None where nobody recorded it.
+
+    Raises UserError for a damaged record and for one of a later version.
+    """
+    file = folder / RECORD
+    if file.is_file():
+        record = read_object(file)
+        if (version := record.get("schema_version")) != SCHEMA_VERSION:
+            raise UserError(
+                f"{file} is of schema version {version}, but this draftsmith reads {SCHEMA_VERSION}: use the version of "
+                "draftsmith that exported it."
+            )
+        return TargetIdentity.from_json(record.get("target"), str(file))
+    config = read_object(folder / "config.json")
+    if {"schema_version", "method", "target"} <= config.keys():
+        return TargetIdentity.from_json(config["target"], str(folder / "config.json"))
+    return None
+
+
+def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] | None = None) -> None:
+    """Hold the record of the head in `folder` against `target`; without a record there is nothing to check.
+
+    warn receives a sentence per difference; None refuses a target that computes something else instead. Raises UserError,
+    in one sentence, for that, and always for other sizes.
+    """
+    made_for = read_record(folder)
+    if made_for is None:
+        return
+    differences = compare(made_for, target.identity)
+    for one in differences:
+        if one.severity == "refuse":
+            raise UserError(
+                f"The head {folder} was made for another target ({made_for.path}): {target.path} has {one.found}; "
+                f"{one.remedy}."
+            )
+    if warn is not None:
+        for sentence in warnings_for(folder, differences, made_for, target.path):
+            warn(sentence)
+    elif changed := [one.kind for one in differences if one.kind in NUMBERS]:
+        what = "configuration" if changed == ["config"] else "weights"
+        raise UserError(
+            f"The {what} of the target {target.path} are not those the head {folder} was trained for (fingerprint "
+            f"{target.fingerprint}, expected {made_for.fingerprint}): give that target, or train again."
+        )
+
+
+def warnings_for(folder: Path, differences: list[Difference], made_for: TargetIdentity, name: str) -> list[str]:
+    """Return a sentence per difference between the target `name` and the one that the head in `folder` was made for."""
+    return [
+        f"the head {folder} was made for {made_for.path}; {name} has {one.found}; {one.remedy}." for one in differences
+    ]

@@ -1,0 +1,58 @@
+"""Training that starts from a head that exists: what of it a recipe must share, and the head that is trained.
+
+No method is named here: what a head is made of is what `DraftHead.describe` writes down, and a class of options says
+under `TRAINING` which of its fields are no part of that.
+"""
+
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.registry import find_method
+from draftsmith.heads.target import Target
+
+
+def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> Any:
+    """Return the recipe's `options` with what they leave null taken from `head`, whose `name` is for messages.
+
+    Fields that say how to train stay those of the recipe. Raises UserError where the recipe names another value than the
+    head has.
+    """
+    found, adopted = _made_of(head, target), {}
+    for key in (field.name for field in fields(options)):
+        asked = getattr(options, key)
+        if key in getattr(options, "TRAINING", ()) or asked == found[key]:
+            continue
+        if key == "draft_vocab_size" and asked is not None and asked >= target.vocab_size == found[key]:
+            continue
+        if asked is not None:
+            raise UserError(
+                f"head.{key} is {_shown(asked)}, but the head that train.warm_start names ({name}) has "
+                f"{_shown(found[key])}: set head.{key} to that, or start from another head."
+            )
+        adopted[key] = found[key]
+    return replace(options, **adopted)
+
+
+def restart(head: DraftHead, options: Any, target: Target) -> DraftHead:
+    """Return a head with the weights of `head`, ready to be trained as `options` (of `adopt_options`) say."""
+    spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.layer_ids)}
+    fresh = find_method(head.method).load(spec, target, head.draft_vocab)
+    fresh.load_state_dict(head.state_dict(), assign=True)
+    return fresh
+
+
+def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
+    """Return the fields of a head's options with the sizes that it has: null there means those of its target."""
+    spec = head.describe()
+    found = {**spec["options"]}
+    found |= {key: value for key, value in spec.get("layer_config", {}).items() if key in found}
+    vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    ours = {"layer_ids": list(head.layer_ids), "draft_vocab_size": vocab_size}
+    return found | {key: value for key, value in ours.items() if key in found}
+
+
+def _shown(value: Any) -> str:
+    """Return a value as YAML writes it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,150 @@
+"""The check of the engines and its page: what is asked for, what is written, and that the page is made from the files."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from draftsmith import engine_check, engine_page
+from draftsmith.engine_subjects import LLAMA_CPP_LAYOUT, PLANS, Candidate, Subject, fixture_subject, slug
+from draftsmith.errors import UserError
+from draftsmith.eval.engines.rows import AgreementRow, Counts
+from draftsmith.heads.export import LAYOUTS
+from draftsmith.recipe_file import parse_recipe
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from exports import make_medusa, make_target
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNTS = Counts(tokens=30, rounds=10, drafted=50, accepted=20)
+GREEDY = AgreementRow(
+    "eagle3", "eagle3", "eagle3", "vllm", "0.32.0", "f32", 0.0, 5, "greedy", 4, 4, 10, COUNTS, COUNTS, 3.0
+)  # fmt: skip
+SAMPLED = replace(
+    GREEDY, temperature=1.0, equal_answers=None, equal_rounds=None, simulated=2.9, simulated_se=0.05, z=1.2
+)  # fmt: skip
+QUANTIZED = Counts(tokens=30, rounds=12, drafted=60, accepted=18)
+SERVED = replace(
+    GREEDY, engine="llama.cpp", version="b1", layout=LLAMA_CPP_LAYOUT, close_calls=("p: output at token 3",)
+)
+ROWS = [GREEDY, SAMPLED, SERVED, replace(SERVED, weights="q4_0", theirs=QUANTIZED, equal_rounds=7, close_calls=())]
+
+
+def write_result(folder: Path, rows: list[AgreementRow], name: str = "vllm-tiny") -> None:
+    facts = {
+        "command": "bash scripts/test_engines.sh",
+        "commit": "abcdef0123",
+        "date": "2026-01-01",
+        "hardware": {"cpu": "C"},
+    }
+    document = facts | {"target": {"name": "tiny"}, "rows": [asdict(row) for row in rows]}
+    (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_tables_say_what_the_rows_say(tmp_path: Path) -> None:
+    write_result(tmp_path, ROWS)
+    rows = engine_page.read_results(tmp_path)
+    verified = engine_page.verified(rows).splitlines()
+    assert verified[2] == f"| llama.cpp | b1 | eagle3 | {LLAMA_CPP_LAYOUT} | 1 | 4 of 4 | 10 of 10 | not run | yes |"
+    assert verified[3] == "| vLLM | 0.32.0 | eagle3 | eagle3 | 1 | 4 of 4 | 10 of 10 | 1.2 | yes |"
+    agreement = engine_page.agreement(rows).splitlines()
+    assert agreement[2] == "| tiny | eagle3 | 0 | 5 | 3.000 | 3.000, 20 (ours 3.000, 20) | 3.000, 20 (ours 3.000, 20) |"
+    assert agreement[3] == "| tiny | eagle3 | 1 | 5 | 2.900 ± 0.05 | 3.000, 20 (ours 3.000, 20) | — |"
+    weights = engine_page.weights(rows).splitlines()
+    assert weights[2:] == [
+        "| tiny | eagle3 | f32 | 10 of 10 | 20 | 3.000 |  |",
+        "| tiny | eagle3 | q4_0 | 7 of 10 | 18 | 2.500 | -16.7% |",
+    ]
+    assert engine_page.close_calls(rows) == "- tiny, eagle3, llama.cpp: p: output at token 3\n"
+    assert "abcdef012 " in engine_page.sources(rows)
+
+
+@pytest.mark.parametrize("change", [{"differences": ("p: drafts in round 1",)}, {"z": 3.5}])
+def test_a_row_that_differs_is_not_called_verified(change: dict, tmp_path: Path) -> None:
+    write_result(tmp_path, [GREEDY, replace(SAMPLED, **change)])
+    assert "**no**" in engine_page.verified(engine_page.read_results(tmp_path))
+    assert not replace(SAMPLED, **change).agrees
+
+
+def test_every_plan_is_a_recipe_and_is_served_from_layouts_of_its_method() -> None:
+    for plan in PLANS:
+        recipe = parse_recipe(["--recipe", str(ROOT / f"recipes/{plan.method}/tiny.yaml"), *plan.words])
+        assert recipe.method == plan.method
+        assert {LAYOUTS[name].method for name in plan.layouts} == {plan.method}
+    assert len({slug(plan.name) for plan in PLANS}) == len(PLANS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--head", "eagle3"], "--head is 'eagle3': write NAME=FOLDER"),
+        (["--head", "mine=folder"], "--head is 'mine=folder'"),
+        (["--fixture", "nowhere"], "nowhere holds no expected.json"),
+        (["--only", "eagel3"], "--only names 'eagel3'"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    places = ["--work", str(tmp_path / "work"), "--vllm", "v", "--llama-cpp", "l"]
+    assert engine_check.main([*places, *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
+
+
+def test_results_are_written_after_every_head_and_name_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    target = make_target(num_hidden_layers=2)
+    candidates = [Candidate(name, "medusa", (), make_medusa(target)) for name in ("first", "second")]
+    subject = Subject("tiny", target, Path("models/tiny"), [], candidates)
+    seen = []
+
+    def run(side, folder, options):
+        path = tmp_path / "out" / "vllm-tiny.json"
+        seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
+        return [replace(GREEDY, head=side.candidate.name)]
+
+    monkeypatch.setattr(engine_check, "check_in_vllm", run)
+    places = ["--work", str(tmp_path), "--vllm", "v", "--llama-cpp", "l"]
+    words = ["--engine", "vllm", "--output", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["engine_check", *places, *words])
+    monkeypatch.setattr(engine_check, "train_subject", lambda *arguments: subject)
+    assert engine_check.main() == 0
+    assert seen == [0, 1]
+    found = json.loads((tmp_path / "out" / "vllm-tiny.json").read_text())
+    assert [row["head"] for row in found["rows"]] == ["first", "second"]
+    assert found["command"].startswith("bash scripts/test_engines.sh --engine vllm --output ")
+    assert "--work" not in found["command"]
+    assert "2 of 2 comparisons agree" in capsys.readouterr().out
+    monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: totals",))])
+    assert engine_check.main() == 1
+    assert "DIFFERS: p: totals" in capsys.readouterr().out
+
+
+def test_the_fixture_gives_its_own_prompts() -> None:
+    folder = ROOT.parent / "shared" / "fixtures" / "eagle_dynamic_tree"
+    if not folder.exists():
+        pytest.skip("the shared fixtures are not here")
+    subject = fixture_subject(folder)
+    assert [c.method for c in subject.candidates] == ["eagle1"]
+    assert len({r.prompt_ids for r in subject.requests}) == len(subject.requests) > 1
+
+
+def test_the_script_has_the_options_and_pins_versions_in_one_place(tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash
+    versions = (ROOT / "scripts" / "engine_versions.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("=", 1) for line in versions.splitlines() if line and not line.startswith("#"))
+    assert all("==" in pin for pin in pins.values())
+    script = (ROOT / "scripts" / "test_engines.sh").read_text(encoding="utf-8")
+    for name, pin in pins.items():
+        assert f"${name}" in script or f"${{{name}" in script
+        assert pin.split("==")[1] not in script
+    subprocess.run([bash, "-n", str(ROOT / "scripts" / "test_engines.sh")], check=True)
+    with pytest.raises(UserError):
+        fixture_subject(tmp_path)

@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.engine_compare import OurSide
 from draftsmith.engine_llama_cpp import check_in_llama_cpp
-from draftsmith.engine_subjects import DRAFT_MODEL, PLANS, Subject, fixture_subject, slug, train_subject
+from draftsmith.engine_subjects import DRAFT_MODEL, EAGLE1, PLANS, Subject, slug, train_subject
 from draftsmith.engine_vllm import check_in_vllm
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.rows import AgreementRow
@@ -27,20 +27,18 @@ from draftsmith.files import write_json
 from draftsmith.session import say
 
 ENGINES = ("vllm", "llama.cpp")
+NAMES = (*(plan.name for plan in PLANS), EAGLE1, DRAFT_MODEL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check; 0 where everything agrees, 1 where something does not, 2 for a mistake in the call."""
     options, words = _parse(argv)
     try:
-        if options.fixture is None:
-            work = options.work / options.recipes
-            heads = _named_heads(options.head)
-            if unknown := set(options.only) - {DRAFT_MODEL, *(plan.name for plan in PLANS)}:
-                raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
-            subject = train_subject(options.recipes, work, heads, options.only, words)
-        else:
-            subject, work = fixture_subject(options.fixture), options.work / options.fixture.name
+        work = options.work / options.recipes
+        heads = _named_heads(options.head)
+        if unknown := set(options.only) - set(NAMES):
+            raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
+        subject = train_subject(options.recipes, work, heads, options.only, words)
         rows = _check(subject, work, options)
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)
@@ -54,13 +52,13 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         prog="test_engines.sh",
         description="Hold what real engines draft and accept against draftsmith. Further words go to the recipes.",
     )
-    names = ", ".join([*(f'"{plan.name}"' for plan in PLANS), f'"{DRAFT_MODEL}"'])
     add = parser.add_argument
     add("--engine", action="append", choices=ENGINES, help="only this engine (repeatable; both if left out)")
     add("--recipes", default="tiny", help="recipes/eagle3/NAME.yaml and recipes/medusa/NAME.yaml (tiny)")
     add("--head", action="append", default=[], metavar="NAME=FOLDER", help="a trained head instead of a short training")
-    add("--only", action="append", default=[], metavar="NAME", help=f"only these heads (repeatable): {names}")
-    add("--fixture", type=Path, help="an EAGLE-1 head instead: a folder with target/, head/ and expected.json")
+    add(
+        "--only", action="append", default=[], metavar="NAME", help=f"only these heads (repeatable): {'; '.join(NAMES)}"
+    )
     add("--num_speculative_tokens", type=int, default=5, help="draft length (5)")
     add("--output", type=Path, help="folder of the results (those of the work folder)")
     for hidden in ("--work", "--vllm", "--llama-cpp"):

@@ -12,6 +12,7 @@ from draftsmith.eval.engines.agreement import compare_answers, logit_gaps
 from draftsmith.eval.engines.rows import (
     CLOSE,
     AgreementRow,
+    Counts,
     count,
     count_tally,
     equal_rounds,
@@ -40,6 +41,7 @@ class OurSide:
         self.target, self.requests = subject.target, subject.requests
         self.greedy = trace_ours(self.target, candidate.drafter(self.target, self.K), self.requests, Sampling(0.0))
         self._sampled: list[Generation] = []
+        self._decoded: dict[bool, Counts] = {}
 
     @property
     def context(self) -> int:
@@ -75,6 +77,15 @@ class OurSide:
             self._sampled = [found[request.sample_id] for request in self.requests]
         return self._sampled
 
+    def decoded(self, greedy_drafts: bool) -> Counts:
+        """Count our own decoder's rounds at temperature 1."""
+        if greedy_drafts not in self._decoded:
+            drafter = self.candidate.drafter(self.target, self.K, greedy_drafts)
+            keyed = [replace(request, key=request.key + 2) for request in self.requests]
+            answers = trace_ours(self.target, drafter, keyed, SAMPLED)
+            self._decoded[greedy_drafts] = count([within_text(a) for a in answers])
+        return self._decoded[greedy_drafts]
+
     def row(self, layout: str, engine: str, version: str, found: dict[str, Any], **other: Any) -> AgreementRow:
         """Return a row of the table. found: from `greedy_row` or `sampled_row`."""
         return AgreementRow(
@@ -105,6 +116,7 @@ def greedy_row(
         "equal_rounds": equal_rounds(mine, others),
         "ours": count(mine),
         "theirs": count(others),
+        "decoded": count([within_text(a) for a in side.greedy]),
         "simulated": total(simulated, side.K).tau,
         "differences": tuple(str(m) for m in found if m not in close),
         "close_calls": tuple(str(m) for m in close),
@@ -134,6 +146,7 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
         "equal_rounds": None,
         "ours": count_tally(total(same_text, side.K)),
         "theirs": count(theirs),
+        "decoded": side.decoded(greedy_drafts),
         "simulated": simulated,
         "simulated_se": error,
         "z": z,

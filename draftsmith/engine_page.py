@@ -27,7 +27,7 @@ def read_results(folder: Path = RESULTS) -> list[Row]:
         found = json.loads(path.read_text(encoding="utf-8"))
         facts = {key: found[key] for key in ("command", "commit", "date", "hardware")}
         rows += [row | {"target": found["target"]["name"], "file": path.name, "facts": facts} for row in found["rows"]]
-    return rows
+    return sorted(rows, key=lambda row: list(TITLES).index(row["engine"]))
 
 
 def update(page: str, rows: Sequence[Row]) -> str:
@@ -58,36 +58,37 @@ def verified(rows: Sequence[Row]) -> str:
 
 def agreement(rows: Sequence[Row]) -> str:
     """Every head: tau and accepted tokens, simulated, decoded by us, and in the engines."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["weights"] == "f32":
+            groups.setdefault((row["target"], row["head"], row["temperature"], row["drafts"]), []).append(row)
+    # A head's rows together, whichever engine served it.
+    heads = list(dict.fromkeys(key[:2] for key in groups))
     lines = []
-    for target, head, temperature, drafts in dict.fromkeys(
-        (row["target"], row["head"], row["temperature"], row["drafts"]) for row in rows
-    ):
-        same = [
-            row
-            for row in rows
-            if (row["target"], row["head"], row["temperature"], row["drafts"], row["weights"])
-            == (target, head, temperature, drafts, "f32")
-        ]
-        if not same:
-            continue
-        first = same[0]
-        K = first["num_speculative_tokens"]
+    for key in sorted(groups, key=lambda key: (heads.index(key[:2]), key[2:])):
+        found = groups[key]
+        target, head, temperature, drafts = key
+        first, K = found[0], found[0]["num_speculative_tokens"]
         cells = [target, head, f"{temperature:g}" + (", drawn drafts" if drafts == "sampled" else ""), str(K)]
-        simulated = _number(first["simulated"])
-        if first["simulated_se"] is not None:
-            simulated += f" ± {first['simulated_se']:.2f}"
-        lines.append([*cells, simulated, *(_engine_cell(same, engine) for engine in TITLES)])
-    return _table(["target", "head", "T", "K", "simulated", *TITLES.values()], lines)
+        error = "" if first["simulated_se"] is None else f" ± {first['simulated_se']:.2f}"
+        cells += [_number(first["simulated"]) + error, _counts(first["decoded"])]
+        lines.append([*cells, *(_engine_cell(found, engine) for engine in TITLES)])
+    return _table(["target", "head", "T", "K", "simulated", "decoded", *TITLES.values()], lines)
 
 
 def _engine_cell(rows: Sequence[Row], engine: str) -> str:
-    """ "tau, accepted of drafted (ours)" of an engine, once for layouts that give the same."""
-    found = [row for row in rows if row["engine"] == engine]
+    """tau and accepted tokens in an engine, once for layouts that give the same; sampled ones with what the simulator says of
+    the same text."""
     texts = dict.fromkeys(
-        f"{_tau(row['theirs'])}, {row['theirs']['accepted']:,} (ours {_tau(row['ours'])}, {row['ours']['accepted']:,})"
-        for row in found
+        _counts(row["theirs"]) + (f" (simulated {row['ours']['accepted']:,})" if row["temperature"] else "")
+        for row in rows
+        if row["engine"] == engine
     )
     return "; ".join(texts) or "—"
+
+
+def _counts(counts: Row) -> str:
+    return f"{_number(_ratio(counts))}, {counts['accepted']:,}"
 
 
 def weights(rows: Sequence[Row]) -> str:

@@ -1,11 +1,12 @@
 """What is served in the check of the engines: targets, their prompts, and trained heads and draft models beside them."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from draftsmith.cli import main as draftsmith_command
 from draftsmith.data.embedded_training import TrainingSettings, train_target
@@ -16,6 +17,8 @@ from draftsmith.eval.draft_model import DraftModel, simulate_draft_model
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.teacher_forced import Simulation, simulate_generations
 from draftsmith.evaluation import make_requests
+from draftsmith.files import fingerprint
+from draftsmith.heads import eagle1
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import find_method
@@ -24,7 +27,7 @@ from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session, say
 from draftsmith.stages import load_samples
 
-DRAFT_MODEL = "draft model"
+DRAFT_MODEL, EAGLE1 = "draft model", "eagle1, untrained"
 LLAMA_CPP_LAYOUT = "eagle3_llama_cpp"
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
@@ -91,12 +94,12 @@ class Candidate:
         """The longest draft, None where there is no limit."""
         return None if self.head is None else self.head.max_speculative_tokens
 
-    def drafter(self, target: Target, num_speculative_tokens: int) -> Drafter:
-        """Return it as our decoder takes it, drafting greedily as engines do."""
+    def drafter(self, target: Target, num_speculative_tokens: int, greedy_drafts: bool = True) -> Drafter:
+        """Return it as our decoder takes it, drafting greedily as engines do, or from its law."""
         if self.head is None:
             assert self.model is not None
-            return DraftModel(self.model, num_speculative_tokens, target.vocab_size, greedy_drafts=True)
-        return find_method(self.head.method).drafter(self.head, num_speculative_tokens, greedy_drafts=True)
+            return DraftModel(self.model, num_speculative_tokens, target.vocab_size, greedy_drafts=greedy_drafts)
+        return find_method(self.head.method).drafter(self.head, num_speculative_tokens, greedy_drafts=greedy_drafts)
 
     def simulate(
         self, target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int, greedy_drafts: bool
@@ -138,25 +141,12 @@ def train_subject(
         folder = heads.get(plan.name) or _train(plan, recipes, work, words)
         head = load_head(folder, target).eval()
         candidates.append(Candidate(plan.name, head.method, plan.layouts, head=head))
+    if not only or EAGLE1 in only:
+        candidates.append(Candidate(EAGLE1, "eagle1", ("eagle1",), head=_untrained_eagle1(target)))
     if not only or DRAFT_MODEL in only:
-        candidates.append(_draft_model(session, work / "draft-model"))
+        candidates.append(_draft_model(session, work))
     requests, _ = make_requests(session, target)
     return Subject(recipes, target, Path(session.target_path).resolve(), requests, candidates)
-
-
-def fixture_subject(folder: Path) -> Subject:
-    """Return the EAGLE-1 head, its target and the prompts of a folder with target/, head/ and expected.json."""
-    file = folder / "expected.json"
-    if not file.is_file():
-        raise UserError(f"{folder} holds no {file.name}: give a folder with target/, head/ and {file.name}.")
-    settings = json.loads(file.read_text(encoding="utf-8"))["settings"]
-    target = load_target(str(folder / "target"), dtype="float32")
-    prompts = dict.fromkeys(tuple(run["prompt"]) for setting in settings for run in setting["runs"])
-    requests = [
-        Request.seeded(f"prompt-{number}", "fixture", ids, 64, seed=0) for number, ids in enumerate(prompts, start=1)
-    ]
-    head = load_head(folder / "head", target).eval()
-    return Subject(folder.name, target, folder / "target", requests, [Candidate("eagle1", "eagle1", ("eagle1",), head)])
 
 
 def slug(name: str) -> str:
@@ -181,31 +171,47 @@ def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> Pa
     return work / "heads" / slug(plan.name) / "train" / "best"
 
 
-def _draft_model(session: Session, folder: Path) -> Candidate:
-    """Train a Llama of two layers on the target's answers, unless `folder` holds it."""
+def _untrained_eagle1(target: Target) -> DraftHead:
+    """EAGLE-1 cannot be trained here yet: return a head that hands the target's state on, beside small random weights. Its
+    drafts are mostly wrong, and must be the same wrong ones in an engine."""
+    head = eagle1.build(eagle1.Eagle1Options(), target, None)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, value in head.named_parameters():
+            if value.requires_grad:
+                value.copy_(float("norm" in name) + 0.02 * torch.randn(value.shape, generator=generator))
+        head.fc.weight[:, target.hidden_size :] += torch.eye(target.hidden_size)
+    return head.eval()
+
+
+def _draft_model(session: Session, work: Path) -> Candidate:
+    """Train a Llama of two layers and half the target's width on the target's answers, unless `work` holds it."""
+    target = session.target
+    settings = TrainingSettings(
+        vocab_size=target.vocab_size,
+        layers=2,
+        hidden=target.hidden_size // 2,
+        ffn=target.hidden_size,
+        # vLLM's attention on a CPU knows no smaller heads.
+        heads=target.hidden_size // 2 // 32,
+        kv_heads=1,
+        context=target.context_length,
+        row_tokens=session.recipe.data.max_length,
+        rows=8,
+        shallow_layers=2,
+        shallow_steps=0,
+        steps=400,
+        muon_lr=0.02,
+        adamw_lr=4e-3,
+        weight_decay=0.1,
+        seed=0,
+        eos_id=target.eos_ids[0],
+        pad_id=target.eos_ids[0],
+    )
+    folder = work / f"draft-model-{fingerprint(asdict(settings))}"
     if not (folder / "config.json").exists():
         say(f"\n== {DRAFT_MODEL}")
-        target, samples = session.target, load_samples(session).samples
-        settings = TrainingSettings(
-            vocab_size=target.vocab_size,
-            layers=2,
-            hidden=target.hidden_size // 2,
-            ffn=target.hidden_size,
-            heads=4,
-            kv_heads=2,
-            context=target.context_length,
-            row_tokens=max(len(sample.ids) for sample in samples),
-            rows=8,
-            shallow_layers=2,
-            shallow_steps=0,
-            steps=400,
-            muon_lr=0.02,
-            adamw_lr=4e-3,
-            weight_decay=0.1,
-            seed=0,
-            eos_id=target.eos_ids[0],
-            pad_id=target.eos_ids[0],
-        )
+        samples = load_samples(session).samples
         folder.parent.mkdir(parents=True, exist_ok=True)
         model = train_target(samples, settings, folder.with_suffix(".checkpoint.pt"), session.device, progress=True)
         session.tokenizer.save_pretrained(folder)

@@ -2,8 +2,8 @@
 # Serves trained heads with real vLLM and llama.cpp on this machine's CPU, and holds what they draft and accept against
 # draftsmith's own decoder and simulator.
 #
-#   bash scripts/test_engines.sh                              # the embedded target, both engines: what CI runs
-#   bash scripts/test_engines.sh --target ../shared/target    # a target of your own; --help lists all options
+#   bash scripts/test_engines.sh                                     # the embedded target, both engines: what CI runs
+#   bash scripts/test_engines.sh --engine llama.cpp --only eagle3    # --help lists all options
 #
 # The first run makes the engines (vLLM in an environment of its own, 3.4 GB; llama.cpp is built from its source
 # distribution, 5 to 10 minutes on two cores) in $DRAFTSMITH_ENGINES, by default ~/.cache/draftsmith/engines; later
@@ -67,12 +67,25 @@ make_llama_cpp() {
     say "Built $LLAMA_HOME in $((SECONDS - started)) s"
 }
 
+# asked_for ENGINE: whether the options name it, or no engine at all.
+asked_for() {
+    case " $ARGUMENTS " in *" -h "* | *" --help "*) return 1 ;; *"--engine"*) ;; *) return 0 ;; esac
+    case " $ARGUMENTS " in *" --engine $1 "* | *" --engine=$1 "*) return 0 ;; *) return 1 ;; esac
+}
+
+ARGUMENTS=$*
 ensure_environment dev
-case " $* " in
-*" --help "* | *" -h "*) ;;
-*)
-    case " $* " in *" --engine llama.cpp "*) ;; *) [ -e "$VLLM_HOME/finished" ] || make_vllm ;; esac
-    case " $* " in *" --engine vllm "*) ;; *) [ -e "$LLAMA_HOME/finished" ] || make_llama_cpp ;; esac
-    ;;
-esac
+exec 8>"$ENGINES/lock"
+if command -v flock >/dev/null 2>&1 && ! flock -n 8; then
+    say "Another run is at work in $ENGINES: waiting for it."
+    flock 8
+fi
+# One waits for the network, the other for the processor.
+vllm_job=""
+if asked_for vllm && [ ! -e "$VLLM_HOME/finished" ]; then
+    make_vllm &
+    vllm_job=$!
+fi
+if asked_for llama.cpp && [ ! -e "$LLAMA_HOME/finished" ]; then make_llama_cpp; fi
+if [ -n "$vllm_job" ]; then wait "$vllm_job"; fi
 exec "$VENV/bin/python" -m draftsmith.engine_check --work "$ENGINES/work" --vllm "$VLLM_HOME" --llama-cpp "$LLAMA_HOME" "$@"

@@ -350,6 +350,83 @@ def test_ci_runs_the_engines_after_the_tests(failing: str, lines: int, repositor
     assert (log[-1] == "engines ") == (not failing)
 
 
+def start_engines(repository: Path, *arguments: str, made: tuple[str, ...] = ()) -> tuple[int, list[str], str]:
+    """Run test_engines.sh with stand-ins for Python and what builds; return its exit code, their calls and its output.
+    made: engines that are there already."""
+    give_tools(repository)
+    engines, tools = repository / "the engines", repository / "tools"
+    tools.mkdir()
+    note = '#!/bin/sh\necho "{name} $*" >>"{log}"\ncase "{name} $*" in *"${{FAIL_ON:-nothing}}"*) exit 7;; esac\n'
+    python = repository / ".venv" / "bin" / "python"
+    for program, name in (
+        (python, "python"),
+        (tools / "cmake", "cmake"),
+        (tools / "tar", "tar"),
+        (tools / "python3", "base"),
+    ):
+        program.write_text(note.format(name=name, log=repository / "log"), encoding="utf-8")
+        program.chmod(0o755)
+    script = repository / "scripts" / "test_engines.sh"
+    # The stand-in of Python makes no environment, so vLLM's own is the one of draftsmith here.
+    text = script.read_text(encoding="utf-8").replace("ensure_environment dev", "")
+    text = text.replace('"$(find_python)" -m venv "$VLLM_HOME"', 'cp -r .venv "$VLLM_HOME"')
+    script.write_text(text, encoding="utf-8")
+    versions = (repository / "scripts" / "engine_versions.txt").read_text(encoding="utf-8")
+    pins = dict(line.split("=", 1) for line in versions.splitlines() if line and line[0] != "#")
+    command = "flags=$( { uname -m; grep -m 1 '^flags' /proc/cpuinfo || true; } | cksum | cut -d ' ' -f 1); echo $flags"
+    processor = bash(repository, "-c", command).stdout.strip()
+    for engine in made:
+        suffix = f"-{processor}" if engine == "LLAMA_CPP" else ""
+        folder = engines / (pins[engine].replace("==", "-") + suffix)
+        folder.mkdir(parents=True)
+        (folder / "finished").touch()
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    result = bash(repository, str(script), *arguments, DRAFTSMITH_ENGINES=str(engines), PATH=path)
+    log = repository / "log"
+    return result.returncode, log.read_text(encoding="utf-8").splitlines() if log.exists() else [], result.stderr
+
+
+def test_engines_that_are_there_are_only_started(repository: Path) -> None:
+    code, calls, _ = start_engines(repository, "--recipes", "a b", made=("VLLM", "LLAMA_CPP"))
+    assert code == 0
+    (call,) = calls
+    engines = repository / "the engines"
+    assert call.startswith(f"python -m draftsmith.engine_check --work {engines}/work --vllm {engines}/vllm-cpu-")
+    assert call.endswith("--recipes a b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "built"),
+    [
+        ((), {"vllm", "llama"}),
+        (("--engine", "vllm"), {"vllm"}),
+        (("--engine=llama.cpp",), {"llama"}),
+        (("--help",), set()),
+    ],
+)
+def test_only_the_engines_asked_for_are_made(arguments: tuple[str, ...], built: set[str], repository: Path) -> None:
+    code, calls, errors = start_engines(repository, *arguments)
+    assert code == 0, errors
+    assert {"vllm" for call in calls if " install " in call} | {
+        "llama" for call in calls if call.startswith("cmake")
+    } == built
+    assert calls[-1].startswith("python -m draftsmith.engine_check")
+    pins = (repository / "scripts" / "engine_versions.txt").read_text(encoding="utf-8")
+    asked = [word for call in calls for word in call.split() if "==" in word]
+    assert all(f"={word}\n" in pins for word in asked)
+
+
+def test_an_engine_that_cannot_be_made_stops_with_its_log(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys.modules[__name__], "environment", lambda make=environment, **c: make(**c) | {"FAIL_ON": "--build"}
+    )
+    code, calls, errors = start_engines(repository, "--engine", "llama.cpp")
+    assert code != 0
+    assert "llama.cpp.log" in errors
+    assert not any("engine_check" in call for call in calls)
+    assert not list((repository / "the engines").glob("*/finished"))
+
+
 @pytest.mark.parametrize(
     ("failing", "step", "calls"),
     [("ruff check", "ruff check", 1), ("ruff format", "ruff format", 2), ("mypy", "mypy", 3), ("pytest", "pytest", 4)],

@@ -7,7 +7,6 @@ sides alike (engines differ there, and no user sees it).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from draftsmith.eval.decode import Generation, Request, Round
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
@@ -39,7 +38,7 @@ class AgreementRow:
     weights: of the draft in the engine. drafts: "greedy" or "sampled". equal_answers: those with the same ids as ours, None
     where texts are sampled. equal_rounds: of `ours.rounds`, those with the same draft tokens and as many accepted; None
     where the engine does not show them. ours: decoded by us on the same prompts (temperature 0), or what our simulator
-    says of the engine's own text (above it). simulated: tau by our simulator on our target's own answers, its standard
+    says of the engine's own text (above it). decoded: by us; above temperature 0 other texts. simulated: tau by our simulator on our target's own answers, its standard
     error in simulated_se. z: engine minus simulated, in standard errors of the difference. differences: what does not
     agree; close_calls: first divergences between logits less than CLOSE apart.
     """
@@ -58,12 +57,12 @@ class AgreementRow:
     equal_rounds: int | None
     ours: Counts
     theirs: Counts
+    decoded: Counts
     simulated: float | None
     simulated_se: float | None = None
     z: float | None = None
     differences: tuple[str, ...] = ()
     close_calls: tuple[str, ...] = ()
-    facts: dict[str, Any] | None = None
 
     @property
     def agrees(self) -> bool:
@@ -73,14 +72,18 @@ class AgreementRow:
 
 def within_text(answer: EngineAnswer) -> EngineAnswer:
     """Return the answer with its rounds cut where its text ends, and a round without drafts for every token that came
-    without one."""
+    without one. A last token that was drafted counts as accepted, also where the engine takes an end for the target's own.
+    """
     assert answer.rounds is not None
     known, rounds = 1, []
     for found in answer.rounds:
         left = len(answer.output_ids) - known
         if left <= 0:
             break
-        rounds.append(EngineRound(found.drafted[:left], min(found.accepted, left)))
+        accepted = min(found.accepted, left)
+        if accepted + 1 == left and found.drafted[accepted:left] == answer.output_ids[-1:]:
+            accepted += 1
+        rounds.append(EngineRound(found.drafted[:left], accepted))
         known += found.accepted + 1
     rounds += [EngineRound((), 0)] * max(0, len(answer.output_ids) - known)
     return EngineAnswer.of_rounds(answer.sample_id, answer.output_ids, rounds)

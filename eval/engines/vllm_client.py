@@ -5,6 +5,7 @@ Checked with vLLM 0.32.0 on a CPU.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -126,6 +127,6 @@ def _check_counters(run: VllmRun) -> None:
 
 
 def _last_error(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    errors = [line for line in lines if "Error" in line.split(": ")[0]]
-    return (errors or lines or ["it said nothing"])[-1].rstrip(".")
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in log.read_text("utf-8", "replace").splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]*Error: ", line)]
+    return (errors or lines or ["it said nothing"])[-1].strip().rstrip(".")

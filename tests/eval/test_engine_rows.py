@@ -79,6 +79,14 @@ def test_within_text_cuts_what_lies_past_the_end_and_adds_plain_steps() -> None:
     assert within_text(replace(answer, output_ids=(1,))).rounds == ()
 
 
+def test_a_drafted_end_counts_as_accepted() -> None:
+    """llama.cpp takes an end token inside a draft for the target's own."""
+    answer = EngineAnswer.of_rounds("a", (7, 1, 2), [EngineRound((1, 2, 9), 1)])
+    assert within_text(answer).rounds == (EngineRound((1, 2), 2),)
+    assert within_text(replace(answer, output_ids=(7, 1, 3))).rounds == (EngineRound((1, 2), 1),)
+    assert within_text(replace(answer, output_ids=(7, 1, 2, 2))).rounds[0] == EngineRound((1, 2, 9), 1)
+
+
 def test_counts_are_those_of_our_own_tallies(side: OurSide) -> None:
     """`count` and the decoder's tally count the same rounds of the same answers."""
     requests, answers = side.requests, [within_text(a) for a in side.greedy]
@@ -173,7 +181,9 @@ def test_a_sampled_round_that_accepts_otherwise_is_seen() -> None:
 
 def test_acceptance_beyond_three_standard_errors_does_not_agree() -> None:
     counts = Counts(10, 5, 10, 5)
-    row = AgreementRow("h", "m", "l", "e", "v", "f32", 1.0, 4, "greedy", 1, None, None, counts, counts, 2.0, 0.1, z=3.1)
+    row = AgreementRow(
+        "h", "m", "l", "e", "v", "f32", 1.0, 4, "greedy", 1, None, None, counts, counts, counts, 2.0, 0.1, z=3.1
+    )
     assert not row.agrees
     assert replace(row, z=-2.9).agrees
     assert not replace(row, z=0.0, differences=("x",)).agrees

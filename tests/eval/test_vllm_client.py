@@ -82,7 +82,8 @@ def test_what_the_runner_missed_is_noticed(name: str, tmp_path: Path) -> None:
 
 
 def test_a_failure_is_one_sentence_with_vllms_own_error(tmp_path: Path) -> None:
-    home = make_home(tmp_path, "print('INFO: starting')\nprint('ValueError: no such layer: midlayer')\nsys.exit(1)\n")
+    said = ("WARNING ValueError: of no account", "[rank0]: ValueError: no such layer: midlayer", "Processed: 0 of 20")
+    home = make_home(tmp_path, "".join(f"print({line!r})\n" for line in said) + "sys.exit(1)\n")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "result.json").write_text("stale")
     with pytest.raises(UserError, match=r"vLLM failed: ValueError: no such layer: midlayer \(see .*vllm\.log\)\."):

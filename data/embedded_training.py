@@ -74,14 +74,19 @@ class _State:
 
 
 def train_target(
-    samples: Sequence[Tokenized], settings: TrainingSettings, checkpoint: Path, device: str, progress: bool
+    samples: Sequence[Tokenized],
+    settings: TrainingSettings,
+    checkpoint: Path,
+    device: str,
+    progress: bool,
+    name: str = "embedded target",
 ) -> LlamaForCausalLM:
-    """Train from scratch, or go on from `checkpoint`; return the model in float32 on the CPU.
+    """Train from scratch, or go on from `checkpoint`; return the model in float32 on the CPU. name: for the progress bar.
 
     The result depends on samples and settings only, not on interruptions.
     """
     with _one_thread():
-        return _train(samples, settings, checkpoint, device, progress)
+        return _train(samples, settings, checkpoint, device, name if progress else None)
 
 
 @contextmanager
@@ -97,11 +102,11 @@ def _one_thread() -> Iterator[None]:
 
 
 def _train(
-    samples: Sequence[Tokenized], settings: TrainingSettings, checkpoint: Path, device: str, progress: bool
+    samples: Sequence[Tokenized], settings: TrainingSettings, checkpoint: Path, device: str, name: str | None
 ) -> LlamaForCausalLM:
     state = _resume(checkpoint, settings, device)
     first, total = state.step, settings.shallow_steps + settings.steps
-    bar = tqdm(total=total, initial=first, desc="embedded target", unit="step", disable=not progress)
+    bar = tqdm(total=total, initial=first, desc=name, unit="step", disable=name is None)
     saved = started = time.monotonic()
     tokens = 0
     for rows in islice(batches(samples, settings), first, total):

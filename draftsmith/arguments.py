@@ -9,7 +9,7 @@ from draftsmith.errors import UserError
 MOST_NODES = 1023
 """Drafted tokens of the largest tree that can be asked for."""
 
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0")
+CONVERTER_TYPES = ("f32", "f16", "bf16", "q8_0")
 """What llama.cpp's converter can store weights as."""
 
 
@@ -95,7 +95,7 @@ class FitOptions:
 class GgufOptions:
     """How `draftsmith export --gguf` converts for llama.cpp.
 
-    tree: folder of a llama.cpp source tree. outtype: one of GGUF_TYPES, None for the dtype of the export. pre_tokenizer:
+    tree: folder of a llama.cpp source tree. outtype: one of CONVERTER_TYPES, None for the dtype of the export. pre_tokenizer:
     llama.cpp's name of it, None where the converter knows the tokenizer.
     """
 
@@ -111,9 +111,9 @@ class GgufOptions:
             raise UserError(
                 f"{'--gguf-type' if outtype else '--gguf-pre'} is for conversion: name a llama.cpp source tree with --gguf."
             )
-        if outtype and outtype[-1] not in GGUF_TYPES:
+        if outtype and outtype[-1] not in CONVERTER_TYPES:
             raise UserError(
-                f"--gguf-type is {outtype[-1]!r}: choose one of {', '.join(GGUF_TYPES)}; for others convert to one of these, "
+                f"--gguf-type is {outtype[-1]!r}: choose one of {', '.join(CONVERTER_TYPES)}; for others convert to one of these, "
                 "then run llama-quantize."
             )
         if not tree:

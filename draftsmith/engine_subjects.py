@@ -209,11 +209,14 @@ def _draft_model(session: Session, work: Path) -> Candidate:
         pad_id=target.eos_ids[0],
     )
     folder = work / f"draft-model-{fingerprint(asdict(settings))}"
-    if not (folder / "config.json").exists():
+    if not folder.exists():
         say(f"\n== {DRAFT_MODEL}")
-        samples = load_samples(session).samples
+        samples, partial = load_samples(session).samples, folder.with_suffix(".partial")
+        checkpoint = folder.with_suffix(".checkpoint.pt")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        model = train_target(samples, settings, folder.with_suffix(".checkpoint.pt"), session.device, progress=True)
-        session.tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
+        model = train_target(samples, settings, checkpoint, session.device, progress=True, name=DRAFT_MODEL)
+        session.tokenizer.save_pretrained(partial)
+        model.save_pretrained(partial)
+        partial.rename(folder)
+        checkpoint.unlink(missing_ok=True)
     return Candidate(DRAFT_MODEL, "draft_model", (), model=load_target(str(folder), dtype="float32"), folder=folder)

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.fields import without_neutral
+from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.differences import compare
-from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head
+from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head, replaced_files
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.record import read_record, warnings_for
 from draftsmith.recipe import Recipe
@@ -47,7 +48,9 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
         ),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
-    convert_head(head, target, **options)  # refuses before an old export is removed
+    files = convert_head(head, target, **options)  # refuses before an old export is removed
+    if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
+        check_replaceable(destination, replaced_files(destination, files))
     if session.begin("export", inputs) and destination.exists():
         return destination
     export_head(head, target, destination, made_for=made_for, **options)

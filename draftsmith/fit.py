@@ -12,7 +12,7 @@ from draftsmith.doctor import Check, Printer, show, table
 from draftsmith.errors import UserError
 from draftsmith.heads.differences import KINDS, NUMBERS, SIZES, Difference, compare, not_compared
 from draftsmith.heads.fingerprint import read_spans
-from draftsmith.heads.head_files import all_weights_files, read_config
+from draftsmith.heads.head_files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.identity import TargetIdentity, identify_directory
 from draftsmith.heads.importers import is_head_config, recognise
 from draftsmith.heads.record import read_record
@@ -88,6 +88,7 @@ def check_head(folder: Path) -> Check:
                 raise UserError(
                     f"The head's weights {file} are damaged or cut short: restore them, fetch them again or train again."
                 ) from error
+    tensor_names(folder)  # which reads a pickle, without running code
     size = sum(file.stat().st_size for file in files) / 2**20
     return Check("head", "ok", f"{found.name}, complete, {size:.1f} MiB")
 

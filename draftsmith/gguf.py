@@ -13,12 +13,11 @@ from draftsmith import gguf_wrapper
 from draftsmith.arguments import GgufOptions
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
+from draftsmith.heads.engine_start import GGUF_TYPES
 from draftsmith.session import Session, say
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
 LAYOUT = "eagle3_llama_cpp"
-OUTTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-"""The converter's names of the dtypes that an export can have."""
 PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}
 """Modules that are installed under another name."""
 
@@ -67,10 +66,10 @@ def check_options(session: Session, options: GgufOptions | None) -> None:
 
 def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
     """Convert the export in the folder `exported` to a GGUF file beside it, and say how the target becomes one."""
-    outtype = options.outtype or OUTTYPES[_dtype(session)]
+    outtype = options.outtype or GGUF_TYPES[_dtype(session)]
     target, out = _local(session.target_path), exported.with_name(f"{exported.name}.gguf")
     convert_draft(options.tree, exported, target, out, outtype, options.pre_tokenizer)
-    arguments = [str(target), "--outfile", "target.gguf", "--outtype", OUTTYPES[session.target.dtype_name]]
+    arguments = [str(target), "--outfile", "target.gguf", "--outtype", GGUF_TYPES[session.target.dtype_name]]
     say(f"gguf: {out} ({outtype})")
     say(f"the target: {shlex.join(_command(options.tree, arguments, options.pre_tokenizer))}")
     return out

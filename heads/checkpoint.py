@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, write_json
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.head_files import CONFIG, WEIGHTS, read_config, read_weights
+from draftsmith.heads.head_files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.importers import recognise
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
@@ -71,7 +71,11 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
             "training wrote."
         )
     file, tensors = read_weights(path, target.device, (WEIGHTS,))
-    head = find_method(config["method"]).load(config, target, tensors.get("draft_vocab"))
+    method = find_method(config["method"])
+    with explain_config(path, f"{config['method']} head", "restore it or train again"):
+        head = method.load(config, target, tensors.get("draft_vocab"))
+    if head.layer_ids:
+        target.check_layer_ids(head.layer_ids)
     fill(head, tensors, file)
     return head
 
@@ -85,7 +89,7 @@ def fill(
     head: DraftHead, tensors: Mapping[str, Tensor], source: Path, remedy: str = "export or train it again"
 ) -> None:
     """Put `tensors` into `head`, floats as fp32; UserError, which ends in `remedy`, for missing, surplus or misshapen
-    ones.
+    ones, and for integers where there should be floats.
 
     Only the embedding may be missing (the head then keeps the target's). Parameters are replaced, never written
     into: the embedding shares the target's memory.
@@ -101,6 +105,10 @@ def fill(
             raise UserError(
                 f"{source}: tensor {name} has shape {list(value.shape)}, but its configuration says "
                 f"{list(expected[name].shape)}; {remedy}."
+            )
+        if value.is_floating_point() != expected[name].is_floating_point():
+            raise UserError(
+                f"{source} holds {name} as {value.dtype}, but this version reads {expected[name].dtype}; {remedy}."
             )
     if bad := next((n for n, x in tensors.items() if x.is_floating_point() and not bool(x.isfinite().all())), None):
         raise UserError(f"{source}: tensor {bad} holds NaN or infinity, so drafts would mean nothing; {remedy}.")
@@ -129,13 +137,11 @@ def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) ->
     """Yield an empty folder beside `path` that becomes `path` on success and vanishes on any exception.
 
     A model folder at `path`, one with no files but `replaces`, is replaced; UserError where it holds others, so that
-    nothing foreign is lost.
+    nothing foreign is lost. Where `path` is a link, the folder that it points to is meant.
     """
-    path = path.absolute()
+    path = path.resolve() if path.is_symlink() else path.absolute()
     temporary, retired = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
-    foreign = sorted({f.name for f in path.iterdir()} - set(replaces)) if path.is_dir() else []
-    if foreign or (path.exists() and not path.is_dir()):
-        raise UserError(f"{path} is not a model folder (it holds {foreign or 'a file'}): choose another output folder.")
+    check_replaceable(path, replaces)
     with explain_os_error(path):
         temporary.mkdir(parents=True)
         try:
@@ -149,6 +155,13 @@ def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) ->
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(retired, ignore_errors=True)
+
+
+def check_replaceable(path: Path, replaces: Iterable[str]) -> None:
+    """Raise UserError where `path` is a file, or a folder with other files than `replaces`."""
+    foreign = sorted({f.name for f in path.iterdir()} - set(replaces)) if path.is_dir() else []
+    if foreign or (path.exists() and not path.is_dir()):
+        raise UserError(f"{path} is not a model folder (it holds {foreign or 'a file'}): choose another output folder.")
 
 
 def _flush(path: Path) -> None:

@@ -26,6 +26,7 @@ class Difference:
 
 
 _MEASURE = "measure the head on this target (draftsmith evaluate), and train it on if too little is accepted"
+_THE_OTHER = "give the target it was made for"
 _PROMPTS = "measure on prompts of your own again, or give the target its old files back"
 _MEANINGS: dict[str, tuple[str, str]] = {
     "config": (
@@ -48,15 +49,25 @@ _FINE_TUNED = (
 )
 
 
+_EARLIER = "other weights or another configuration: texts stay exact, fewer drafts may be accepted"
+"""What a fingerprint alone says, which is all that earlier versions recorded."""
+
+
 def compare(recorded: TargetIdentity, now: TargetIdentity) -> list[Difference]:
     """Return how `now` differs from the `recorded` target, in the order of KINDS; only what both know is compared."""
     pairs = _pairs(recorded, now)
     differ = [kind for kind in KINDS if any(_known((a, b)) and a != b for a, b in pairs[kind])]
     found = [_sizes(recorded, now)] if "sizes" in differ else []
     same_ends = all(_known(pairs[kind][0]) and kind not in differ for kind in ("embeddings", "lm_head"))
-    for kind, (meaning, remedy) in _MEANINGS.items():
-        if kind in differ:
-            found.append(Difference(kind, "warn", _FINE_TUNED if kind == "weights" and same_ends else meaning, remedy))
+    if same_ends or _by_fingerprint(recorded, now):
+        meanings = _MEANINGS | {"weights": (_FINE_TUNED if same_ends else _EARLIER, _MEASURE)}
+    else:
+        meanings = _MEANINGS
+    for kind, (meaning, remedy) in meanings.items():
+        if kind in differ and kind in NUMBERS and "sizes" in differ:
+            found.append(Difference(kind, "warn", "others, as its sizes are others", _THE_OTHER))
+        elif kind in differ:
+            found.append(Difference(kind, "warn", meaning, remedy))
     if "eos" in differ:
         ids = f"{list(now.eos_ids or ())} instead of {list(recorded.eos_ids or ())}"
         meaning = f"other end-of-answer tokens, {ids}, so answers end elsewhere than when the head was measured"
@@ -72,9 +83,13 @@ def not_compared(recorded: TargetIdentity, now: TargetIdentity) -> list[str]:
 def _pairs(recorded: TargetIdentity, now: TargetIdentity) -> dict[str, list[tuple[Any, Any]]]:
     """The values to compare by kind."""
     names = {kind: [kind] for kind in KINDS} | {"sizes": list(SIZES), "template": ["chat_template"], "eos": ["eos_ids"]}
-    if recorded.weights is None or now.weights is None:
-        names["weights"] = ["fingerprint"]  # of the configuration too: all that earlier versions recorded
+    if _by_fingerprint(recorded, now):
+        names["weights"] = ["fingerprint"]  # of the configuration too
     return {kind: [(getattr(recorded, n), getattr(now, n)) for n in some] for kind, some in names.items()}
+
+
+def _by_fingerprint(recorded: TargetIdentity, now: TargetIdentity) -> bool:
+    return recorded.weights is None or now.weights is None
 
 
 def _known(pair: tuple[Any, Any]) -> bool:
@@ -93,4 +108,4 @@ def _sizes(recorded: TargetIdentity, now: TargetIdentity) -> Difference:
     }
     after = ", ".join(f"{b} {word}" for word, (_, b) in changed.items())
     before = ", ".join(str(a) for a, _ in changed.values())
-    return Difference("sizes", "refuse", f"{after} where the head needs {before}", "give the target it was made for")
+    return Difference("sizes", "refuse", f"{after} where the head needs {before}", _THE_OTHER)

@@ -15,8 +15,8 @@ from draftsmith.heads.checkpoint import fill
 from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle1_contract import FC_BIAS, OUTPUT_BIAS
 from draftsmith.heads.eagle1_options import Eagle1Options
-from draftsmith.heads.head_files import read_config, read_weights
-from draftsmith.heads.published import check_sizes, explain_layer, is_the_same, read_layer, tidy
+from draftsmith.heads.head_files import explain_config, read_config, read_weights
+from draftsmith.heads.published import check_sizes, is_the_same, read_layer, tidy
 from draftsmith.heads.target import Target
 
 PROJECTION = "lm_head.weight"
@@ -68,5 +68,5 @@ def _make_head(path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor]
         fc_bias=bool(config.get("bias", "fc.bias" in tensors)),
         qkv_bias=bool(config.get("qkv_bias", "layers.0.self_attn.q_proj.bias" in tensors)),
     )
-    with explain_layer(path), torch.device(target.device):
+    with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
         return Eagle1Head(options, read_layer(config), target.embedding, target.head)

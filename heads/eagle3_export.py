@@ -17,9 +17,9 @@ from draftsmith.heads.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.eagle3_layouts import FLAGS, LAYER_SECTION, flatten, nested_config, proposal_method
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.head_files import CONFIG, read_config, read_weights
+from draftsmith.heads.head_files import CONFIG, explain_config, read_config, read_weights
 from draftsmith.heads.layer_config import LAYER_KEYS, describe_layer_config
-from draftsmith.heads.published import check_sizes, explain_layer, read_layer, tidy
+from draftsmith.heads.published import check_sizes, read_layer, tidy
 from draftsmith.heads.target import Target
 
 NATIVE_LAYER, FLAT_LAYER = "layers.0.", "midlayer."
@@ -147,18 +147,34 @@ def _load(path: Path, config: Mapping[str, Any], target: Target) -> Eagle3Head:
     tensors = {name.replace(FLAT_LAYER, NATIVE_LAYER): value for name, value in tidy(found, file, target).items()}
     draft_vocab = _draft_vocab(file, config, tensors.pop("d2t", None), tensors.pop("t2d", None), target)
     layer_ids = _layer_ids(path, config, target)
-    flags = {flag: bool(config.get(flag, False)) for flag in FLAGS}
-    nested = bool((config.get("eagle_config") or {}).get("norm_before_fc", flags["norm_before_fc"]))
+    flags = {flag: _switch(path, config, flag) for flag in FLAGS}
+    nested = _switch(path, _nested(path, config), "norm_before_fc", flags["norm_before_fc"])
     if nested != flags["norm_before_fc"] and "norm_before_fc" in config:
         raise UserError(f"{path / CONFIG} says norm_before_fc twice, true and false, and engines differ: remove one.")
     flags["norm_before_fc"] = nested
     W = target.vocab_size if draft_vocab is None else len(draft_vocab)
     options = Eagle3Options(layer_ids=list(layer_ids), draft_vocab_size=W, **flags)
-    with explain_layer(path), torch.device(target.device):
+    with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
         head = Eagle3Head(options, read_layer(config), layer_ids, target.embedding, draft_vocab)
     held = tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab}
     fill(head, held, file, remedy="fetch or export it again")
     return head
+
+
+def _nested(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what stands under `eagle_config`, where some readers look for keys."""
+    nested = config.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise UserError(f"{path / CONFIG} says eagle_config {nested!r}, which is no JSON object: fetch the head again.")
+    return nested
+
+
+def _switch(path: Path, config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    """Return a switch; another value than true or false, such as the text "false", would count as on."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise UserError(f"{path / CONFIG} says {name} {value!r}: write true or false there, as the head was trained.")
+    return default if value is None else value
 
 
 def _layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
@@ -167,7 +183,7 @@ def _layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[i
     Under `eagle_config` vLLM reads the same ids as at the top level, SGLang those of layer outputs, one lower. So they
     count there only where both readings are known: the default's, either way.
     """
-    nested = config.get("eagle_config") or {}
+    nested = _nested(path, config)
     if nested.get("use_aux_hidden_state", True) is False:
         raise UserError(
             f"{path / CONFIG} says use_aux_hidden_state false: an EAGLE-3 head without aux layers cannot be loaded; give "
@@ -176,14 +192,16 @@ def _layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[i
     layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
     if not layer_ids:
         layer_ids, held = target.default_layer_ids(), nested.get("eagle_aux_hidden_state_layer_ids")
-        if held and tuple(held) not in (layer_ids, tuple(k - 1 for k in layer_ids)):
+        if held and held not in ([*layer_ids], [k - 1 for k in layer_ids]):
             raise UserError(
                 f"{path / CONFIG} names the layers {held} in eagle_config alone, where vLLM counts what enters a layer and "
                 "SGLang what leaves it: write eagle_aux_hidden_state_layer_ids at its top level, id k for the state that "
                 "enters layer k."
             )
-    target.check_layer_ids(tuple(layer_ids))
-    return tuple(layer_ids)
+    with explain_config(path, "list of aux layers", "fetch the head again"):
+        layer_ids = tuple(layer_ids)
+    target.check_layer_ids(layer_ids)
+    return layer_ids
 
 
 def _draft_vocab(
@@ -196,11 +214,19 @@ def _draft_vocab(
     V = target.vocab_size
     W = config.get("draft_vocab_size") or V
     if d2t is None and W != V:
-        raise UserError(f"{file} lacks the tensor d2t, but its draft vocabulary has {W} of {V} tokens.")
+        raise UserError(
+            f"{file} lacks the tensor d2t, but its draft vocabulary has {W!r} of {V} tokens: fetch the whole head."
+        )
     if d2t is None:
         return None
     ids = torch.arange(len(d2t), device=d2t.device) + d2t
-    fits = len(ids) == W and int(ids.min()) >= 0 and int(ids.max()) < V and bool((ids.diff() > 0).all())
+    fits = (
+        not ids.is_floating_point()
+        and len(ids) == W
+        and int(ids.min()) >= 0
+        and int(ids.max()) < V
+        and bool((ids.diff() > 0).all())
+    )
     if not fits or (t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids)):
         raise UserError(
             f"{file}: d2t does not hold {W} offsets of ascending target ids; fetch or export the head again."

@@ -175,7 +175,7 @@ WATCH: tuple[Watch, ...] = (
     Watch("vllm", ("eagle3",), "Leave `parallel_drafting` out: it asks for a head that was trained for it, which this is not."),
     Watch("vllm", ("eagle3_speculators",), "The export names the target and the number of tokens; other numbers need another "
           "export, or the layout eagle3."),
-    Watch("vllm", ("eagle1", "eagle3", "medusa_vllm"), "vLLM 0.32 splits these drafts over as many GPUs as the target: "
+    Watch("vllm", ("eagle1", "eagle3", "medusa_vllm"), "vLLM 0.32 runs these drafts on as many GPUs as the target: "
           "`draft_tensor_parallel_size` is accepted, and changes nothing."),
     Watch("sglang", ("eagle3",), "The algorithm must be EAGLE3. With EAGLE it accepts nothing, and says nothing."),
     Watch("sglang", ("eagle1_sglang",), "The algorithm is EAGLE, not EAGLE3."),

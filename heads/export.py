@@ -132,15 +132,18 @@ def export_head(
     )
     engines = LAYOUTS[layout].engines
     told = Exported(head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel)
-    # A README alone is not ours.
-    ours = (CONFIG, RECORD, README, files.weights) if (dest / CONFIG).is_file() else ()
-    with atomic_directory(dest, replaces=ours) as temporary:
+    with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         write_record(temporary, head.method, layout, made_for or target.identity)
         (temporary / README).write_text(write_readme(told), encoding="utf-8")
         reloaded = LAYOUTS[layout].load(temporary, target)
         assert same_logits(head, reloaded, files, target), "the export gives other logits"
     return dest
+
+
+def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:
+    """Return the names of the files that an export to `dest` may replace; a README alone is not ours."""
+    return (CONFIG, RECORD, README, files.weights) if (dest / CONFIG).is_file() else ()
 
 
 def convert_head(

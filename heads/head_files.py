@@ -1,14 +1,17 @@
 """The files in a head's folder: its configuration, and its tensors in safetensors files or in pickles without code."""
 
+import errno
 import json
 import pickle
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -49,6 +52,26 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{file} is damaged: it holds no JSON object; restore it or train again.")
     return config
+
+
+@contextmanager
+def explain_config(path: Path, what: str, remedy: str) -> Iterator[None]:
+    """Make one sentence, which ends in `remedy`, of whatever is raised where config.json describes no `what`."""
+    try:
+        yield
+    except UserError:
+        raise  # a sentence already, though it is a ValueError too
+    except (
+        StrictDataclassError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
+        why = " ".join(str(error).split()).rstrip(".") or "its parts do not go together"
+        raise UserError(f"{path / CONFIG} describes no {what} ({why}): {remedy}.") from error
 
 
 def tensor_names(folder: Path) -> frozenset[str]:
@@ -125,6 +148,10 @@ def _read_pickle(file: Path, device: torch.device, mmap: bool = False) -> dict[s
             "its tensors as safetensors."
         ) from error
     except _DAMAGED as error:
+        raise _cut_short(file) from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # torch's reader of archives says this of one that is cut short
+            raise
         raise _cut_short(file) from error
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()

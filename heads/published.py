@@ -1,12 +1,10 @@
 """What the readers of EAGLE's published layouts have in common."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -21,12 +19,12 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target) -> None:
     for key, value in {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}.items():
         if config.get(key) != value:
             raise UserError(
-                f"{path / CONFIG} says {key} {config.get(key)}, but the target {target.path} has {value}: this is a draft "
+                f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
                 "for another target; give the one that it was made for."
             )
     if (layers := config.get("num_hidden_layers", 1)) != 1:
         raise UserError(
-            f"{path / CONFIG} says num_hidden_layers {layers}, but an EAGLE head has one decoder layer: give the folder "
+            f"{path / CONFIG} says num_hidden_layers {layers!r}, but an EAGLE head has one decoder layer: give the folder "
             "of such a head."
         )
 
@@ -35,23 +33,13 @@ def read_layer(config: Mapping[str, Any]) -> LlamaConfig:
     """Return the Llama layer that `config` describes, with the defaults of a Llama configuration: where it names no
     rope_theta, that is 10000 whatever the target's, as EAGLE's own decoder and the engines take it.
 
-    Raises what `explain_layer` makes a sentence of.
+    Raises what `explain_config` makes a sentence of.
     """
     layer = LlamaConfig.from_dict(dict(config))
     heads, groups = layer.num_attention_heads, layer.num_key_value_heads
     if heads % groups:
         raise ValueError(f"{groups} key/value heads do not divide {heads} heads")
     return layer
-
-
-@contextmanager
-def explain_layer(path: Path) -> Iterator[None]:
-    """Make one sentence of whatever is raised where a configuration describes no Llama layer."""
-    try:
-        yield
-    except (StrictDataclassError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        raise UserError(f"{path / CONFIG} describes no Llama layer ({why}): fetch the head again.") from error
 
 
 def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str, Tensor]:

@@ -32,7 +32,9 @@ def read_record(folder: Path) -> TargetIdentity | None:
     file = folder / RECORD
     if file.is_file():
         record = read_object(file)
-        if (version := record.get("schema_version")) != SCHEMA_VERSION:
+        if (version := record.get("schema_version")) is None:
+            raise UserError(f"{file} is damaged: it is no record of a head; restore it, or export the head again.")
+        if version != SCHEMA_VERSION:
             raise UserError(
                 f"{file} is of schema version {version}, but this draftsmith reads {SCHEMA_VERSION}: use the version of "
                 "draftsmith that exported it."
@@ -64,9 +66,10 @@ def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] |
         for sentence in warnings_for(folder, differences, made_for, target.path):
             warn(sentence)
     elif changed := [one.kind for one in differences if one.kind in NUMBERS]:
-        what = "configuration" if changed == ["config"] else "weights"
+        alone = changed == ["config"]
+        what, those = ("configuration", "is not the one") if alone else ("weights", "are not those")
         raise UserError(
-            f"The {what} of the target {target.path} are not those the head {folder} was trained for (fingerprint "
+            f"The {what} of the target {target.path} {those} the head {folder} was trained for (fingerprint "
             f"{target.fingerprint}, expected {made_for.fingerprint}): give that target, or train again."
         )
 

@@ -163,6 +163,8 @@ class Target:
         told = f"layer_ids {list(layer_ids)} for the target {self.path}"
         if not layer_ids:
             raise UserError(f"{told}: give at least one layer, from 0 to {n - 1}.")
+        if odd := [k for k in layer_ids if type(k) is not int]:
+            raise UserError(f"{told}: {odd[0]!r} is no number of a layer; choose from 0 to {n - 1}.")
         if n in layer_ids:
             raise UserError(
                 f"{told}: {n} is the number of layers, a state that serving engines read differently (before or after "

@@ -30,6 +30,7 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.arguments import GgufOptions
 from draftsmith.cli import COMMANDS, main, take
 from draftsmith.data.conversations import load_conversations
 from draftsmith.eval.costs import measure_costs
@@ -186,6 +187,7 @@ def check_marked(line: str) -> None:
     for flag in ("--no-decode", "--comment"):
         take(rest, flag, flag=True)
     parse_thresholds(take(rest, "--fail-under"))
+    GgufOptions.take(rest)
     for option in ("--redo", "--launch", "--head", "--count", "--output", "--device", "--gpus"):
         take(rest, option)
     parse_recipe(rest)

@@ -168,6 +168,21 @@ def test_a_mistake_is_one_sentence(
     assert not told.out
 
 
+@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "pytorch_model.bin"])
+def test_a_pickle_that_is_cut_short_is_not_complete(
+    file: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 1}' if "medusa" in file else '{"draft_vocab_size": 8}')
+    torch.save({"0.0.linear.weight": torch.zeros(64, 64)}, tmp_path / file)
+    words = ["doctor", "--head", str(tmp_path), "--target", str(place / "target")]
+    assert main(words) in (0, 1)
+    whole = (tmp_path / file).read_bytes()
+    (tmp_path / file).write_bytes(whole[: len(whole) // 2])
+    capsys.readouterr()
+    assert main(words) == 2
+    assert f"The weights {tmp_path / file} are damaged or cut short" in capsys.readouterr().err
+
+
 def test_the_script_has_the_same_options(place: Path) -> None:
     command = [sys.executable, "scripts/doctor.py", "--head", place / "run", "--target", place / "upgraded"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -44,6 +44,15 @@ def write_result(folder: Path, rows: list[AgreementRow], name: str = "vllm-tiny"
     (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
 
 
+def test_the_page_is_made_from_the_committed_files() -> None:
+    rows = engine_page.read_results()
+    assert {row["engine"] for row in rows} == {"vllm", "llama.cpp"}
+    assert all(engine_page.agrees(row) for row in rows)
+    page = engine_page.PAGE.read_text(encoding="utf-8")
+    assert set(engine_page.TABLES) == {found[1] for found in engine_page.BLOCK.findall(page)}
+    assert page == engine_page.update(page, rows)
+
+
 def test_tables_say_what_the_rows_say(tmp_path: Path) -> None:
     write_result(tmp_path, ROWS)
     rows = engine_page.read_results(tmp_path)

@@ -62,7 +62,7 @@ make_llama_cpp() {
     if command -v ninja >/dev/null; then generator=(-G Ninja); fi
     quietly "$log" cmake -S "$LLAMA_HOME/llama.cpp" -B "$LLAMA_HOME/build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
         -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
-    quietly "$log" cmake --build "$LLAMA_HOME/build" --parallel "$(nproc)" --target llama-server llama-quantize
+    quietly "$log" cmake --build "$LLAMA_HOME/build" --parallel "$(env -u OMP_NUM_THREADS nproc)" --target llama-server llama-quantize
     touch "$LLAMA_HOME/finished"
     say "Built $LLAMA_HOME in $((SECONDS - started)) s"
 }

@@ -126,6 +126,7 @@ def _run(words: list[str]) -> int:
     from draftsmith import launching, stages
     from draftsmith.exporting import export_stage
     from draftsmith.gating import check_thresholds, gate
+    from draftsmith.heads.export import layouts_for
     from draftsmith.preflight import preflight
 
     if config:
@@ -139,7 +140,7 @@ def _run(words: list[str]) -> int:
         launching.launch(session.recipe.method, config[-1], words)
     stages.train_stage(session)
     paths = _evaluate_and_show(session, decode=True, head=None)
-    exported = export_stage(session)
+    exported = export_stage(session) if layouts_for(session.recipe.method) else "none: no layout holds such heads"
     folder = session.recipe.run_dir / "evaluation"
     print(f"\nreport  {folder / 'report.html'}")
     for temperature in session.recipe.evaluate.temperatures:

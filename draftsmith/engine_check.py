@@ -18,7 +18,7 @@ import torch
 
 from draftsmith.engine_compare import OurSide
 from draftsmith.engine_llama_cpp import check_in_llama_cpp
-from draftsmith.engine_subjects import DRAFT_MODEL, EAGLE1, PLANS, Subject, slug, train_subject
+from draftsmith.engine_subjects import DRAFT_MODEL, PLANS, Subject, slug, train_subject
 from draftsmith.engine_vllm import check_in_vllm
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.rows import AgreementRow
@@ -27,7 +27,7 @@ from draftsmith.files import write_json
 from draftsmith.session import say
 
 ENGINES = ("vllm", "llama.cpp")
-NAMES = (*(plan.name for plan in PLANS), EAGLE1, DRAFT_MODEL)
+NAMES = (*(plan.name for plan in PLANS), DRAFT_MODEL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from draftsmith.cli import main as draftsmith_command
 from draftsmith.data.embedded_training import TrainingSettings, train_target
 from draftsmith.errors import UserError
@@ -18,7 +16,6 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.teacher_forced import Simulation, simulate_generations
 from draftsmith.evaluation import make_requests
 from draftsmith.files import fingerprint
-from draftsmith.heads import eagle1
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import find_method
@@ -27,7 +24,7 @@ from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session, say
 from draftsmith.stages import load_samples
 
-DRAFT_MODEL, EAGLE1 = "draft model", "eagle1, untrained"
+DRAFT_MODEL = "draft model"
 LLAMA_CPP_LAYOUT = "eagle3_llama_cpp"
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
@@ -67,6 +64,7 @@ PLANS = (
         ("--head.fc_norm", "true", "--head.norm_output", "true", *_SHORTER),
         ("eagle3",),
     ),
+    HeadPlan("eagle1", "eagle1", (), ("eagle1",)),
     HeadPlan("medusa", "medusa", (), ("medusa_vllm",)),
     HeadPlan(
         "medusa on the target's projection, 2 blocks",
@@ -141,8 +139,6 @@ def train_subject(
         folder = heads.get(plan.name) or _train(plan, recipes, work, words)
         head = load_head(folder, target).eval()
         candidates.append(Candidate(plan.name, head.method, plan.layouts, head=head))
-    if not only or EAGLE1 in only:
-        candidates.append(Candidate(EAGLE1, "eagle1", ("eagle1",), head=_untrained_eagle1(target)))
     if not only or DRAFT_MODEL in only:
         candidates.append(_draft_model(session, work))
     requests, _ = make_requests(session, target)
@@ -169,19 +165,6 @@ def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> Pa
     if draftsmith_command(command):
         raise UserError(f"Training {plan.name} failed: its own message is above.")
     return work / "heads" / slug(plan.name) / "train" / "best"
-
-
-def _untrained_eagle1(target: Target) -> DraftHead:
-    """EAGLE-1 cannot be trained here yet: return a head that hands the target's state on, beside small random weights. Its
-    drafts are mostly wrong, and must be the same wrong ones in an engine."""
-    head = eagle1.build(eagle1.Eagle1Options(), target, None)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, value in head.named_parameters():
-            if value.requires_grad:
-                value.copy_(float("norm" in name) + 0.02 * torch.randn(value.shape, generator=generator))
-        head.fc.weight[:, target.hidden_size :] += torch.eye(target.hidden_size)
-    return head.eval()
 
 
 def _draft_model(session: Session, work: Path) -> Candidate:

@@ -10,14 +10,16 @@ The bytes are those of the tensors that autograd keeps for the backward pass und
 activation, 4 inside norms and the loss), with the flash attention that GPUs run; tests count both on real heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from draftsmith.errors import UserError
+from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.losses import LossSpec
 from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.registry import METHODS, find_method
 from draftsmith.target_shape import TargetShape
 
 
@@ -59,11 +61,87 @@ class HeadCost(Protocol):
 
 
 @dataclass(frozen=True)
-class Eagle3Cost:
+class _EagleCost:
+    """What EAGLE's drafters have in common: one layer, run K times over texts."""
+
+    options: Any
+    target: TargetShape
+
+    @property
+    def _inner(self) -> tuple[int, int, int]:
+        """N*D, G*D and I (FF below) of the draft layer; what the options leave out is the target's."""
+        o, t = self.options, self.target
+        size = o.head_dim or t.head_dim
+        heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
+        return heads * size, groups * size, o.intermediate_size or t.intermediate
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        raise NotImplementedError
+
+    def attention_flops(self, positions: float, length: float) -> float:
+        """At every step a flash kernel takes the whole texts: per position and key before it, L/2 on average, two
+        products of 2*N*D forward and five backward. A row's own keys, one per step, are left out."""
+        return self.steps * 7 * 2 * self._inner[0] * positions * length / 2
+
+
+@dataclass(frozen=True)
+class Eagle1Cost(_EagleCost):
+    """EAGLE-1: the projection of [embedding, state], one layer run K times (aligned passes), the target's projection."""
+
+    options: Eagle1Options
+
+    aux_layers = 0
+    logit_bytes = 4
+
+    @property
+    def steps(self) -> int:
+        return self.options.aligned_passes
+
+    @property
+    def draft_vocab(self) -> int:
+        return self.target.vocab
+
+    @property
+    def matrices(self) -> int:
+        """fc [H, 2H]; q [N*D, H], k and v [G*D, H], o [H, N*D]; gate and up [I, H], down [H, I]."""
+        H, (ND, GD, FF) = self.target.hidden, self._inner
+        return 2 * H * H + H * (ND + 2 * GD) + ND * H + 3 * FF * H
+
+    @property
+    def others(self) -> int:
+        """The layer's one norm [H]; biases of fc [H] and of q, k and v."""
+        H, (ND, GD, _) = self.target.hidden, self._inner
+        return H + self.options.fc_bias * H + self.options.qkv_bias * (ND + 2 * GD)
+
+    def product_flops(self, positions: float, rows: Sequence[float]) -> float:
+        """On all P positions: fc (forward and its weights' gradient), keys and values of step 0. On R rows, K times: fc,
+        q, o and the feed-forward layer; the row's own keys and values from step 1 on. An output that is no given of the
+        next step takes fc's other gradient, too. Logits on R_k rows, without gradients of weights; the teacher's, once
+        on R rows, without a backward pass."""
+        H, (ND, GD, FF), V, K = self.target.hidden, self._inner, self.target.vocab, self.steps
+        R, flowing = max(rows), 0 if self.options.detach_passes else 4 * H * H
+        fused = (8 * H * H + 12 * H * GD) * positions
+        layer = K * R * (8 * H * H + 6 * (2 * ND * H + 3 * FF * H)) + (K - 1) * R * (12 * H * GD + flowing)
+        return fused + layer + 4 * H * V * sum(rows) + 2 * H * V * R
+
+    def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
+        """Per row and step: gate, up, their activation and product (8I), the inputs of fc, the layer, the norm and the
+        projections (16H), feature and state of the feature loss in fp32 (8H), the attention's query and output (4*N*D) and
+        log-sum-exp (4N), and the row's own keys and values, gathered anew at each step. Per position once: the inputs of
+        fc and of the layer (6H), keys and values (8*G*D)."""
+        H, (ND, GD, FF), K = self.target.hidden, self._inner, self.steps
+        N = self.options.num_attention_heads or self.target.heads
+        per_row = sum(8 * FF + 24 * H + 4 * ND + 4 * N + 4 * GD * (k + 1) for k in range(K))
+        return max(rows) * per_row + positions * (6 * H + 8 * GD)
+
+
+@dataclass(frozen=True)
+class Eagle3Cost(_EagleCost):
     """EAGLE-3: one fused projection, and one layer run K times (training-time test)."""
 
     options: Eagle3Options
-    target: TargetShape
 
     @property
     def steps(self) -> int:
@@ -80,14 +158,6 @@ class Eagle3Cost:
     logit_bytes = 2
 
     @property
-    def _inner(self) -> tuple[int, int, int]:
-        """N*D, G*D and I (FF below) of the draft layer; what the options leave out is the target's."""
-        o, t = self.options, self.target
-        size = o.head_dim or t.head_dim
-        heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
-        return heads * size, groups * size, o.intermediate_size or t.intermediate
-
-    @property
     def matrices(self) -> int:
         """fc [H, A*H]; q [N*D, 2H], k and v [G*D, 2H], o [H, N*D]; gate and up [I, H], down [H, I]."""
         H, (ND, GD, FF) = self.target.hidden, self._inner
@@ -95,10 +165,18 @@ class Eagle3Cost:
 
     @property
     def others(self) -> int:
-        """Norms of width H: three in the layer, the final one, and before fc one of A*H or A of H; lm_head [W, H]."""
+        """Norms of width H: three in the layer, the final one, and before fc one of A*H or A of H; lm_head; where they are
+        trained, the embeddings [V, H]."""
         H, A = self.target.hidden, self.aux_layers
         norms = 4 * H + A * H * (self.options.norm_before_fc + self.options.fc_norm)
-        return norms + self.options.train_lm_head * self.draft_vocab * H
+        embeddings = self.options.train_embeddings * self.target.vocab * H
+        return norms + self.options.train_lm_head * self._projection + embeddings
+
+    @property
+    def _projection(self) -> int:
+        """The weights of lm_head, [W, H] or of low rank [r, H] and [W, r]: a product with them takes twice as many FLOPs."""
+        H, W, rank = self.target.hidden, self.draft_vocab, self.options.lm_head_rank
+        return W * H if rank is None else rank * (W + H)
 
     def product_flops(self, positions: float, rows: Sequence[float]) -> float:
         """On all P positions: fc (forward and its weights' gradient), and the keys and values of step 0. On R rows, K
@@ -108,13 +186,8 @@ class Eagle3Cost:
         R = max(rows)
         fused = (4 * self.aux_layers * H * H + 24 * H * GD) * positions
         layer = K * R * 6 * (2 * H * ND + ND * H + 3 * FF * H) + (K - 1) * R * 24 * H * GD
-        logits = (6 if self.options.train_lm_head else 4) * H * W * sum(rows) + 2 * H * W * R
+        logits = (6 if self.options.train_lm_head else 4) * self._projection * sum(rows) + 2 * H * W * R
         return fused + layer + logits
-
-    def attention_flops(self, positions: float, length: float) -> float:
-        """At every step a flash kernel takes the whole texts: per position and key before it, L/2 on average, two
-        products of 2*N*D forward and five backward. A row's own keys, one per step, are left out."""
-        return self.steps * 7 * 2 * self._inner[0] * positions * length / 2
 
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
         """Per row and step: gate, up, their activation and product (8I), norms, inputs and residuals (40H), the
@@ -176,28 +249,28 @@ class MedusaCost:
         return sum(rows) * self.target.hidden * (4 * self.options.num_layers + own)
 
 
-COSTS: dict[str, Callable[[Any, TargetShape], HeadCost]] = {"eagle3": Eagle3Cost, "medusa": MedusaCost}
-
-
 def head_cost(method: str, options: Any, target: TargetShape) -> HeadCost:
     """Return the costs of a method. Raises UserError where nobody wrote its formulas down."""
-    if method not in COSTS:
-        raise UserError(
-            f"There is no formula for the method {method!r} yet: a plan can be made for {', '.join(COSTS)}."
-        )
-    return COSTS[method](options, target)
+    cost = find_method(method).cost
+    if cost is None:
+        known = ", ".join(name for name, one in METHODS.items() if one.cost_path)
+        raise UserError(f"There is no formula for the method {method!r} yet: a plan can be made for {known}.")
+    return cost(options, target)
+
+
+# Counted in [R, W] of fp32: the teacher's law, a copy of it for the step at hand, and what the loss makes of the two laws.
+_WORKING = {"kl": 2, "soft_ce": 2, "hard_ce": 3, "tv": 3, "lk_alpha": 3, "lk_hybrid": 4, "reverse_kl": 4, "jsd": 7}
 
 
 def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], loss: LossSpec) -> float:
     """Bytes at the end of the loss, where a training pass takes most.
 
     What the head keeps; and per row and step the draft logits, their fp32 log-softmax, and, but for hard
-    cross-entropy, the teacher's fp32 law. Then the teacher's law on all R rows, a copy of it for the step at hand, and
-    the overlap of the two laws: two or three more [R, W] in fp32.
+    cross-entropy, the teacher's fp32 law. Then the teacher's law on all R rows, and what the loss of one step works with.
     """
     hard = loss.kind == "hard_ce"
     logits = cost.draft_vocab * (cost.logit_bytes + (4 if hard else 8)) * sum(rows)
-    working = cost.draft_vocab * 4 * (3 if hard else 2) * max(rows)
+    working = cost.draft_vocab * 4 * _WORKING[loss.kind] * max(rows)
     return cost.saved_bytes(positions, rows) + logits + working
 
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import find_method
 from draftsmith.recipe import TrainSpec
 
 
@@ -31,18 +31,23 @@ def check_config(spec: TrainSpec, config: str) -> None:
         )
 
 
+def find_script(method: str) -> Path:
+    """Return the file in train/ that `accelerate launch` starts for a method."""
+    import draftsmith.train
+
+    return Path(next(iter(draftsmith.train.__path__))) / find_method(method).launcher
+
+
 def launch(method: str, config: str, words: list[str]) -> None:
-    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/<method>.py` would.
+    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/head.py` would.
 
     Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
     """
-    import draftsmith.train
     from draftsmith.cli import LAUNCHED
 
-    script = Path(next(iter(draftsmith.train.__path__))) / METHODS[method].launcher
     # Quiet: the launcher's own stack trace would bury the sentence of the training.
     options = ["--quiet", "--config_file", config]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script), *words]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(find_script(method)), *words]
     interrupted = []
     # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)

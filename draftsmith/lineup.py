@@ -12,7 +12,7 @@ from draftsmith.eval.contender import Contender, make_contender, tree_kind
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.trees import DynamicTree
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 from draftsmith.session import Session
 from draftsmith.stages import find_head, head_digest, load_best
@@ -85,7 +85,7 @@ def _ways(session: Session, name: str, head: DraftHead) -> list[Contender]:
         make_contender(name, head, *lengths, tree=tree, drawn=draft.drawn, typical=draft.typical)
         for draft, tree in trees
         if (not draft.heads or name in draft.heads)
-        and (tree is None or tree_kind(tree, draft.drawn) in METHODS[head.method].trees)
+        and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
     ]
 
 

@@ -9,7 +9,8 @@ from draftsmith.errors import UserError
 from draftsmith.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.exporting import export_options
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.export import convert_head
+from draftsmith.heads.export import convert_head, layouts_for
+from draftsmith.heads.option_fields import draft_vocab_size_of
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.lineup import beside_folder, load_beside, load_heads, make_lineup
 from draftsmith.session import Session
@@ -21,7 +22,7 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
     Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary
-    and `train.warm_start`, and holds what is stored and exported against it. Where it evaluates: also checks that the
+    and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it evaluates: also checks that the
     prompts can be read, that the drafts fit the heads and the baselines the target, and returns the drafters' names; head:
     the folder of the one to measure, None for the run's. What takes no target is checked before it is loaded: the launch
     file, the prompts, heads and trees of the evaluation, and the data. An export checks itself before it writes.
@@ -67,15 +68,18 @@ def _check_evaluation(session: Session) -> None:
 def _check_start(session: Session) -> DraftHead:
     """Return the head that training starts from, held against what is stored and exported."""
     recipe, target = session.recipe, session.target
-    size: int | None = getattr(session.head_options, "draft_vocab_size", None)
+    size = draft_vocab_size_of(session.head_options)
     vocab, warm = None, load_warm(session)
     if warm is None and size is not None:
         vocab = choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
     head = start_head(session, warm, vocab)
+    recipe.train.loss.check_steps(head.train_steps)
+    recipe.train.loss.check_features(head.regresses)
     stored = recipe.features.layer_ids
     if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
         raise UserError(
             f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
         )
-    convert_head(head, target, **export_options(recipe, recipe.method))
+    if layouts_for(recipe.method) or recipe.export.layout:
+        convert_head(head, target, **export_options(recipe, recipe.method))
     return head

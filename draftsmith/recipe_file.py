@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
 
 from draftsmith.errors import UserError
-from draftsmith.heads.registry import METHODS, TRAINED
+from draftsmith.heads.registry import METHODS, find_method, trained_names
 from draftsmith.recipe import (
     AnswersSpec,
     DataSpec,
@@ -55,10 +55,10 @@ def recipe_parser(method: str, prog: str | None = None, description: str | None 
         help="Folder of answers and hidden states, which several recipes may share; by default the run directory.",
     )
     parser.add_argument("--seed", type=int, default=0, help="Seed of sampling, initialisation and shuffling.")
-    parser.add_argument("--method", type=Literal[TRAINED], default=method, help="The drafter.")
+    parser.add_argument("--method", type=Literal[trained_names()], default=method, help="The drafter.")
     for key, section in _SECTIONS.items():
         parser.add_class_arguments(section, key)
-    parser.add_class_arguments(METHODS[method].options, "head")
+    parser.add_class_arguments(find_method(method).options, "head")
     return parser
 
 
@@ -110,11 +110,12 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
     path = _option(argv, "--recipe")
     content = load_yaml(path) if path else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")
-    if method not in METHODS:
-        raise UserError(f"method is {method!r}: the drafters are {', '.join(TRAINED)}.")
-    if method not in TRAINED:
+    names = trained_names()
+    if method not in (*METHODS, *names):
+        raise UserError(f"method is {method!r}: the drafters are {', '.join(names)}.")
+    if not find_method(method).launcher:
         raise UserError(
-            f"method is {method!r}, but training such heads is not built yet: choose one of {', '.join(TRAINED)}; "
+            f"method is {method!r}, but training such heads is not built yet: choose one of {', '.join(names)}; "
             "evaluate.beside and --head take the folder of a published one."
         )
     parser = recipe_parser(method, prog, description)
@@ -129,8 +130,8 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
         ready = parser.instantiate(chosen)
     except (ParserError, ArgumentError) as error:
         raise UserError(f"{_where(path)}{_sentence(str(error), parser)}") from error
-    names = {f.name for f in fields(Recipe)}
-    return Recipe(**{key: value for key, value in vars(ready).items() if key in names})
+    keys = {f.name for f in fields(Recipe)}
+    return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
 
 
 def _option(argv: list[str], name: str) -> str | None:

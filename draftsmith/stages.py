@@ -18,10 +18,12 @@ from draftsmith.data.features import FeatureSource, FeatureStore
 from draftsmith.data.masks import TokenizedSet, tokenize_all
 from draftsmith.data.regenerate import prepare_prompts, read_answers, regenerate
 from draftsmith.errors import UserError
+from draftsmith.fields import without_neutral
 from draftsmith.files import fingerprint, sha256_file
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.head_files import CONFIG, all_weights_files, weights_file
 from draftsmith.heads.importers import CHECKPOINT, recognise, refuse_other_files
+from draftsmith.heads.option_fields import draft_vocab_size_of, layer_ids_of
 from draftsmith.heads.target import Target
 from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
 from draftsmith.session import Session, main_process_first, say
@@ -123,10 +125,7 @@ def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
 
 def layer_ids(session: Session) -> tuple[int, ...]:
     """The layers that the head reads."""
-    head = session.head_options
-    if not hasattr(head, "layer_ids"):
-        return ()  # it reads the last hidden state alone
-    return tuple(head.layer_ids) if head.layer_ids is not None else session.target.default_layer_ids()
+    return layer_ids_of(session.head_options, session.target)
 
 
 def stored_layers(session: Session) -> tuple[int, ...]:
@@ -200,7 +199,7 @@ def draft_vocab(
     session: Session, samples: list[Tokenized], train: list[int], given: torch.Tensor | None = None
 ) -> torch.Tensor | None:
     """Choose the draft vocabulary from the training answers, unless one is `given`; warn where it covers too little."""
-    size = getattr(session.head_options, "draft_vocab_size", None)
+    size = draft_vocab_size_of(session.head_options)
     vocab_size = session.target.vocab_size
     if size is None or size >= vocab_size:
         return None
@@ -253,8 +252,9 @@ def train_inputs(session: Session) -> dict[str, Any]:
         "features.source": recipe.features.source,
         "features.dtype": recipe.features.dtype,
         "method": recipe.method,
-        "head": asdict(recipe.head),
-        "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile},
+        "head": without_neutral(asdict(recipe.head), getattr(recipe.head, "NEUTRAL", {})),
+        "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile}
+        | {"loss": recipe.train.loss.inputs},
         # What the head holds counts, not where it lies.
         **({} if warm is None else {"train.warm_start": head_digest(session, Path(warm))}),
         "data.heldout": recipe.data.heldout,

@@ -16,7 +16,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.simulate import Acceptance, acceptance, find_answers, simulate
 from draftsmith.eval.tally import Tally
 from draftsmith.eval.trees import StaticTree
-from draftsmith.heads.base import DraftHead
+from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.heads.target import Target
 
 _ANSWERS_PER_PASS = 8
@@ -57,7 +57,8 @@ def simulate_generations(
 
     def accept(batch: TrainBatch) -> Acceptance:
         vocab_W = head.draft_vocab
-        output = head(batch, max_k)
+        with drafting(head):
+            output = head(batch, max_k)
         return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
 
     return simulate_texts(target, generations, max_k, accept, head.layer_ids, None if tree is None else tree.levels)

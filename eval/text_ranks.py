@@ -14,7 +14,7 @@ from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.extract import compute_features
 from draftsmith.data.packing import collate
 from draftsmith.eval.simulate import find_answers
-from draftsmith.heads.base import DraftHead, HeadOutput
+from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.target import Target
 
 _SAMPLES_PER_PASS = 8
@@ -83,7 +83,9 @@ def read_ranks(target: Target, head: DraftHead, samples: Sequence[Tokenized], de
         some = ordered[start : start + _SAMPLES_PER_PASS]
         features = compute_features(target, some, head.layer_ids, target.dtype)
         batch = collate([[f] for f in features], max(len(s.ids) for s in some)).to(target.device)
-        ranks_BLD = token_ranks(head(batch, depth), batch, head.draft_vocab, most).cpu().numpy()
+        with drafting(head):
+            output = head(batch, depth)
+        ranks_BLD = token_ranks(output, batch, head.draft_vocab, most).cpu().numpy()
         for answer in find_answers(batch):
             # The root x_r is drafted from by row t = r - 1.
             found.append(ranks_BLD[answer.row, answer.first - 1 : answer.last - 1])

@@ -5,6 +5,7 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), V target
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,12 +19,14 @@ class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa).
 
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's law at position t+1+offset.
-    rows: [R] int64 flat indices b*L+t, ascending. logits: [R, W].
+    rows: [R] int64 flat indices b*L+t, ascending. logits: [R, W]. feature: [R, H] what the head took for the target's
+    last state at position t+1+offset, where it has such an output and the logits are made from it (EAGLE-1).
     """
 
     offset: int
     rows: Tensor
     logits: Tensor
+    feature: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,15 @@ class DraftHead(nn.Module, ABC):
     method: its name in the registry. layer_ids: the aux layers whose streams it reads (id k is the residual
     stream entering decoder layer k). draft_vocab: [W] int64 sorted target ids that its logits stand for
     (a buffer), or None when the head predicts the whole target vocabulary. train_steps: steps (or heads) that its
-    training loss sums over. max_speculative_tokens: the longest draft, None where there is no limit.
+    training loss sums over. regresses: its outputs carry a `feature`. max_speculative_tokens: the longest draft, None
+    where there is no limit.
     """
 
     method: ClassVar[str]
     layer_ids: tuple[int, ...]
     draft_vocab: Tensor | None
     train_steps: int
+    regresses: ClassVar[bool] = False
     max_speculative_tokens: int | None = None
 
     @abstractmethod
@@ -96,6 +101,23 @@ class DraftHead(nn.Module, ABC):
     def describe(self) -> dict[str, Any]:
         """Return, as JSON, what the method's `load` needs besides `layer_ids` and the tensors."""
 
+    def served(self) -> "DraftHead":
+        """Return the head as engines compute it: itself, or one that gives the same logits from other tensors."""
+        return self
+
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary (any shape) to ids of the target vocabulary."""
         return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]
+
+
+@contextmanager
+def drafting(*heads: DraftHead) -> Iterator[None]:
+    """While it lasts, the heads compute what they draft with, without what training alone does (noise, dropout)."""
+    were = [head.training for head in heads]
+    for head in heads:
+        head.eval()
+    try:
+        yield
+    finally:
+        for head, training in zip(heads, were, strict=True):
+            head.train(training)

@@ -49,8 +49,8 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
 
 
 def load_head(path: Path, target: Target, *, warn: Callable[[str], None] | None = None) -> DraftHead:
-    """Return the head in the folder `path`, fp32, on the target's device: a checkpoint, an export for an engine, or a
-    head that others have published (heads/importers.py has the formats).
+    """Return the head in the folder `path`, fp32, in eval mode, on the target's device: a checkpoint, an export for an
+    engine, or a head that others have published (heads/importers.py has the formats).
 
     warn: receives a sentence per difference between `target` and the one that the head was made for, where the folder has
     a record of it; None refuses a target that computes something else. Raises UserError for that, for other sizes always,
@@ -59,7 +59,7 @@ def load_head(path: Path, target: Target, *, warn: Callable[[str], None] | None 
     path = Path(path)
     found = recognise(path)
     check_made_for(path, target, warn)
-    return found.load(path, target)
+    return found.load(path, target).eval()
 
 
 def load_checkpoint(path: Path, target: Target) -> DraftHead:
@@ -173,5 +173,9 @@ def _flush(path: Path) -> None:
 
 
 def borrows_embedding(embedding: Tensor, target: Target) -> bool:
-    """Whether a head's embedding is the target's (maybe held in another dtype), and so need not be stored."""
-    return torch.equal(embedding.to(target.device, target.dtype), target.embedding)
+    """Whether a head's embedding is the target's (maybe held in another dtype, without loss), and so need not be stored.
+
+    What differs by less than the target's dtype can hold has been trained, and is another one.
+    """
+    held, own = embedding.to(target.device), target.embedding
+    return torch.equal(held.to(own.dtype), own) and torch.equal(held, own.to(held.dtype))

@@ -1,13 +1,15 @@
 """EAGLE-1: one Llama layer that continues the target's last hidden states, its logits the target's own projection.
 
 Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3; EAGLE-2 (2024)
-drafts trees with the same weights.
+drafts trees with the same weights. Zhang et al., "Learning Harmonized Representations for Speculative Sampling" (HASS,
+2024) train it on its own outputs too, in aligned passes.
 
-Shapes: n tokens, H hidden (draft and target alike), A aux layers, V target vocab.
+Shapes: B batch rows, L tokens, n tokens, H hidden (draft and target alike), A aux layers, V target vocab.
 
 Rows and steps are those of heads/eagle_base.py. Row t reads fc([embedding of x_{t+1}, y_t]), y_t being the target's
 post-final-norm state; its output f_t stands for y_{t+1}: it is the next step's hidden state, and the target's
 projection makes logits of it, with no norm between. The layer itself has no norm in front of its attention.
+In training y_t gets noise, so that the head lives with the errors of its own outputs; pass j of HASS is step j - 1.
 """
 
 from dataclasses import asdict
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle_base import EagleHead
 from draftsmith.heads.eagle_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
@@ -47,13 +50,13 @@ class Eagle1Head(EagleHead):
     method: ClassVar[str] = "eagle1"
     layer_ids: tuple[int, ...] = ()
     draft_vocab = None
-    train_steps = 1
+    regresses: ClassVar[bool] = True
 
     def __init__(self, options: Eagle1Options, config: LlamaConfig, embedding: Tensor, target_head: TargetHead) -> None:
         super().__init__()
         H = config.hidden_size
         assert embedding.shape[1] == target_head.weight.shape[1] == H
-        self.options, self.config = options, config
+        self.options, self.config, self.train_steps = options, config, options.aligned_passes
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])
@@ -76,11 +79,33 @@ class Eagle1Head(EagleHead):
 
     def feedback(self, out: Tensor) -> Tensor:
         """The layer's output [..., H] is the hidden state of the next step."""
+        return out.detach() if self.options.detach_passes else out
+
+    def feature(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] stands for the target's next state."""
         return out
+
+    def perturb(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """Add the noise of the options to the target's states [B, L, H], drawn from torch's default generator."""
+        width, length = self.options.noise, self.options.noise_length
+        if not width:
+            return hidden
+        noise = (2 * torch.rand_like(hidden) - 1) * width
+        if length is not None:
+            noise = noise * (length / _document_tokens(batch.document))[..., None]
+        return hidden + noise
 
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
+
+
+def _document_tokens(document_BL: Tensor) -> Tensor:
+    """Return [B, L]: how many tokens the document of each position has (documents are numbered within their row)."""
+    number_BL = document_BL + 1
+    counts = torch.zeros(len(number_BL), int(number_BL.max()) + 1, device=number_BL.device)
+    counts.scatter_add_(1, number_BL, torch.ones_like(number_BL, dtype=counts.dtype))
+    return counts.gather(1, number_BL)
 
 
 def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) -> Eagle1Head:

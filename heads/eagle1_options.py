@@ -1,6 +1,8 @@
 """The switches of an EAGLE-1 head, apart from the head so that reading a recipe imports no model code."""
 
 from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
 
 from draftsmith.errors import UserError
 
@@ -9,6 +11,16 @@ from draftsmith.errors import UserError
 class Eagle1Options:
     """What an EAGLE-1 head is made of. It reads the target's last hidden state, so it takes no aux layers."""
 
+    TRAINING: ClassVar = frozenset({"noise", "noise_length", "aligned_passes", "detach_passes"})
+
+    noise: float = 0.1
+    """In training the target's states get noise between -noise and noise, equally likely; 0: none."""
+    noise_length: int | None = None
+    """The noise is noise_length / tokens of the text as large (EAGLE's code: 512); null: the same for any length."""
+    aligned_passes: int = 1
+    """How many steps of its own output the head is trained on: 1 is EAGLE-1, HASS takes 3."""
+    detach_passes: bool = True
+    """A step's output is a given for the next one (HASS); false: gradients flow through it."""
     fc_bias: bool = False
     """The projection of [embedding, hidden] has a bias, as in the first published heads; vLLM drops it in silence."""
     qkv_bias: bool = False
@@ -23,6 +35,12 @@ class Eagle1Options:
     """Size of a head; null: the target's."""
 
     def __post_init__(self) -> None:
+        if not 0 <= self.noise < inf:
+            raise UserError(f"head.noise is {self.noise}: it must not be negative.")
+        if self.noise_length is not None and self.noise_length < 1:
+            raise UserError(f"head.noise_length is {self.noise_length}: it must be at least 1, or null.")
+        if self.aligned_passes < 1:
+            raise UserError(f"head.aligned_passes is {self.aligned_passes}: it must be at least 1.")
         for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:

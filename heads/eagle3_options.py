@@ -10,7 +10,9 @@ from draftsmith.errors import UserError
 class Eagle3Options:
     """The `head:` section of a recipe. Dimensions left out are the target's."""
 
-    TRAINING: ClassVar = frozenset({"ttt_steps", "train_lm_head"})
+    TRAINING: ClassVar = frozenset({"ttt_steps", "train_lm_head", "train_embeddings"})
+    NEUTRAL: ClassVar = {"train_embeddings": False, "lm_head_rank": None}
+    """Fields that came later, at the values that change nothing: heads trained without them are not out of date."""
 
     layer_ids: list[int] | None = None
     """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""
@@ -28,6 +30,11 @@ class Eagle3Options:
     """The state fed to the next step is the one after the final norm (EAGLE-3.1); llama.cpp cannot serve it."""
     train_lm_head: bool = True
     """Train the output projection; false keeps it at the target's rows."""
+    train_embeddings: bool = False
+    """Train input embeddings of the head's own, which start as the target's; false shares the target's. They are stored
+    and exported; SGLang and TensorRT-LLM take the target's all the same."""
+    lm_head_rank: int | None = None
+    """Rank of the output projection, which is then two thin matrices, multiplied out for engines; null: one full matrix."""
     intermediate_size: int | None = None
     """Width of the feed-forward layer; null: the target's."""
     num_attention_heads: int | None = None
@@ -42,6 +49,10 @@ class Eagle3Options:
             raise UserError("head.norm_before_fc and head.fc_norm are both true: choose one way to normalise.")
         if self.ttt_steps < 1:
             raise UserError(f"head.ttt_steps is {self.ttt_steps}: it must be at least 1.")
+        if self.lm_head_rank is not None and self.lm_head_rank < 1:
+            raise UserError(
+                f"head.lm_head_rank is {self.lm_head_rank}: it must be at least 1, or null for a full matrix."
+            )
         for name in ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:

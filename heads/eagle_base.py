@@ -31,7 +31,8 @@ class EagleHead(DraftHead):
     """A drafter whose every step is one call of one decoder layer.
 
     Kinds of it differ in the hidden state of step 0 (`first_hidden`), in how embedding and hidden state enter the
-    layer (`enter`), and in what is made of the layer's output (`logits`, `feedback`).
+    layer (`enter`), and in what is made of the layer's output (`logits`, `feedback`; `feature` where it stands for a state
+    of the target). What training does to the states that it is given is `perturb`.
     """
 
     config: LlamaConfig
@@ -56,6 +57,14 @@ class EagleHead(DraftHead):
     def feedback(self, out: Tensor) -> Tensor:
         """The layer's output [..., H] -> the hidden state of the next step, [..., H]."""
 
+    def perturb(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """The hidden state of step 0 [B, L, H] as it is trained on; called in training alone."""
+        return hidden
+
+    def feature(self, out: Tensor) -> Tensor | None:
+        """The layer's output [..., H] -> what it takes for the target's next state, None where it stands for none."""
+        return None
+
     def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
         """Run `num_steps` steps on the text of `batch`: logits [R_k, W] each, only on the rows that count.
 
@@ -66,6 +75,7 @@ class EagleHead(DraftHead):
         assert len(masks) == num_steps
         plan = plan_rows(batch.document, reduce(torch.logical_or, masks))
         first_BLH = self.first_hidden(batch.aux, batch.last)
+        first_BLH = self.perturb(first_BLH, batch) if self.training else first_BLH
         k_BLGD, v_BLGD = self._root_keys(batch, first_BLH)
         hidden_RH = first_BLH.flatten(0, 1)[plan.rows]
         position_1R = batch.position.flatten()[plan.rows][None]
@@ -84,7 +94,8 @@ class EagleHead(DraftHead):
             out_RH = self._layer.leave(attended, residual)
             hidden_RH = self.feedback(out_RH)
             counted = mask.flatten()[plan.rows].nonzero().flatten()
-            steps.append(StepOutput(step, plan.rows[counted], self.logits(out_RH[counted])))
+            out_RH = out_RH[counted]
+            steps.append(StepOutput(step, plan.rows[counted], self.logits(out_RH), self.feature(out_RH)))
         return HeadOutput(tuple(steps))
 
     def begin(self, fresh: Fresh) -> Tensor:

@@ -15,6 +15,7 @@ from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
 from draftsmith.heads.contracts import ModelFiles
 from draftsmith.heads.eagle1_contract import FC_BIAS
 from draftsmith.heads.eagle3_layouts import flatten
+from draftsmith.heads.published import is_the_same
 from draftsmith.heads.target import Target
 
 
@@ -99,6 +100,11 @@ def _own_embedding(files: ModelFiles, target: Target) -> bool:
     return EMBEDDING in files.tensors and not borrows_embedding(files.tensors[EMBEDDING], target)
 
 
+def _changed_embedding(files: ModelFiles, target: Target) -> bool:
+    """Embeddings that were written for completeness, rounded or not, are the target's."""
+    return EMBEDDING in files.tensors and not is_the_same(files.tensors[EMBEDDING], target.embedding)
+
+
 def _biased_target(_: ModelFiles, target: Target) -> bool:
     return target.head.bias is not None
 
@@ -114,6 +120,7 @@ def _shares_biased_projection(files: ModelFiles, target: Target) -> bool:
 _FLAT = ("eagle3",)
 _OTHER_EAGLE3 = "export the layout eagle3 for vLLM and SGLang, or train without it"
 _VLLM = "serve it with vLLM, or train without it"
+_OWN_EMBEDDINGS = "serve it with vLLM, or train with head.train_embeddings false"
 _MEASURE = "measure it with draftsmith evaluate, or train an EAGLE-3 head, which has a projection of its own"
 _OWN_PROJECTION = "train with head.original_lm_head false, or export the layout medusa for the original code"
 
@@ -135,6 +142,10 @@ RULES: tuple[Rule, ...] = (
          "serve it with vLLM, or train with three layers", lambda files, _: len(_layers(files)) == 1, refused=False),
     Rule("tensorrt_llm", _FLAT, "a single layer in head.layer_ids", "builds no `fc` for one",
          "serve it with vLLM, or train with three layers", lambda files, _: len(_layers(files)) == 1, refused=False),
+    Rule("sglang", _FLAT, "input embeddings that were trained", "takes the target's in silence", _OWN_EMBEDDINGS,
+         _changed_embedding, refused=False),
+    Rule("tensorrt_llm", _FLAT, "input embeddings that were trained", "takes the target's in silence", _OWN_EMBEDDINGS,
+         _changed_embedding, refused=False),
     Rule("vllm", ("eagle1",), "a bias of `fc`", "drops it in silence",
          "export the layout eagle1_sglang for SGLang, which adds it", lambda files, _: FC_BIAS in files.tensors),
     Rule("sglang", ("eagle1_sglang",), "input embeddings of its own", "takes the target's in silence",

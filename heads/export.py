@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.base import DraftHead
+from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
 from draftsmith.heads.contracts import FLOATS, Contract, ExportRequest, ModelFiles, validate
 from draftsmith.heads.eagle1_contract import EAGLE1, EAGLE1_SGLANG
@@ -119,7 +119,7 @@ def export_head(
     hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is loaded
     again and must give the same logits.
     """
-    dest = Path(dest).absolute()
+    dest, head = Path(dest).absolute(), head.served()
     layout = layout or default_layout(head.method)
     files = convert_head(
         head,
@@ -160,7 +160,7 @@ def convert_head(
 
     An untrained head serves to find out, before training, whether a layout can hold it.
     """
-    chosen = find_layout(layout, head.method)
+    chosen, head = find_layout(layout, head.method), head.served()
     files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), num_speculative_tokens))
     if include_embeddings and EMBEDDING not in files.tensors:
         raise UserError(f"export.include_embeddings is true, but {head.method} heads have no embeddings: leave it out.")
@@ -190,7 +190,8 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
     }
     steps = head.train_steps
     batch = _random_batch(reloaded, target, length=steps + 8)
-    ours, theirs = functional_call(head, rounded, (batch, steps)), reloaded(batch, steps)
+    with drafting(head, reloaded):
+        ours, theirs = functional_call(head, rounded, (batch, steps)), reloaded(batch, steps)
     return all(torch.equal(a.logits, b.logits) for a, b in zip(ours.steps, theirs.steps, strict=True))
 
 

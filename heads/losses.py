@@ -5,23 +5,31 @@ V target vocab, W draft vocab, S steps.
 
 Teacher logits are made from stored hidden states, once per batch, for the union of the positions that any step
 needs and only for the draft vocabulary's columns (rule 4 of "rules for all heads"). p is the target's law over the
-FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1; KL and cross-entropy renormalise it.
+FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import inf
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.fields import without_neutral
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
-from draftsmith.heads.teacher import TINY, TargetLogits, Teacher, draft_index, make_teacher
+from draftsmith.heads.divergences import hard_ce, jsd, kl, lk_alpha, lk_hybrid, reverse_kl, soft_ce, top_k_ce, tv
+from draftsmith.heads.teacher import TargetLogits, Teacher, draft_index, make_teacher
 
-LossKind = Literal["kl", "soft_ce", "tv", "lk_alpha", "lk_hybrid", "hard_ce"]
+LossKind = Literal["kl", "reverse_kl", "jsd", "soft_ce", "tv", "lk_alpha", "lk_hybrid", "hard_ce"]
 Normalize = Literal["rows", "sequence", "positions"]
+BESIDE_FEATURES = 0.1
+"""Weight of the loss of logits where features are learnt too, as in EAGLE-1."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +37,28 @@ class LossSpec:
     """How draft logits are compared with the target's law."""
 
     kind: LossKind = "kl"
-    """kl: forward KL; soft_ce: the same gradient without the entropy; tv: 1 - acceptance rate; lk_alpha: its
-    logarithm; lk_hybrid: KL fading into tv as acceptance grows; hard_ce: cross-entropy with the text itself."""
+    """kl: forward KL; reverse_kl: KL from the draft to the target; jsd: between the two, see beta; soft_ce: the gradient
+    of kl without the entropy; tv: 1 - acceptance rate; lk_alpha: its logarithm; lk_hybrid: KL fading into tv as acceptance
+    grows; hard_ce: cross-entropy with the text itself."""
     decay: float = 0.8
     """Step k weighs decay**k."""
+    depth_weights: list[float] | None = None
+    """The weight of each step (or head), in place of decay; null: by decay."""
+    beta: float = 0.5
+    """jsd: weight of the target's law in the mixture; near 0 the loss is beta * kl, near 1 (1 - beta) * reverse_kl."""
     lk_scale: float = 1.0
     """lk_hybrid: weight of the KL term at acceptance 0."""
     lk_decay: float = 3.0
     """lk_hybrid: how fast that weight falls as acceptance grows."""
+    weight: float | None = None
+    """Weight of the loss that `kind` names; null: 1, or 0.1 beside a feature loss (EAGLE-1)."""
+    feature_weight: float | None = None
+    """Weight of the smooth L1 distance between a head's output and the target's state that it stands for; null: 1 for
+    heads that have such an output (EAGLE-1), 0 for others."""
+    top_k_weight: float = 0.0
+    """Weight of the cross-entropy on the target's top_k most likely tokens alone (HASS: 1)."""
+    top_k: int = 10
+    """How many tokens top_k_weight is about."""
     normalize: Normalize = "rows"
     """The mean that the loss is: over supervised rows; over documents of their own mean over rows; or over all
     B*L positions, padding included (SpecForge)."""
@@ -44,15 +66,66 @@ class LossSpec:
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
             raise UserError(f"loss.decay is {self.decay}: it must be above 0 and at most 1.")
+        if not 0.0 < self.beta < 1.0:
+            raise UserError(
+                f"loss.beta is {self.beta}: it must be above 0 and below 1; kl and reverse_kl are its ends."
+            )
+        weights = self.depth_weights
+        if weights is not None and not (sum(weights) > 0 and all(0 <= w < inf for w in weights)):
+            raise UserError(
+                f"loss.depth_weights is {weights}: give one number per step or head, none negative and not all of them 0."
+            )
+        for key in ("weight", "feature_weight", "top_k_weight"):
+            value = getattr(self, key)
+            if value is not None and not 0 <= value < inf:
+                raise UserError(f"loss.{key} is {value}: it must not be negative.")
+        if self.top_k < 1:
+            raise UserError(f"loss.top_k is {self.top_k}: it must be at least 1.")
+
+    def check_features(self, present: bool) -> None:
+        """Raise UserError where the recipe weighs features that the head's outputs do not have."""
+        if self.feature_weight and not present:
+            raise UserError(
+                f"loss.feature_weight is {self.feature_weight}, but no output of the head stands for a state of the target: "
+                "leave it out, or train EAGLE-1."
+            )
+
+    def term_weights(self, features: bool) -> tuple[float, float]:
+        """Return the weights of the loss of logits and of features, of a head that has `features` or has not.
+
+        Raises UserError for a weight on features that are not there.
+        """
+        self.check_features(features)
+        feature_weight = float(features) if self.feature_weight is None else self.feature_weight
+        weight = (BESIDE_FEATURES if feature_weight else 1.0) if self.weight is None else self.weight
+        return weight, feature_weight
+
+    def check_steps(self, steps: int) -> None:
+        """Raise UserError where the weights are not those of a head that is trained on `steps` steps (or heads)."""
+        if self.depth_weights is not None and len(self.depth_weights) != steps:
+            raise UserError(
+                f"loss.depth_weights has {len(self.depth_weights)} numbers, but the head is trained on {steps} steps: give "
+                "one number for each."
+            )
+
+    def step_weight(self, offset: int) -> float:
+        """Return the weight of step (or head) number `offset`."""
+        return self.decay**offset if self.depth_weights is None else self.depth_weights[offset]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What a trained head depends on, to tell whether a finished one still fits."""
+        neutral = {"depth_weights": None, "beta": 0.5, "weight": None, "feature_weight": None}
+        return without_neutral(asdict(self), neutral | {"top_k_weight": 0.0, "top_k": 10})
 
 
 @dataclass(frozen=True)
 class LossOutput:
     """The sums over one batch; divide by the global sum of `loss_divisor` (loss) or of `step_rows` (metrics).
 
-    loss_sum: scalar with gradient, the sum over steps k of decay**k times the sum over rows. rows: N, the rows
+    loss_sum: scalar with gradient, the sum over steps k of their weight times the sum over rows. rows: N, the rows
     supervised at offset 0, dropped ones included. Per step, [S] without gradient: step_loss, the (weighted) sum of
-    row losses before decay; step_rows, the supervised rows, dropped ones included; step_correct, those where the
+    row losses before that weight; step_rows, the supervised rows, dropped ones included; step_correct, those where the
     draft's argmax is the target's; step_acceptance, the sum over rows of sum_x min(p(x), q(x)), p over all V.
     """
 
@@ -64,52 +137,44 @@ class LossOutput:
     step_acceptance: Tensor
 
 
-def soft_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] cross-entropy from the teacher renormalised over the draft vocabulary."""
-    return -torch.linalg.vecdot(teacher.p, log_q_RW) / teacher.mass
-
-
-def kl(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] forward KL(p' || q): soft cross-entropy minus the teacher's entropy."""
-    return soft_ce(log_q_RW, teacher) + teacher.negentropy
-
-
-def acceptance(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] the probability that a token drawn from q is accepted: sum_x min(p(x), q(x)), p over all V."""
-    return torch.minimum(log_q_RW.exp(), teacher.p).sum(-1)
-
-
-def tv(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] total variation distance between p and q over all V: 1 - acceptance."""
-    return 1.0 - acceptance(log_q_RW, teacher)
-
-
-def lk_alpha(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] -log acceptance."""
-    return -acceptance(log_q_RW, teacher).clamp_min(TINY).log()
-
-
-def lk_hybrid(log_q_RW: Tensor, teacher: Teacher, scale: float, decay: float) -> Tensor:
-    """[R] lam * KL + (1 - lam) * TV with lam = scale * exp(-decay * acceptance), detached."""
-    alpha = acceptance(log_q_RW, teacher)
-    lam = scale * torch.exp(-decay * alpha.detach())
-    return lam * kl(log_q_RW, teacher) + (1.0 - lam) * (1.0 - alpha)
-
-
-def hard_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] cross-entropy with the text's own token; 0 where that is outside the draft vocabulary."""
-    picked = log_q_RW.gather(1, teacher.label.clamp_min(0)[:, None])[:, 0]
-    return torch.where(teacher.label >= 0, -picked, torch.zeros_like(picked))
-
-
 def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
-    """Return the loss of rows that `spec` names: ([R, W] log q, teacher) -> [R]."""
-    if spec.kind == "lk_hybrid":
-        return lambda log_q, teacher: lk_hybrid(log_q, teacher, spec.lk_scale, spec.lk_decay)
-    plain = {"kl": kl, "soft_ce": soft_ce, "tv": tv, "lk_alpha": lk_alpha, "hard_ce": hard_ce}
-    if spec.kind not in plain:
-        raise UserError(f"loss.kind is {spec.kind!r}: choose one of {', '.join([*plain, 'lk_hybrid'])}.")
-    return plain[spec.kind]
+    """Return the loss of rows that `spec` names: ([R, W] log q, teacher) -> [R].
+
+    Those that go through more laws than the two make them again in the backward pass: kept, they would be up to six
+    more [R, W] per step.
+    """
+    lean = {"kl": kl, "soft_ce": soft_ce, "hard_ce": hard_ce}
+    wide = {
+        "reverse_kl": reverse_kl,
+        "jsd": partial(jsd, beta=spec.beta),
+        "tv": tv,
+        "lk_alpha": lk_alpha,
+        "lk_hybrid": partial(lk_hybrid, scale=spec.lk_scale, decay=spec.lk_decay),
+    }
+    if spec.kind in lean:
+        return lean[spec.kind]
+    if spec.kind not in wide:
+        raise UserError(f"loss.kind is {spec.kind!r}: choose one of {', '.join(get_args(LossKind))}.")
+    return partial(checkpoint, wide[spec.kind], use_reentrant=False, preserve_rng_state=False)
+
+
+def _row_terms(spec: LossSpec, batch: TrainBatch) -> Callable[[StepOutput, Tensor, Teacher], Tensor]:
+    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher) -> [R]: that of the logits, and where they
+    have a weight that of the target's likeliest tokens and that of the features."""
+    base = row_loss(spec)
+
+    def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
+        weight, feature_weight = spec.term_weights(step.feature is not None)
+        loss_R = weight * base(log_q_RW, teacher)
+        if spec.top_k_weight:
+            loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
+        if feature_weight and step.feature is not None:
+            state_RH = batch.last.flatten(0, 1)[step.rows + 1 + step.offset].float()
+            distance_RH = F.smooth_l1_loss(step.feature.float(), state_RH, reduction="none")
+            loss_R = loss_R + feature_weight * distance_RH.mean(-1)
+        return loss_R
+
+    return loss_of
 
 
 def loss_divisor(batch: TrainBatch, spec: LossSpec) -> Tensor:
@@ -139,15 +204,15 @@ def head_loss(
         needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in output.steps]), return_inverse=True)
         teacher = make_teacher(batch, needed, target_head, draft_vocab)
         top1 = batch.top1.flatten()[needed]
-        loss_of, weights = row_loss(spec), _row_weights(batch, spec)
+        loss_of, weights = _row_terms(spec, batch), _row_weights(batch, spec)
         sums = []
         for step, where in zip(output.steps, index.split([len(s.rows) for s in output.steps]), strict=True):
             weight = None if weights is None else weights[step.rows]
             sums.append(_step_sums(step, teacher.select(where), top1[where], weight, draft_vocab, loss_of))
-    decay = torch.tensor([spec.decay**s.offset for s in output.steps], device=batch.ids.device)
+    depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
     step_loss = torch.stack([s.loss for s in sums])
     return LossOutput(
-        loss_sum=(decay * step_loss).sum(),
+        loss_sum=(depth * step_loss).sum(),
         rows=count_rows(batch),
         step_loss=step_loss.detach(),
         step_rows=torch.tensor([len(s.rows) for s in output.steps], device=batch.ids.device),
@@ -169,12 +234,12 @@ def _step_sums(
     top1_R: Tensor,
     weight_R: Tensor | None,
     draft_vocab: Tensor | None,
-    loss_of: Callable[[Tensor, Teacher], Tensor],
+    loss_of: Callable[[StepOutput, Tensor, Teacher], Tensor],
 ) -> _StepSums:
     log_q_RW = torch.log_softmax(step.logits, -1, dtype=torch.float32)
     best_R = draft_index(top1_R, draft_vocab)
     kept_R = (best_R >= 0).to(log_q_RW.dtype)
-    loss = (loss_of(log_q_RW, teacher) * (kept_R if weight_R is None else kept_R * weight_R)).sum()
+    loss = (loss_of(step, log_q_RW, teacher) * (kept_R if weight_R is None else kept_R * weight_R)).sum()
     with torch.no_grad():
         correct = (log_q_RW.argmax(-1) == best_R).sum()  # in fp32: several times faster than in bf16
         overlap = log_q_RW.exp()

@@ -9,6 +9,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 
@@ -39,7 +40,12 @@ def restart(head: DraftHead, options: Any, target: Target) -> DraftHead:
     """Return a head with the weights of `head`, ready to be trained as `options` (of `adopt_options`) say."""
     spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.layer_ids)}
     fresh = find_method(head.method).load(spec, target, head.draft_vocab)
-    fresh.load_state_dict(head.state_dict(), assign=True)
+    tensors = head.state_dict()
+    for name, parameter in fresh.named_parameters():
+        if name == EMBEDDING and parameter.requires_grad:
+            # A shared one would be trained in the target, too.
+            tensors[name] = tensors[name].to(parameter.dtype, copy=True)
+    fresh.load_state_dict(tensors, assign=True)
     return fresh
 
 
@@ -55,4 +61,4 @@ def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """Return a value as YAML writes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

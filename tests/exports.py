@@ -36,7 +36,7 @@ def make_eagle3(
 def make_eagle1(target: Target, **options) -> Eagle1Head:
     head = eagle1.build(Eagle1Options(**options), target, None)
     shake(head)
-    return head
+    return head.eval()
 
 
 def make_medusa(target: Target, **options) -> MedusaHead:

@@ -1,6 +1,6 @@
 """The formulas of a plan against the real thing: parameters, FLOPs, saved bytes, peak memory, optimizer state."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -12,10 +12,11 @@ from draftsmith.errors import UserError
 from draftsmith.head_costs import HeadCost, activation_bytes, head_cost, parameter_bytes
 from draftsmith.heads import causal_kernels, eagle_base
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.losses import LossKind, LossSpec, head_loss
 from draftsmith.heads.medusa_options import MedusaOptions
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import METHODS, Method
 from draftsmith.heads.target import Target
 from draftsmith.heads.ttt_attention import merged_attention
 from draftsmith.recipe import TrainSpec
@@ -35,8 +36,17 @@ SIZES = {
     "initializer_range": 0.05,
 }
 CASES: dict[str, tuple[str, Any]] = {
+    "eagle1": ("eagle1", Eagle1Options(fc_bias=True, qkv_bias=True)),
+    "hass": ("eagle1", Eagle1Options(aligned_passes=3, intermediate_size=300, num_key_value_heads=4)),
+    "hass, not detached": ("eagle1", Eagle1Options(aligned_passes=2, detach_passes=False, noise_length=99)),
     "eagle3": ("eagle3", Eagle3Options(ttt_steps=4, draft_vocab_size=480)),
     "eagle3 frozen head": ("eagle3", Eagle3Options(ttt_steps=2, draft_vocab_size=400, train_lm_head=False)),
+    "eagle3 with embeddings": ("eagle3", Eagle3Options(ttt_steps=3, draft_vocab_size=480, train_embeddings=True)),
+    "eagle3 of low rank": ("eagle3", Eagle3Options(ttt_steps=4, draft_vocab_size=480, lm_head_rank=48)),
+    "eagle3 of low rank, frozen": (
+        "eagle3",
+        Eagle3Options(ttt_steps=2, draft_vocab_size=400, lm_head_rank=48, train_lm_head=False),
+    ),
     "eagle3 of its own size": (
         "eagle3",
         Eagle3Options([1, 3, 5, 6], None, 3, intermediate_size=500, num_attention_heads=4, num_key_value_heads=4),
@@ -135,7 +145,7 @@ def test_flops_of_attention(target: Target) -> None:
     assert cost.attention_flops(texts * length, length) == 4 * pairs / 2
 
 
-@pytest.mark.parametrize("kind", ["kl", "hard_ce"])
+@pytest.mark.parametrize("kind", get_args(LossKind))
 def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target: Target, kind: Any) -> None:
     """Allocations as the profiler sees them, minus the bf16 copies of the weights, which parameter_bytes counts."""
     head, cost = case
@@ -171,6 +181,9 @@ def test_weights_gradients_and_optimizer(case: tuple[DraftHead, HeadCost], targe
     )
 
 
-def test_a_method_without_formulas_is_refused(target: Target) -> None:
-    with pytest.raises(UserError, match="no formula"):
-        head_cost("hydra", None, shape_of(target.model.config, 2))
+def test_a_method_without_formulas_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "new", Method("module", "module:Options"))
+    with pytest.raises(
+        UserError, match="no formula for the method 'new' yet: a plan can be made for eagle1, eagle3, medusa"
+    ):
+        head_cost("new", None, shape_of(target.model.config, 2))

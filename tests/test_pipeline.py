@@ -120,6 +120,8 @@ def test_changed_target_is_refused(
         ["train", "--features.layer_ids", "[1,3]", "--redo", "features"],
         ["train", "--head.draft_vocab_size", "99999", "--redo", "train"],
         ["train", "--train.lr", "-1", "--redo", "train"],
+        ["train", "--train.loss.depth_weights", "[1.0]", "--redo", "train"],
+        ["train", "--train.loss.depth_weights", "[1.0,-1.0,1.0]", "--redo", "train"],
         ["evaluate", "--redo", "evaluate", "--evaluate.prompts", "[nowhere.jsonl]"],
         ["export", "--redo", "export", "--head", "nowhere"],
         ["export", "--redo", "export", "--export.layout", "onnx"],

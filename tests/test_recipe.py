@@ -57,7 +57,6 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
         ("train:\n  precision: fp4\n", "precision"),
         ("train:\n  loss:\n    kind: mse\n", "kind"),
         ("method: medusaa\n", "medusaa"),
-        ("method: eagle1\n", "'eagle1', but training such heads is not built yet"),
         ("train:\n  warmup: 2.0\n", "train.warmup"),
         ("evaluate:\n  num_speculative_tokens: 20\n", "evaluate.num_speculative_tokens"),
         ("- a\n- b\n", "not a mapping"),

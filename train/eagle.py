@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head on the features of a recipe (made first if they are missing).
+"""Train an EAGLE-1 (HASS) or EAGLE-3 head on the features of a recipe (made first if they are missing).
 
 accelerate launch train/eagle.py --recipe recipes/eagle3/tiny.yaml
 accelerate launch --config_file recipes/accelerate/ddp-8gpu.yaml train/eagle.py --recipe R --train.lr 2e-4

@@ -11,7 +11,7 @@ from draftsmith.data.packing import Batch, collate, plan_batches
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
 from draftsmith.eval.tally import Tally, total
-from draftsmith.heads.base import DraftHead, HeadOutput
+from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
 from draftsmith.heads.target import TargetHead
 
@@ -53,7 +53,8 @@ def evaluate_heldout(
     sampling: Sampling,
     num_speculative_tokens: int,
 ) -> HeldOut:
-    """Run the head over the held-out answers: the training pass gives the loss and every acceptance probability."""
+    """Run the head over the held-out answers, as it drafts and without what training alone does (noise): the training
+    pass gives the loss and every acceptance probability."""
     train_steps, reach = head.train_steps, head.max_speculative_tokens
     num_speculative_tokens = num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
     device = next(head.parameters()).device
@@ -64,7 +65,8 @@ def evaluate_heldout(
     for plan in batches:
         samples = [source.get_many(row, head.layer_ids) for row in plan]
         batch = collate(samples, row_tokens).to(device)
-        output = head(batch, max(train_steps, num_speculative_tokens))
+        with drafting(head):
+            output = head(batch, max(train_steps, num_speculative_tokens))
         scored = head_loss(HeadOutput(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
         of_slice = losses[samples[0][0].slice]
         of_slice[0] += float(scored.loss_sum)

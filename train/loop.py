@@ -47,10 +47,12 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     tau), summary.json (when training has ended). Resumes by itself; Ctrl-C saves a checkpoint first.
     """
     spec = recipe.train
+    spec.loss.check_steps(head.train_steps)
+    spec.loss.check_features(head.regresses)
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(recipe.seed)
     accelerator = make_accelerator(spec, target.device)
-    head = head.to(accelerator.device)
+    head = head.to(accelerator.device).train()
     target_head = target.head.to(accelerator.device)
     model, optimizers = prepare(accelerator, head, build_optimizers(head, spec), spec)
     progress = load_checkpoint(accelerator, folder)

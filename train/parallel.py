@@ -55,9 +55,9 @@ class TrainingPass(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[int, Tensor, Tensor], ...]:
-        """Return (offset, rows [R], logits [R, W]) of every step."""
-        return tuple((step.offset, step.rows, step.logits) for step in self.head(batch, num_steps).steps)
+    def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[int, Tensor, Tensor, Tensor | None], ...]:
+        """Return (offset, rows [R], logits [R, W], feature [R, H] or None) of every step."""
+        return tuple((step.offset, step.rows, step.logits, step.feature) for step in self.head(batch, num_steps).steps)
 
 
 def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:

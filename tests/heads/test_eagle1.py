@@ -47,7 +47,7 @@ def make_head(target: Target, head_class: type[Eagle1Head] = Eagle1Head, **optio
             if parameter.ndim == 1:
                 nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     head.__class__ = head_class
-    return head
+    return head.eval()
 
 
 class SlowEagle1:
@@ -395,9 +395,9 @@ def test_safetensors_are_read_before_a_pickle(tmp_path):
     assert same_logits(head, load_head(publish(tmp_path / "head", head), target), target)
 
 
-def test_registry_and_what_is_not_built_yet(tmp_path):
+def test_registry_and_mistakes(tmp_path):
     method, target = find_method("eagle1"), make_target()
-    assert (method.options, method.build, method.launcher) == (Eagle1Options, build, "")
+    assert (method.options, method.build, method.launcher) == (Eagle1Options, build, "eagle.py")
     with pytest.raises(UserError, match="holds eagle3 heads, not eagle1: choose one of eagle1, eagle1_sglang"):
         export_head(make_head(target), target, tmp_path / "out", layout="eagle3")
     with pytest.raises(UserError, match="head_dim is 0"):

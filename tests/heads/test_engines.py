@@ -34,6 +34,13 @@ def foreign(target: Target):
     return head
 
 
+def trained_embeddings(target: Target):
+    head = make_eagle3(target, train_embeddings=True)
+    with torch.no_grad():
+        head.embed_tokens.weight += 1
+    return head
+
+
 def gelu(target: Target):
     head = make_eagle1(target)
     head.config.hidden_act = "gelu"
@@ -48,6 +55,7 @@ HEADS = {
     "other than three head.layer_ids": lambda t: make_eagle3(t, layer_ids=(1, 3)),
     "layer 0 among head.layer_ids": lambda t: make_eagle3(t, layer_ids=(0, 3, 5)),
     "a single layer in head.layer_ids": lambda t: make_eagle3(t, layer_ids=(3,)),
+    "input embeddings that were trained": trained_embeddings,
     "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),
     "input embeddings of its own": foreign,
     "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),

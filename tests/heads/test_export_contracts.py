@@ -135,7 +135,7 @@ def test_every_method_has_layouts_of_its_own():
         "eagle3": ["eagle3", "eagle3_llama_cpp", "eagle3_speculators"],
         "medusa": ["medusa", "medusa_tgi", "medusa_vllm"],
     }
-    assert [default_layout(name) for name in TRAINED] == ["eagle3", "medusa"]
+    assert [default_layout(name) for name in TRAINED] == ["eagle1", "eagle3", "medusa"]
     assert all(name == layout.contract.name for name, layout in LAYOUTS.items())
     assert layouts_for("hydra") == []
 

@@ -130,7 +130,7 @@ def test_the_reloaded_export_gives_the_training_logits(layout, overrides, option
     target = make_target(**overrides)
     head = make_eagle1(target, **options)
     export_head(head, target, tmp_path / "out", layout=layout)
-    for reloaded in (LAYOUTS[layout].load(tmp_path / "out", target), load_head(tmp_path / "out", target)):
+    for reloaded in (LAYOUTS[layout].load(tmp_path / "out", target).eval(), load_head(tmp_path / "out", target)):
         assert isinstance(reloaded, Eagle1Head)
         assert (reloaded.options.fc_bias, reloaded.options.qkv_bias) == (head.options.fc_bias, head.options.qkv_bias)
         batch = pack(target, documents_of(target), ())
@@ -148,7 +148,7 @@ def test_another_dtype_rounds_and_leaves_the_head_alone(layout, tmp_path):
         for name, value in head.named_parameters()
     }
     batch = pack(target, documents_of(target), ())
-    theirs = LAYOUTS[layout].load(tmp_path / "out", target)(batch, 1).steps[0].logits
+    theirs = LAYOUTS[layout].load(tmp_path / "out", target).eval()(batch, 1).steps[0].logits
     assert torch.equal(functional_call(head, rounded, (batch, 1)).steps[0].logits, theirs)
     assert not torch.equal(head(batch, 1).steps[0].logits, theirs)
 

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads import losses
 from draftsmith.heads import teacher as teacher_module
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
-from draftsmith.heads.losses import LossOutput, LossSpec, head_loss, loss_divisor
+from draftsmith.heads.losses import LossKind, LossOutput, LossSpec, head_loss, loss_divisor
 from draftsmith.heads.target import Target
 from draftsmith.heads.teacher import make_teacher
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
 from models import tiny_model
 
-KINDS = ("kl", "soft_ce", "tv", "lk_alpha", "lk_hybrid", "hard_ce")
+KINDS = get_args(LossKind)
 VOCAB = torch.arange(0, 160, 2)
 
 
@@ -53,8 +54,11 @@ def naive_row(kind: str, spec: LossSpec, q: Tensor, p_V: Tensor, vocab: Tensor, 
     if kind == "hard_ce":
         return -q_V[token].log() if token in vocab.tolist() else torch.zeros(())
     lam = spec.lk_scale * torch.exp(-spec.lk_decay * alpha.detach())
+    m = spec.beta * p + (1 - spec.beta) * q
     return {
         "kl": kl,
+        "reverse_kl": (q * (q / p).log()).sum(),
+        "jsd": spec.beta * (p * (p / m).log()).sum() + (1 - spec.beta) * (q * (q / m).log()).sum(),
         "soft_ce": -(p * q.log()).sum(),
         "tv": 0.5 * (p_V - q_V).abs().sum(),
         "lk_alpha": -alpha.log(),
@@ -83,7 +87,7 @@ def gradients(output: HeadOutput) -> list[Tensor]:
 @pytest.mark.parametrize("whole", [False, True], ids=["draft-vocab", "whole-vocab"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradient_equal_the_definition(kind, whole, target, batch):
-    spec = LossSpec(kind=kind, decay=0.7, lk_scale=0.8, lk_decay=2.0)
+    spec = LossSpec(kind=kind, decay=0.7, beta=0.3, lk_scale=0.8, lk_decay=2.0)
     vocab = torch.arange(160) if whole else VOCAB
     ours, theirs = random_output(batch, len(vocab)), random_output(batch, len(vocab))
     loss = head_loss(ours, batch, target.head, None if whole else vocab, spec).loss_sum
@@ -133,6 +137,26 @@ def test_a_later_step_weighs_decay_and_the_rows_it_reaches(target, batch):
     torch.testing.assert_close(scored.loss_sum.detach(), expected)
     alone = head_loss(HeadOutput(output.steps[2:]), batch, target.head, VOCAB, LossSpec(decay=0.5))
     torch.testing.assert_close(alone.loss_sum.detach(), 0.25 * scored.step_loss[2])
+
+
+def test_depth_weights_replace_the_decay(target, batch):
+    output = random_output(batch, len(VOCAB))
+    scored = head_loss(output, batch, target.head, VOCAB, LossSpec(decay=0.5, depth_weights=[0.0, 2.0, 0.25]))
+    torch.testing.assert_close(scored.loss_sum.detach(), 2 * scored.step_loss[1] + 0.25 * scored.step_loss[2])
+    scored.loss_sum.backward()
+    assert gradients(output)[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_runs_in_fp32_also_under_autocast(kind, target, batch):
+    """bf16 logits are the draft's own rounding; nothing is lost after that."""
+    rough = HeadOutput(tuple(replace(s, logits=s.logits.bfloat16()) for s in random_output(batch, len(VOCAB)).steps))
+    wide = HeadOutput(tuple(replace(s, logits=s.logits.float()) for s in rough.steps))
+    spec = LossSpec(kind=kind)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = head_loss(rough, batch, target.head, VOCAB, spec)
+    assert inside.loss_sum.dtype == torch.float32
+    torch.testing.assert_close(inside.loss_sum, head_loss(wide, batch, target.head, VOCAB, spec).loss_sum)
 
 
 @pytest.mark.parametrize("normalize", ["rows", "sequence", "positions"])
@@ -192,5 +216,15 @@ def test_a_draft_vocabulary_without_mass_stays_finite(target, batch):
 def test_mistakes_name_the_key():
     with pytest.raises(UserError, match=r"loss\.decay"):
         LossSpec(decay=0.0)
+    for beta in (0.0, 1.0):
+        with pytest.raises(UserError, match=r"loss\.beta"):
+            LossSpec(beta=beta)
+    for weights in ([], [1.0, -0.5], [0.0, 0.0], [1.0, float("nan")], [float("inf")]):
+        with pytest.raises(UserError, match=r"loss\.depth_weights"):
+            LossSpec(depth_weights=weights)
+    with pytest.raises(UserError, match="has 2 numbers, but the head is trained on 3 steps"):
+        LossSpec(depth_weights=[1.0, 0.5]).check_steps(3)
+    LossSpec(depth_weights=[1.0, 0.5]).check_steps(2)
+    LossSpec().check_steps(7)
     with pytest.raises(UserError, match=r"loss\.kind is 'mse'"):
         losses.row_loss(LossSpec(kind="mse"))

@@ -19,6 +19,12 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+HEADS: dict[str, dict[str, Any]] = {
+    # Its noise is drawn anew for every process.
+    "eagle1": {"aligned_passes": 2, "noise": 0.0},
+    "eagle3": {"layer_ids": [2, 4, 6], "ttt_steps": 3},
+    "medusa": {"num_heads": 3},
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ def make_run(folder: Path, method: str = "eagle3") -> TinyRun:
         "answers": {"max_new_tokens": 12, "batch": 8},
         "features": {"layer_ids": [2, 4, 6]},
         "method": method,
-        "head": {"layer_ids": [2, 4, 6], "ttt_steps": 3} if method == "eagle3" else {"num_heads": 3},
+        "head": HEADS[method],
         # An odd number of micro-batches, so that a filler completes the last window; gradients that are clipped to the
         # size of AdamW's epsilon, as it would undo any milder clipping.
         "train": {

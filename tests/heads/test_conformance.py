@@ -1,0 +1,206 @@
+"""The drafters of this repository pass the conformance suite, and every check of it finds a broken one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from draftsmith.heads import eagle_base, eagle_drafter, medusa
+from draftsmith.heads.conformance import CHECKS, Spec, run_conformance, tiny_target
+from draftsmith.heads.eagle1_options import Eagle1Options
+from draftsmith.heads.eagle3 import Eagle3Head
+from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.eagle_drafter import EagleDrafter
+from draftsmith.heads.export import LAYOUTS
+from draftsmith.heads.medusa_drafter import MedusaDrafter
+from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.registry import METHODS
+
+VOCAB = torch.arange(0, 96, 2)
+SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
+    "eagle3": ("eagle3", Eagle3Options(layer_ids=[0, 1, 2], ttt_steps=3, draft_vocab_size=48), VOCAB),
+    "eagle3, norms": (
+        "eagle3",
+        Eagle3Options(layer_ids=[1, 2], ttt_steps=2, norm_before_residual=True, fc_norm=True, norm_output=True),
+        None,
+    ),
+    "eagle1": ("eagle1", Eagle1Options(fc_bias=True, qkv_bias=True), None),
+    "medusa": ("medusa", MedusaOptions(num_heads=3), None),
+    "medusa, the target's projection": ("medusa", MedusaOptions(2, 2, original_lm_head=True), None),
+    "another package's": ("bigram", None, None),
+}
+
+
+def spec(name: str, **changes: Any) -> Spec:
+    """A spec whose head nothing has made yet."""
+    method, options, vocab = SPECS[name]
+    return Spec(method, options, tiny_target(), vocab, **changes)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_conformance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = spec(name)
+    if name == "another package's":
+        from tests.toy_drafter import METHOD, BigramOptions
+
+        monkeypatch.setitem(METHODS, "bigram", METHOD)
+        made = replace(made, options=BigramOptions(), learning_rate=0.1)
+    run_conformance(made)
+
+
+def wrong_rotary(patch: pytest.MonkeyPatch) -> None:
+    """Drafted rows stand one position further on than in training."""
+    real = EagleDrafter._grow
+
+    def grow(self: Any, length_B: Any, tokens: Any, hidden: Any, depth: int, above: Any) -> Any:
+        if depth == 0:
+            positions = self._positions
+            self._positions = lambda base_B, first, count: positions(base_B - 1, first - 1, count)
+            try:
+                return real(self, length_B, tokens, hidden, depth, above)
+            finally:
+                del self._positions
+        return real(self, length_B, tokens, hidden, depth, above)
+
+    patch.setattr(EagleDrafter, "_grow", grow)
+
+
+def lost_feedback(patch: pytest.MonkeyPatch) -> None:
+    """A drafted token's row reads no hidden state."""
+    real = EagleDrafter._grow
+    patch.setattr(
+        EagleDrafter, "_grow", lambda self, length, tokens, h, *more: real(self, length, tokens, h * 0, *more)
+    )
+
+
+def stale_state(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are made from the first of several accepted tokens instead of the last."""
+    real = MedusaDrafter.propose
+    patch.setattr(
+        MedusaDrafter,
+        "propose",
+        lambda self, state: real(self, replace(state, fresh=replace(state.fresh, count_B=state.fresh.count_B * 0))),
+    )
+
+
+def most_likely_draws(patch: pytest.MonkeyPatch) -> None:
+    """Drafts the most likely tokens, and says that they were drawn."""
+    patch.setattr(eagle_drafter, "draw", lambda law, uniform: law.argmax(-1))
+
+
+def shorter_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Drafts one token less than asked for."""
+    real = EagleDrafter._chain
+    patch.setattr(EagleDrafter, "_chain", lambda self, state, out, depth: real(self, state, out, max(1, depth - 1)))
+
+
+def leak(patch: pytest.MonkeyPatch) -> None:
+    """Documents of a row see those before them."""
+    real = eagle_base.plan_rows
+    patch.setattr(eagle_base, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
+
+
+def every_row(patch: pytest.MonkeyPatch) -> None:
+    """Prompts count as if they were answers."""
+    real = medusa.iterate_supervised_rows
+    patch.setattr(
+        medusa,
+        "iterate_supervised_rows",
+        lambda batch: real(replace(batch, mask=torch.ones_like(batch.mask))),
+    )
+
+
+def unseeded(patch: pytest.MonkeyPatch) -> None:
+    """Noise in training that no seed reaches."""
+    real = Eagle3Head.first_hidden
+
+    def noisy(self: Any, aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator()
+        generator.seed()
+        hidden = real(self, aux, last)
+        return hidden + 0.01 * torch.randn(hidden.shape, generator=generator) * self.training
+
+    patch.setattr(Eagle3Head, "first_hidden", noisy)
+
+
+def left_out(patch: pytest.MonkeyPatch) -> None:
+    """A parameter that checkpoints do not hold."""
+    real = Eagle3Head.state_dict
+
+    def state_dict(self: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        return {name: value for name, value in real(self, *args, **options).items() if name != "norm.weight"}
+
+    patch.setattr(Eagle3Head, "state_dict", state_dict)
+
+
+def swapped_heads(patch: pytest.MonkeyPatch) -> None:
+    """An export whose heads come back in another order."""
+    layout = LAYOUTS["medusa_tgi"]
+
+    def load(path: Any, target: Any) -> Any:
+        head = layout.load(path, target)
+        head.blocks = torch.nn.ModuleList(reversed(head.blocks))
+        return head
+
+    patch.setitem(LAYOUTS, "medusa_tgi", replace(layout, load=load))
+
+
+def neighbour(patch: pytest.MonkeyPatch) -> None:
+    """A row's draft depends on the row above it."""
+    real = MedusaDrafter.propose
+
+    def propose(self: Any, state: Any) -> Any:
+        mixed = state.fresh.last_BnD + 0.5 * state.fresh.last_BnD.roll(1, 0) * (len(state.root_B) > 1)
+        return real(self, replace(state, fresh=replace(state.fresh, last_BnD=mixed)))
+
+    patch.setattr(MedusaDrafter, "propose", propose)
+
+
+def another_root(patch: pytest.MonkeyPatch) -> None:
+    """The draft hangs on another token than the last one of the text."""
+    real = MedusaDrafter.propose
+
+    def propose(self: Any, state: Any) -> Any:
+        draft = real(self, state)
+        return replace(draft, tokens_BN=torch.cat([draft.tokens_BN[:, :1] ^ 1, draft.tokens_BN[:, 1:]], 1))
+
+    patch.setattr(MedusaDrafter, "propose", propose)
+
+
+MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
+    ("decoding equals training", "eagle3", wrong_rotary, "drawn from another law|not the training pass"),
+    ("decoding equals training", "eagle3", lost_feedback, "drawn from another law|not the training pass"),
+    ("decoding equals training", "eagle1", lost_feedback, "drawn from another law|not the training pass"),
+    ("decoding equals training", "medusa", stale_state, "drawn from another law|not the training pass"),
+    ("drafts are drawn from their laws", "eagle3", most_likely_draws, "not drawn from the laws"),
+    ("simulated equals decoded", "eagle3", shorter_drafts, "differ at temperature 0"),
+    ("packed equals alone", "eagle3", leak, "between documents packed and alone"),
+    ("rows that count", "medusa", every_row, "other rows than those that count"),
+    ("seeds reproduce", "eagle3", unseeded, "same seed differ"),
+    ("checkpoints hold everything", "eagle3", left_out, "another norm.weight"),
+    ("exports give the head back", "medusa", swapped_heads, "gives other logits"),
+    ("rows are independent", "medusa", neighbour, "another one in a batch than alone"),
+    ("greedy text is the target's", "medusa", another_root, "other ones than the target's alone"),
+]
+
+
+def test_every_check_has_a_mutant() -> None:
+    assert {check for check, *_ in MUTANTS} == set(CHECKS)
+
+
+@pytest.mark.parametrize(("check", "name", "mutant", "words"), MUTANTS, ids=[m.__name__ for _, _, m, _ in MUTANTS])
+def test_a_broken_drafter_is_found(
+    check: str, name: str, mutant: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(AssertionError, match=words) as caught:
+        CHECKS[check](spec(name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_calls_itself_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METHODS, "twin", METHODS["medusa"])
+    with pytest.raises(AssertionError, match="A head of twin calls itself medusa"):
+        CHECKS["checkpoints hold everything"](Spec("twin", MedusaOptions(2), tiny_target()))

@@ -1,0 +1,155 @@
+"""A drafter of another package, found by its entry point: trained by a recipe, measured, loaded; broken ones refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+import draftsmith.train
+from draftsmith.cli import main
+from draftsmith.errors import UserError
+from draftsmith.heads import registry
+from draftsmith.heads.registry import METHODS, TRAINED, find_method, trained_names
+from draftsmith.launching import find_script
+from draftsmith.recipe_file import parse_recipe
+from tests.toy_drafter import METHOD, BigramOptions
+from tests.workplace import make_workplace
+
+TOY = "tests.toy_drafter:METHOD"
+
+
+def install(folder: Path, package: str, **methods: str) -> None:
+    """Put what pip would write of a package into `folder`: its name and its entry points."""
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in methods.items()]
+    (info / "entry_points.txt").write_text("\n".join([f"[{registry.GROUP}]", *lines]))
+
+
+@pytest.fixture(name="site")
+def _site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    return site
+
+
+def test_a_package_adds_a_method_and_ours_stay(site: Path) -> None:
+    assert trained_names() == TRAINED
+    install(site, "toy", bigram=TOY)
+    assert find_method("bigram") is METHOD
+    assert trained_names() == (*TRAINED, "bigram")
+    assert "bigram" not in METHODS
+    recipe = parse_recipe(["--method", "bigram", "--head.depth", "3"])
+    assert (recipe.method, recipe.head) == ("bigram", BigramOptions(3))
+    with pytest.raises(UserError, match=r"no key head\.deth, did you mean head\.depth"):
+        parse_recipe(["--method", "bigram", "--head.deth", "3"])
+    with pytest.raises(UserError, match=r"The method 'trigram' is unknown: choose one of bigram, eagle1, "):
+        find_method("trigram")
+
+
+def test_it_is_launched_by_a_file_that_is_there(site: Path) -> None:
+    install(site, "toy", bigram=TOY)
+    assert find_script("bigram") == Path(next(iter(draftsmith.train.__path__))) / "head.py"
+    assert all(find_script(name).is_file() for name in trained_names())
+
+
+def test_nothing_is_imported_before_it_is_asked_for(site: Path) -> None:
+    install(site, "toy", bigram="not_there.method:METHOD")
+    assert find_method("eagle3") is METHODS["eagle3"]
+    assert parse_recipe(["--method", "eagle3"]).method == "eagle3"
+
+
+BROKEN = {
+    "no module": (
+        "not_there.method:METHOD",
+        r"cannot be imported \(ModuleNotFoundError: No module named 'not_there'\)",
+    ),
+    "no object": ("tests.toy_drafter:NOTHING", r"cannot be imported \(AttributeError: .*NOTHING"),
+    "no method": (
+        "tests.toy_drafter:BigramOptions",
+        "is no Method of draftsmith.heads.registry but type: its entry point",
+    ),
+    "no options": ("lame:OPTIONS", r"cannot be imported \(AttributeError: .*Missing"),
+    "no drafter": ("lame:DRAFTER", r"cannot be imported \(AssertionError: no drafter is registered"),
+    "no build": ("lame:BUILD", r"cannot be imported \(AttributeError: .*build"),
+    "no dataclass": ("lame:PLAIN", r"has options that are no dataclass \(lame:Plain\)"),
+    "an error": ("lame_error:METHOD", r"cannot be imported \(ZeroDivisionError: division by zero\)"),
+}
+LAME = """
+from draftsmith.heads.registry import Method
+from tests.toy_drafter import METHOD
+from dataclasses import replace
+class Plain: pass
+OPTIONS = replace(METHOD, options_path="lame:Missing")
+DRAFTER = replace(METHOD, drafter_path=None)
+BUILD = replace(METHOD, module="json")
+PLAIN = replace(METHOD, options_path="lame:Plain")
+"""
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_package_is_one_sentence_with_its_name(case: str, site: Path) -> None:
+    (site / "lame.py").write_text(LAME)
+    (site / "lame_error.py").write_text("METHOD = 1 / 0\n")
+    path, words = BROKEN[case]
+    install(site, "lame-drafts", bad=path)
+    with pytest.raises(UserError, match=f"The method 'bad' of the installed package lame-drafts {words}") as caught:
+        parse_recipe(["--method", "bad"])
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_are_taken_are_refused(site: Path) -> None:
+    install(site, "rude", medusa=TOY)
+    words = "The installed package rude adds a method named 'medusa', which draftsmith has: uninstall it"
+    for ask in (trained_names, lambda: find_method("bigram"), lambda: parse_recipe(["--method", "medusa"])):
+        with pytest.raises(UserError, match=words):
+            ask()
+
+
+def test_two_packages_with_one_name_are_refused(site: Path) -> None:
+    install(site, "first", bigram=TOY)
+    install(site, "second", bigram=TOY)
+    with pytest.raises(UserError, match=r"named 'bigram', which the package (first|second) adds too: uninstall it"):
+        find_method("bigram")
+
+
+def test_a_recipe_trains_and_measures_it(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(site, "toy", bigram=TOY)
+    workplace = make_workplace(tmp_path)
+    recipe = yaml.safe_load((workplace / "recipe.yaml").read_text())
+    recipe |= {"method": "bigram", "head": {"depth": 2}, "train": {**recipe["train"], "optimizer": "adamw", "lr": 0.1}}
+    (workplace / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = ["--recipe", str(workplace / "recipe.yaml"), "--output_dir", str(tmp_path / "run")]
+    assert main(["train", *words]) == 0
+    steps = [json.loads(line) for line in (tmp_path / "run/train/metrics.jsonl").read_text().splitlines()]
+    taus = [step["tau"]["overall"] for step in steps if "tau" in step]
+    assert max(taus) > 1
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    # The same command goes on from there: evaluation of what was trained, and no export.
+    assert main(["run", *words]) == 0
+    assert "export  none: no layout holds such heads" in capsys.readouterr().out
+    result = json.loads((tmp_path / "run/evaluation/t0/result.json").read_text())
+    lossless = result["drafters"]["bigram"]["overall"]["lossless"]
+    assert lossless["equal"] == lossless["checked"] == 4
+    assert lossless["tau"] == pytest.approx(lossless["tau_simulated"])
+    assert main(["export", *words]) == 2
+    assert "bigram heads cannot be exported yet" in capsys.readouterr().err
+    words += ["--target.path", str(workplace / "target"), "--data.limit", "80"]
+    assert main(["plan", *words]) == 2
+    assert "no formula for the method 'bigram' yet" in capsys.readouterr().err
+
+
+def test_the_guide_counts_its_lines() -> None:
+    """CONTRIBUTING.md says how much a drafter takes."""
+    lines = (Path(__file__).parent / "toy_drafter.py").read_text().splitlines()
+    starts = [
+        i for i, line in enumerate(lines) if line.startswith(("class BigramH", "def build", "class BigramD", "METHOD"))
+    ]
+    head, build, drafter, method = starts
+    told = " ".join((Path(__file__).parents[1] / "CONTRIBUTING.md").read_text().split())
+    counts = f"a whole one in {len(lines)} lines, of which the head with its training forward takes {build - head - 2}"
+    assert f"{counts} and the decoder's side {method - drafter - 2};" in told

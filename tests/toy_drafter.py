@@ -1,0 +1,94 @@
+"""A whole drafter as another package would bring it: a bigram table, row x the logits of what follows token x.
+
+The package's entry points say `[draftsmith.methods]` and `bigram = "tests.toy_drafter:METHOD"`; nothing else is touched.
+"""
+
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+import torch
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.eval.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.noise import DRAFT, uniforms
+from draftsmith.eval.sampling import draw, law
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.registry import Method
+from draftsmith.heads.target import Target
+
+
+@dataclass(frozen=True)
+class BigramOptions:
+    """The `head:` section of a recipe."""
+
+    depth: int = 2
+    """Steps that training sums over."""
+
+
+class BigramHead(DraftHead):
+    """table: [V, V]."""
+
+    method = "bigram"
+    layer_ids = ()
+    draft_vocab = None
+
+    def __init__(self, options: BigramOptions, vocab_size: int) -> None:
+        super().__init__()
+        self.options, self.train_steps = options, options.depth
+        self.table = torch.nn.Parameter(torch.zeros(vocab_size, vocab_size))
+
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        steps = []
+        for k, mask_BL in enumerate(islice(iterate_supervised_rows(batch), num_steps)):
+            rows = mask_BL.flatten().nonzero().flatten()
+            steps.append(StepOutput(k, rows, self.table[shift_left(batch.ids, 1 + k, 0).flatten()[rows]]))
+        return HeadOutput(tuple(steps))
+
+    def describe(self) -> dict:
+        return {"options": asdict(self.options)}
+
+
+def build(options: BigramOptions, target: Target, draft_vocab: None) -> BigramHead:
+    return BigramHead(options, target.vocab_size).to(target.device)
+
+
+def load(spec: dict, target: Target, draft_vocab: None) -> BigramHead:
+    return build(BigramOptions(**spec["options"]), target, draft_vocab)
+
+
+class BigramDrafter:
+    """Looks each next token up under the one before it."""
+
+    name = "bigram"
+    layer_ids = ()
+
+    def __init__(self, head: BigramHead, num_speculative_tokens: int) -> None:
+        self.head, self.num_speculative_tokens = head.eval(), num_speculative_tokens
+        self.max_nodes = 1 + num_speculative_tokens
+
+    def start(self, rows: int, capacity: int) -> None:
+        pass
+
+    def admit(self, prompts: Prompts) -> None:
+        pass
+
+    def select(self, rows: torch.Tensor) -> None:
+        pass
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        depth = min(self.num_speculative_tokens, state.room)
+        uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, depth)
+        tokens, laws = [state.root_B], []
+        for k in range(depth):
+            logits_BV = self.head.table[tokens[-1]]
+            if state.sampling.greedy:
+                tokens.append(logits_BV.argmax(-1))
+            else:
+                laws.append(law(logits_BV, state.sampling))
+                tokens.append(draw(laws[-1], uniform_BK[:, k]))
+        count_B, laws_BKV = state.limit_B.clamp(0, depth), torch.stack(laws, 1) if laws else None
+        return Draft.chain(state.root_B, torch.stack(tokens[1:], 1), count_B, laws_BKV)
+
+
+METHOD = Method("tests.toy_drafter", "tests.toy_drafter:BigramOptions", "tests.toy_drafter:BigramDrafter")

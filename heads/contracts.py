@@ -166,3 +166,23 @@ def _expected_tensors(config: Config, contract: Contract, sizes: Mapping[str, in
             name = rule.name.format(**{**sizes, **dict(zip(used, values, strict=True))})
             expected[name] = replace(rule, name=name)
     return expected
+
+
+LLAMA_KEYS = (
+    KeyRule("model_type", str, "the layer is a Llama layer", "llama"),
+    KeyRule("num_hidden_layers", int, "engines build one draft layer", 1),
+    KeyRule("vocab_size", int, "the target's, V"),
+    KeyRule("hidden_size", int, "H"),
+    KeyRule("intermediate_size", int, "I"),
+    KeyRule("num_attention_heads", int, "N"),
+    KeyRule("num_key_value_heads", int, "G"),
+    KeyRule("head_dim", int, "D; H // N is not always right"),
+    KeyRule("hidden_act", str, "engines know no other", "silu"),
+    KeyRule("rms_norm_eps", float, "the same in training and serving"),
+    KeyRule("rope_theta", float, "the base that engines read outside rope_parameters"),
+    KeyRule("rope_parameters", dict, "base and scaling as trained"),
+    KeyRule("rope_scaling", dict, "scaling as engines with older transformers read it", optional=True),
+    KeyRule("max_position_embeddings", int, "the longest context"),
+)
+"""What describes one Llama layer. Symbols: V target vocab, H draft hidden, I feed-forward width, N query heads, G key/value
+heads, D head size."""

@@ -10,6 +10,7 @@ heads, D head size.
 """
 
 from draftsmith.heads.contracts import (
+    LLAMA_KEYS,
     Config,
     Contract,
     KeyRule,
@@ -78,20 +79,7 @@ def _tensors(biased: str) -> tuple[TensorRule, ...]:
 
 
 _KEYS = (
-    KeyRule("model_type", str, "the layer is a Llama layer", "llama"),
-    KeyRule("num_hidden_layers", int, "engines build one draft layer", 1),
-    KeyRule("vocab_size", int, "the target's, V"),
-    KeyRule("hidden_size", int, "the target's, H"),
-    KeyRule("intermediate_size", int, "I"),
-    KeyRule("num_attention_heads", int, "N"),
-    KeyRule("num_key_value_heads", int, "G"),
-    KeyRule("head_dim", int, "D; H // N is not always right"),
-    KeyRule("hidden_act", str, "engines know no other", "silu"),
-    KeyRule("rms_norm_eps", float, "the same in training and serving"),
-    KeyRule("rope_theta", float, "the base that engines read outside rope_parameters"),
-    KeyRule("rope_parameters", dict, "base and scaling as trained"),
-    KeyRule("rope_scaling", dict, "scaling as engines with older transformers read it", optional=True),
-    KeyRule("max_position_embeddings", int, "the longest context"),
+    *LLAMA_KEYS,
     KeyRule("mlp_bias", bool, "the head has none there", False),
     KeyRule("tie_word_embeddings", bool, "SGLang binds the target's two matrices one by one", False),
     KeyRule("torch_dtype", str, "the dtype of every tensor"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from draftsmith.heads.contracts import (
+    LLAMA_KEYS,
     Config,
     Contract,
     KeyRule,
@@ -151,20 +152,7 @@ def _tensors(layer: str, *, embedding_optional: bool) -> tuple[TensorRule, ...]:
 
 
 _LAYER_KEYS = (
-    KeyRule("model_type", str, "the layer is a Llama layer", "llama"),
-    KeyRule("num_hidden_layers", int, "engines build one draft layer", 1),
-    KeyRule("vocab_size", int, "the target's, V"),
-    KeyRule("hidden_size", int, "H"),
-    KeyRule("intermediate_size", int, "I"),
-    KeyRule("num_attention_heads", int, "N"),
-    KeyRule("num_key_value_heads", int, "G"),
-    KeyRule("head_dim", int, "D; H // N is not always right"),
-    KeyRule("hidden_act", str, "engines know no other", "silu"),
-    KeyRule("rms_norm_eps", float, "the same in training and serving"),
-    KeyRule("rope_theta", float, "the base that engines read outside rope_parameters"),
-    KeyRule("rope_parameters", dict, "base and scaling as trained"),
-    KeyRule("rope_scaling", dict, "scaling as engines with older transformers read it", optional=True),
-    KeyRule("max_position_embeddings", int, "the longest context"),
+    *LLAMA_KEYS,
     KeyRule("attention_bias", bool, "biases do not load in llama.cpp", False),
     KeyRule("mlp_bias", bool, "biases do not load in llama.cpp", False),
     KeyRule("tie_word_embeddings", bool, "lm_head has rows of its own", False),

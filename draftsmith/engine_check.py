@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     add = parser.add_argument
     add("--engine", action="append", choices=ENGINES, help="only this engine (repeatable; both if left out)")
-    add("--recipes", default="tiny", help="recipes/eagle3/NAME.yaml and recipes/medusa/NAME.yaml (tiny)")
+    add("--recipes", default="tiny", help="recipes/METHOD/NAME.yaml of every method that is served (tiny)")
     add("--head", action="append", default=[], metavar="NAME=FOLDER", help="a trained head instead of a short training")
     add(
         "--only", action="append", default=[], metavar="NAME", help=f"only these heads (repeatable): {'; '.join(NAMES)}"

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from draftsmith.engine_compare import OurSide, greedy_row
-from draftsmith.engine_subjects import LLAMA_CPP_LAYOUT
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, EAGLE3, LlamaServer, ServerSettings, counted_by_llama_cpp
 from draftsmith.eval.engines.rows import AgreementRow
 from draftsmith.eval.engines.traces import EngineAnswer
+from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.gguf import convert_draft, convert_target
 from draftsmith.session import say
 

@@ -16,6 +16,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.teacher_forced import Simulation, simulate_generations
 from draftsmith.evaluation import make_requests
 from draftsmith.files import fingerprint
+from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import find_method
@@ -25,7 +26,6 @@ from draftsmith.session import Session, say
 from draftsmith.stages import load_samples
 
 DRAFT_MODEL = "draft model"
-LLAMA_CPP_LAYOUT = "eagle3_llama_cpp"
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
     *("--train.max_steps", "120", "--train.evaluations", "1"),

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.engine_compare import OurSide, greedy_row, sampled_row
-from draftsmith.engine_subjects import LLAMA_CPP_LAYOUT
 from draftsmith.eval.engines.rows import AgreementRow, within_text
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
+from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 
 METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa_vllm": "medusa", "draft_model": "draft_model"}
 """What vLLM calls the way of drafting, by layout; a speculators folder says it itself."""

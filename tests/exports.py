@@ -11,6 +11,14 @@ from draftsmith.heads.medusa import MedusaHead, MedusaOptions
 from draftsmith.heads.target import Target
 
 VOCAB = torch.tensor([0, 2, 3, 7, 50, 51, 52, 100, 159])
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def make_target(**overrides) -> Target:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith import engine_check, engine_page
-from draftsmith.engine_subjects import LLAMA_CPP_LAYOUT, PLANS, Candidate, Subject, slug
+from draftsmith.engine_subjects import PLANS, Candidate, Subject, slug
 from draftsmith.eval.engines.rows import AgreementRow, Counts
+from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.heads.export import LAYOUTS
 from draftsmith.recipe_file import parse_recipe
 

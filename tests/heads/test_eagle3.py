@@ -19,20 +19,13 @@ from draftsmith.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
+from exports import LLAMA3
 from models import tiny_model
 
 LAYERS = (1, 4, 6)
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FLAG_SETS = [dict(zip(FLAGS, on, strict=True)) for on in product([False, True], repeat=4) if not (on[1] and on[2])]
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 
 
 class ListCache:

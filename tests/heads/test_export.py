@@ -22,18 +22,10 @@ from draftsmith.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
-from exports import VOCAB, make_target
+from exports import LLAMA3, VOCAB, make_target
 from exports import make_eagle3 as make_head
 
 SHARED_FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 
 
 def check_same_logits(a: Eagle3Head, b: Eagle3Head, target: Target, tolerance: float = 0.0) -> None:

@@ -27,17 +27,9 @@ from draftsmith.recipe import ExportSpec, Recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
-from exports import make_eagle1, make_target
+from exports import LLAMA3, make_eagle1, make_target
 from models import save_tiny_target
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 CASES = [
     ("eagle1", {}, {}),
     ("eagle1", {}, {"qkv_bias": True}),

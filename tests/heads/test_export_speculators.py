@@ -20,18 +20,10 @@ from draftsmith.heads.export import LAYOUTS, convert_head, export_head
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
-from exports import VOCAB, make_eagle3, make_target
+from exports import LLAMA3, VOCAB, make_eagle3, make_target
 from models import save_tiny_target
 
 LAYOUT = "eagle3_speculators"
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # All combinations, but one norm before the fusion at most.
 COMBINATIONS = [

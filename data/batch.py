@@ -49,7 +49,9 @@ class TrainBatch:
 
     ids [B, L] int64; mask [B, L] bool; document [B, L] int64, a number per document within the row
     and -1 on padding; position [B, L] int64, counted from 0 in every document; aux [B, L, A*Ht];
-    last [B, L, Ht]; top1 [B, L] int64; logsumexp [B, L] float32.
+    last [B, L, Ht]; top1 [B, L] int64; logsumexp [B, L] float32. seed [B, L] int64: a number per document and epoch,
+    the same at each of its tokens, for what training draws by chance (noise, samples of rows), so that the draw is the
+    same however documents are packed and shared out; None stands for zeros.
     """
 
     ids: Tensor
@@ -60,9 +62,16 @@ class TrainBatch:
     last: Tensor
     top1: Tensor
     logsumexp: Tensor
+    seed: Tensor | None = None
+
+    @property
+    def seeds(self) -> Tensor:
+        """The seeds [B, L], zeros where there are none."""
+        return torch.zeros_like(self.ids) if self.seed is None else self.seed
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the same batch on `device`."""
         # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
         later = torch.device(device).type != "cpu"
-        return TrainBatch(**{f.name: getattr(self, f.name).to(device, non_blocking=later) for f in fields(self)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TrainBatch(**{k: None if x is None else x.to(device, non_blocking=later) for k, x in values.items()})

@@ -60,12 +60,18 @@ def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -
     return filled
 
 
-def collate(rows: list[list[Features]], row_tokens: int, *, multiple_of: int | None = None) -> TrainBatch:
+def collate(
+    rows: list[list[Features]],
+    row_tokens: int,
+    *,
+    multiple_of: int | None = None,
+    seeds: Sequence[Sequence[int]] | None = None,
+) -> TrainBatch:
     """Lay the documents of each row one after the other and pad to `row_tokens`.
 
     Padding has document -1, mask False and zeros elsewhere; positions count from 0 in every document. With
     `multiple_of` the batch is only as long as its longest row needs, rounded up to that multiple (and never
-    longer than `row_tokens`).
+    longer than `row_tokens`). seeds: TrainBatch.seed of each document.
     """
     filled = [sum(len(document.ids) for document in row) for row in rows]
     assert rows, "a batch needs a row"
@@ -83,7 +89,13 @@ def collate(rows: list[list[Features]], row_tokens: int, *, multiple_of: int | N
         last=_stack([[d.last for d in row] for row in rows], length),
         top1=_stack([[d.top1.long() for d in row] for row in rows], length),
         logsumexp=_stack([[d.logsumexp.float() for d in row] for row in rows], length),
+        seed=None if seeds is None else _stack(_repeat(seeds, rows), length),
     )
+
+
+def _repeat(seeds: Sequence[Sequence[int]], rows: list[list[Features]]) -> list[list[Tensor]]:
+    pairs = (zip(row, documents, strict=True) for row, documents in zip(seeds, rows, strict=True))
+    return [[torch.full_like(d.ids, seed, dtype=torch.int64) for seed, d in row] for row in pairs]
 
 
 def _stack(rows: list[list[Tensor]], length: int, padding: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.losses import LossSpec
+from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.registry import METHODS, find_method
 from draftsmith.target_shape import TargetShape

@@ -73,8 +73,7 @@ def _check_start(session: Session) -> DraftHead:
     if warm is None and size is not None:
         vocab = choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
     head = start_head(session, warm, vocab)
-    recipe.train.loss.check_steps(head.train_steps)
-    recipe.train.loss.check_features(head.regresses)
+    recipe.train.loss.check_head(head)
     stored = recipe.features.layer_ids
     if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
         raise UserError(

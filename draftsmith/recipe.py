@@ -10,7 +10,7 @@ from typing import Any, Literal
 from draftsmith.eval.sampling import Sampling
 from draftsmith.evaluate_spec import EvaluateSpec
 from draftsmith.fields import Dtype, make_sampling, require, without_neutral
-from draftsmith.heads.losses import LossSpec
+from draftsmith.heads.loss_spec import LossSpec
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import hashlib
 import torch
 from torch import Tensor
 
-DRAFT, ACCEPT, EMIT = 0, 1, 2
-"""Streams: drawing draft tokens, accepting them, and emitting the correction or bonus token."""
+DRAFT, ACCEPT, EMIT, NOISE, SAMPLE = 0, 1, 2, 3, 4
+"""Streams: drawing draft tokens, accepting them, and emitting the correction or bonus token; in training the noise on
+hidden states, and the sample of rows to learn from."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _FACTORS = (-4658895280553007687, -7723592293110705685)

@@ -160,6 +160,8 @@ def chain_acceptance(
             else:
                 q_R = _draft_probability(law(logits_RW, sampling), token_R, draft_vocab_W)
                 c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
+            if step.stops is not None:
+                c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
     return Acceptance(c.view(rows, length, -1), off_text)
 
 

@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
+
+if TYPE_CHECKING:
+    from draftsmith.heads.target import Target
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,28 @@ class StepOutput:
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's law at position t+1+offset.
     rows: [R] int64 flat indices b*L+t, ascending. logits: [R, W]. feature: [R, H] what the head took for the target's
     last state at position t+1+offset, where it has such an output and the logits are made from it (EAGLE-1).
+    confidence: [R] the log-odds that the head gives its draft to be accepted, those before it being so (DSpark). stops:
+    [R] bool, True where the head would draft no more, this token included; it may depend on the tokens before, never on
+    the one that the row predicts.
     """
 
     offset: int
     rows: Tensor
     logits: Tensor
     feature: Tensor | None = None
+    confidence: Tensor | None = None
+    stops: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """Everything a head computed for one TrainBatch, one StepOutput per step or head."""
+    """Everything a head computed for one TrainBatch, one StepOutput per step or head.
+
+    tuned: the law of the target that the head tunes (Medusa-2), at offset -1: row t predicts x_{t+1}, over all V.
+    """
 
     steps: tuple[StepOutput, ...]
+    tuned: StepOutput | None = None
 
 
 def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
@@ -55,6 +67,12 @@ def iterate_supervised_rows(batch: TrainBatch) -> Iterator[Tensor]:
         reach += 1
         rows_BL = rows_BL & learnable(reach)
         yield rows_BL
+
+
+def answer_rows(batch: TrainBatch) -> Tensor:
+    """Return [B, L] bool: the rows t whose next token x_{t+1} is to be learned, the first of an answer included."""
+    same_BL = shift_left(batch.document, 1, -1) == batch.document
+    return (batch.document >= 0) & shift_left(batch.mask.bool(), 1, False) & same_BL
 
 
 def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
@@ -82,8 +100,9 @@ class DraftHead(nn.Module, ABC):
     method: its name in the registry. layer_ids: the aux layers whose streams it reads (id k is the residual
     stream entering decoder layer k). draft_vocab: [W] int64 sorted target ids that its logits stand for
     (a buffer), or None when the head predicts the whole target vocabulary. train_steps: steps (or heads) that its
-    training loss sums over. regresses: its outputs carry a `feature`. max_speculative_tokens: the longest draft, None
-    where there is no limit.
+    training loss sums over. regresses: its outputs carry a `feature`. confident: they carry a `confidence`. tunes:
+    training tunes the target too, and the outputs carry the law of the `tuned` one.
+    max_speculative_tokens: the longest draft, None where there is no limit.
     """
 
     method: ClassVar[str]
@@ -91,6 +110,8 @@ class DraftHead(nn.Module, ABC):
     draft_vocab: Tensor | None
     train_steps: int
     regresses: ClassVar[bool] = False
+    confident: bool = False
+    tunes: ClassVar[bool] = False
     max_speculative_tokens: int | None = None
 
     @abstractmethod
@@ -100,6 +121,24 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return, as JSON, what the method's `load` needs besides `layer_ids` and the tensors."""
+
+    def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
+        """Yield the rows [B, L] bool that step 0, 1, ... gives logits of: those of rule 1, all of them unless the head
+        learns from a sample; that is drawn from `batch.seeds` in training mode alone, the same at every call."""
+        return iterate_supervised_rows(batch)
+
+    def deployed(self, target: "Target") -> "DraftHead":
+        """Return the head as it drafts once trained, given the target it was trained with: itself, or where it `tunes`
+        that one for the tuned target alone, whose states it then reads."""
+        return self
+
+    def verifier(self, target: "Target") -> "Target":
+        """Return the target that verifies the drafts of a deployed head: `target`, or the one that was tuned with it."""
+        return target
+
+    def lr_factor(self, name: str) -> float:
+        """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
+        return 1.0
 
     def served(self) -> "DraftHead":
         """Return the head as engines compute it: itself, or one that gives the same logits from other tensors."""

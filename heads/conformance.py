@@ -8,11 +8,12 @@ simulator and the decoder do, and knows nothing of what is inside. Shapes: B row
 """
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
@@ -98,22 +99,38 @@ def check_simulation(spec: Spec) -> None:
 
 
 def check_packing(spec: Spec) -> None:
-    """Documents packed into rows give the loss and the gradients that they give alone."""
-    head, samples = spec.head.eval(), spec.samples[:7]
+    """Documents packed into rows give the loss and the gradients that they give alone, also with the noise and the sample
+    of rows that training draws; dropout, which draws from torch's generator, is left out."""
+    samples = spec.samples[:7]
     packed = [[samples[:3], samples[3:4], samples[4:6]], [samples[6:]]]
     alone = [[[sample]] for sample in samples]
-    ours, theirs = (_loss_and_gradients(spec, head, batches) for batches in (packed, alone))
-    for name, value in ours.items():
-        scale = float(theirs[name].abs().max()) + 1e-6
-        apart = float((value - theirs[name]).abs().max()) / scale
-        _require(apart < 1e-3, f"{name} differs by {apart:.2g} of its size between documents packed and alone")
+    for training in (False, True):
+        head = spec.head.train(training)
+        for module in head.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+        ours, theirs = (_loss_and_gradients(spec, head, batches) for batches in (packed, alone))
+        for name, value in ours.items():
+            scale = float(theirs[name].abs().max()) + 1e-6
+            apart = float((value - theirs[name]).abs().max()) / scale
+            where = "in training, " * training + "between documents packed and alone"
+            _require(apart < 1e-3, f"{name} differs by {apart:.2g} of its size {where}")
+    head.eval()
 
 
 def check_rows_that_count(spec: Spec) -> None:
-    """A step's logits are those of the rows that rule 1 names, in ascending order, and of as many steps as asked."""
-    head, batch = spec.head.eval(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
+    """A step's logits are those of the rows that rule 1 names, in ascending order, and of as many steps as asked; in
+    training those of some of them, the same at every call."""
+    head, batch = spec.head.train(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
     with torch.no_grad():
-        steps = head(batch, spec.length).steps
+        some = head(batch, head.train_steps).steps
+        masks = [*islice(head.supervised(batch), len(some))]
+        steps = head.eval()(batch, spec.length).steps
+    for step, mask_BL in zip(some, masks, strict=True):
+        rows = mask_BL.flatten().nonzero().flatten()
+        told = f"step {step.offset} of training gives logits of other rows"
+        _require(_equal(step.rows, rows), f"{told} than `supervised` names")
+        _require(not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()), f"{told} than those that may count")
     offsets = [step.offset for step in steps]
     _require(offsets == list(range(spec.length)), f"{spec.length} steps were asked for, and offsets {offsets} came")
     width = spec.target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)

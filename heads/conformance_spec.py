@@ -15,10 +15,12 @@ from draftsmith.data.packing import collate
 from draftsmith.eval.answers import Request
 from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import Drafter, TargetAlone
+from draftsmith.eval.noise import row_key
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.teacher_forced import to_sample
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 
@@ -127,7 +129,7 @@ def train_briefly(spec: Spec, steps: int) -> DraftHead:
         for _ in range(steps):
             scored = head_loss(head(batch, head.train_steps), batch, spec.target.head, head.draft_vocab, spec.loss)
             optimizer.zero_grad()
-            (scored.loss_sum / loss_divisor(batch, spec.loss)).backward()
+            (scored.loss_sum / loss_divisor(batch, spec.loss, head)).backward()
             optimizer.step()
     return head
 
@@ -140,4 +142,6 @@ def _pack(target: Target, rows: Sequence[Sequence[Tokenized]], layer_ids: tuple[
     samples = [sample for row in rows for sample in row]
     features = iter(compute_features(target, samples, layer_ids, target.dtype))
     documents = [[next(features) for _ in row] for row in rows]
-    return collate(documents, max(sum(len(d.ids) for d in row) for row in documents)).to(target.device)
+    longest = max(sum(len(d.ids) for d in row) for row in documents)
+    seeds = [[row_key(0, sample.sample_id) for sample in row] for row in rows]
+    return collate(documents, longest, seeds=seeds).to(target.device)

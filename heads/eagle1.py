@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.eval.noise import NOISE, uniforms
 from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle_base import EagleHead
 from draftsmith.heads.eagle_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
@@ -86,11 +87,12 @@ class Eagle1Head(EagleHead):
         return out
 
     def perturb(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
-        """Add the noise of the options to the target's states [B, L, H], drawn from torch's default generator."""
+        """Add the noise of the options to the target's states [B, L, H], drawn from the documents' seeds."""
         width, length = self.options.noise, self.options.noise_length
         if not width:
             return hidden
-        noise = (2 * torch.rand_like(hidden) - 1) * width
+        uniform = uniforms(batch.seeds.flatten(), batch.position.flatten(), NOISE, hidden.shape[-1])
+        noise = (2 * uniform.view(hidden.shape).to(hidden.dtype) - 1) * width
         if length is not None:
             noise = noise * (length / _document_tokens(batch.document))[..., None]
         return hidden + noise

@@ -15,7 +15,8 @@ from draftsmith.eval.trees import StaticTree
 from draftsmith.eval.verify import Typical
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.probe import check_target
 from draftsmith.heads.registry import METHODS

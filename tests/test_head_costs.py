@@ -14,7 +14,8 @@ from draftsmith.heads import causal_kernels, eagle_base
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.losses import LossKind, LossSpec, head_loss
+from draftsmith.heads.loss_spec import LossKind, LossSpec
+from draftsmith.heads.losses import head_loss
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.registry import METHODS, Method
 from draftsmith.heads.target import Target

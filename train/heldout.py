@@ -12,7 +12,8 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
 from draftsmith.eval.tally import Tally, total
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
-from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.target import TargetHead
 
 
@@ -67,10 +68,11 @@ def evaluate_heldout(
         batch = collate(samples, row_tokens).to(device)
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
+            divisor = loss_divisor(batch, spec, head)
         scored = head_loss(HeadOutput(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
         of_slice = losses[samples[0][0].slice]
         of_slice[0] += float(scored.loss_sum)
-        of_slice[1] += float(loss_divisor(batch, spec))
+        of_slice[1] += float(divisor)
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
         chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
         choices += torch.bincount(chosen, minlength=len(choices))

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from draftsmith.errors import StoppedError, UserError
+from draftsmith.eval.noise import row_key
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
@@ -47,8 +48,7 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     tau), summary.json (when training has ended). Resumes by itself; Ctrl-C saves a checkpoint first.
     """
     spec = recipe.train
-    spec.loss.check_steps(head.train_steps)
-    spec.loss.check_features(head.regresses)
+    spec.loss.check_head(head)
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(recipe.seed)
     accelerator = make_accelerator(spec, target.device)
@@ -164,7 +164,10 @@ class _Run:
         """Yield the micro-batches of each optimizer step in the epoch that `step` falls into."""
         epoch, skip = self._locate(step)
         micros = self.schedule.share(epoch, self.accelerator.process_index, skip)
-        dataset = MicroBatches(self.data.source, self.data.train, micros, self.head.layer_ids, self.spec.row_tokens)
+        seed = row_key(self.recipe.seed, "epoch", epoch)
+        dataset = MicroBatches(
+            self.data.source, self.data.train, micros, self.head.layer_ids, self.spec.row_tokens, seed
+        )
         # A generator of its own: otherwise starting the loader would draw from the global one.
         loader = DataLoader(
             dataset, batch_size=None, num_workers=self.spec.workers, generator=torch.Generator().manual_seed(0)
@@ -203,7 +206,7 @@ class _Run:
         divisor = torch.zeros((), device=device)
         rows = torch.zeros((), device=device)
         for batch, counts in batches:
-            divisor += loss_divisor(batch, self.spec.loss) * counts
+            divisor += loss_divisor(batch, self.spec.loss, self.head) * counts
             rows += count_rows(batch) * counts
         divisor, rows = accelerator.reduce([divisor, rows], "sum")
         if rows == 0:

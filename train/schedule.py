@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features import FeatureSource
 from draftsmith.data.packing import collate, plan_batches
+from draftsmith.eval.noise import row_key
 from draftsmith.recipe import TrainSpec
 
 
@@ -62,7 +63,7 @@ class Schedule:
 
 
 class MicroBatches(Dataset):
-    """Reads and packs the features of a list of micro-batches."""
+    """Reads and packs the features of a list of micro-batches. seed: the epoch's, which each document's is made of."""
 
     def __init__(
         self,
@@ -71,9 +72,10 @@ class MicroBatches(Dataset):
         micros: Sequence[Micro],
         layers: tuple[int, ...],
         row_tokens: int,
+        seed: int = 0,
     ) -> None:
         self.source, self.index, self.micros = source, index, micros
-        self.layers, self.row_tokens = layers, row_tokens
+        self.layers, self.row_tokens, self.seed = layers, row_tokens, seed
 
     def __len__(self) -> int:
         return len(self.micros)
@@ -81,4 +83,5 @@ class MicroBatches(Dataset):
     def __getitem__(self, place: int) -> "tuple[TrainBatch, bool]":
         micro = self.micros[place]
         rows = [self.source.get_many([self.index[i] for i in row], self.layers) for row in micro.rows]
-        return collate(rows, self.row_tokens), micro.counts
+        seeds = [[row_key(self.seed, "train", self.index[i]) for i in row] for row in micro.rows]
+        return collate(rows, self.row_tokens, seeds=seeds), micro.counts

@@ -88,19 +88,23 @@ def test_collate_against_one_token_at_a_time(rows, spare):
     documents = iter(range(100))
     laid = [[features(length, next(documents)) for length in row] for row in rows]
     row_tokens = max(sum(row) for row in rows) + spare
-    batch = collate(laid, row_tokens)
+    seeds = [[100 * b + n + 1 for n in range(len(row))] for b, row in enumerate(laid)]
+    batch = collate(laid, row_tokens, seeds=seeds)
     assert batch.ids.shape == (len(rows), row_tokens)
+    assert not collate(laid, row_tokens).seeds.any()
     for b, row in enumerate(laid):
         cells = [(n, t) for n, document in enumerate(row) for t in range(len(document.ids))]
         for place in range(row_tokens):
             if place >= len(cells):
                 assert batch.document[b, place] == -1
                 assert not batch.mask[b, place]
+                assert not batch.seeds[b, place]
                 for name in ("ids", "position", "aux", "last", "top1", "logsumexp"):
                     assert not getattr(batch, name)[b, place].any()
                 continue
             number, t = cells[place]
             assert (batch.document[b, place], batch.position[b, place]) == (number, t)
+            assert batch.seeds[b, place] == seeds[b][number]
             for name in ("ids", "mask", "aux", "last", "top1", "logsumexp"):
                 assert getattr(batch, name)[b, place].equal(
                     getattr(row[number], name)[t].to(getattr(batch, name).dtype)

@@ -10,7 +10,8 @@ from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.checkpoint import load_head, save_head
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.export import LAYOUTS, default_layout, export_head
-from draftsmith.heads.losses import LossSpec, head_loss, loss_divisor
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss, loss_divisor
 from tests.gpu.support import DEVICE, LAYERS, make_head, make_target, make_texts, on_gpu
 
 pytestmark = on_gpu

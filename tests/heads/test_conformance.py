@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.heads import eagle_base, eagle_drafter, medusa
 from draftsmith.heads.conformance import CHECKS, Spec, run_conformance, tiny_target
+from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.eagle3_options import Eagle3Options
@@ -125,6 +126,15 @@ def unseeded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Eagle3Head, "first_hidden", noisy)
 
 
+def noise_by_turns(patch: pytest.MonkeyPatch) -> None:
+    """Noise that depends on where in the batch a document lies."""
+
+    def perturb(self: Any, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        return hidden + 0.1 * torch.rand(hidden.shape, generator=torch.Generator().manual_seed(0))
+
+    patch.setattr(Eagle1Head, "perturb", perturb)
+
+
 def left_out(patch: pytest.MonkeyPatch) -> None:
     """A parameter that checkpoints do not hold."""
     real = Eagle3Head.state_dict
@@ -177,7 +187,8 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("drafts are drawn from their laws", "eagle3", most_likely_draws, "not drawn from the laws"),
     ("simulated equals decoded", "eagle3", shorter_drafts, "differ at temperature 0"),
     ("packed equals alone", "eagle3", leak, "between documents packed and alone"),
-    ("rows that count", "medusa", every_row, "other rows than those that count"),
+    ("packed equals alone", "eagle1", noise_by_turns, "in training, between documents packed and alone"),
+    ("rows that count", "medusa", every_row, "other rows than"),
     ("seeds reproduce", "eagle3", unseeded, "same seed differ"),
     ("checkpoints hold everything", "eagle3", left_out, "another norm.weight"),
     ("exports give the head back", "medusa", swapped_heads, "gives other logits"),

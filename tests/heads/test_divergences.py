@@ -9,7 +9,8 @@ from torch import Tensor
 
 from draftsmith.heads import divergences
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.losses import LossKind, LossSpec, head_loss, row_loss
+from draftsmith.heads.loss_spec import LossKind, LossSpec
+from draftsmith.heads.losses import head_loss, row_loss
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target

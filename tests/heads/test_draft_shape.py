@@ -10,7 +10,8 @@ from draftsmith.heads.checkpoint import load_head, save_head
 from draftsmith.heads.conformance import Spec, run_conformance, tiny_target
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.export import convert_head, export_head, layouts_for
-from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss
 from draftsmith.heads.low_rank import LowRankLinear
 from draftsmith.heads.target import Target
 from draftsmith.heads.warm_start import adopt_options, restart

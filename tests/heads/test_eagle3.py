@@ -14,7 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.layer_config import rope_parameters
-from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss
 from draftsmith.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import HeadOutput, shift_left
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options
-from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss
 from draftsmith.heads.target import TargetHead
 
 FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"

@@ -15,7 +15,8 @@ from draftsmith.errors import UserError
 from draftsmith.heads import losses
 from draftsmith.heads import teacher as teacher_module
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
-from draftsmith.heads.losses import LossKind, LossOutput, LossSpec, head_loss, loss_divisor
+from draftsmith.heads.loss_spec import LossKind, LossSpec
+from draftsmith.heads.losses import LossOutput, head_loss, loss_divisor
 from draftsmith.heads.target import Target
 from draftsmith.heads.teacher import make_teacher
 

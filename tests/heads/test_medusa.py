@@ -20,7 +20,8 @@ from draftsmith.eval.trees import PUBLISHED, StaticTree
 from draftsmith.eval.verify import Typical
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import load_head, save_head
-from draftsmith.heads.losses import LossSpec, head_loss
+from draftsmith.heads.loss_spec import LossSpec
+from draftsmith.heads.losses import head_loss
 from draftsmith.heads.medusa import MedusaHead, build
 from draftsmith.heads.medusa_drafter import MedusaDrafter
 from draftsmith.heads.medusa_options import MedusaOptions

@@ -8,7 +8,7 @@ from draftsmith.data.extract import OnlineSource
 from draftsmith.eval.sampling import Sampling
 from draftsmith.heads.eagle3 import build
 from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.losses import LossSpec
+from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.target import Target
 from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 from tests.models import tiny_model

@@ -1,0 +1,56 @@
+"""The switches of a draft model, apart from the model so that reading a recipe imports no model code."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from draftsmith.errors import UserError
+
+SIZES = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+)
+"""What a draft model that starts from another one has from there."""
+
+
+@dataclass(frozen=True)
+class DraftLmOptions:
+    """What a draft model is made of: a small Llama with the target's tokens and RoPE, which reads the text alone."""
+
+    TRAINING: ClassVar = frozenset({"init_from", "layers_from_target"})
+
+    init_from: str | None = None
+    """Folder or Hub name of a small Llama with the target's tokenizer to start from; its sizes and RoPE are its own."""
+    layers_from_target: list[int] | None = None
+    """Start from these layers of a Llama target (0 is the first), its embeddings, final norm and output projection."""
+    num_hidden_layers: int | None = None
+    """Layers; null: 2, or those of what it starts from."""
+    hidden_size: int | None = None
+    """Width of the states; null: the target's."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers; null: as many times hidden_size as in the target."""
+    num_attention_heads: int | None = None
+    """Query heads; null: hidden_size / head_dim."""
+    num_key_value_heads: int | None = None
+    """Key/value heads; null: the target's, or the largest number below that divides the query heads."""
+    head_dim: int | None = None
+    """Size of a head; null: the target's."""
+    tie_word_embeddings: bool | None = None
+    """Embeddings and output projection are one matrix; null: as in the target."""
+
+    def __post_init__(self) -> None:
+        if self.init_from is not None and self.layers_from_target is not None:
+            raise UserError("head.init_from and head.layers_from_target both say what to start from: name one of them.")
+        if (layers := self.layers_from_target) is not None and (not layers or sorted(set(layers)) != layers):
+            raise UserError(
+                f"head.layers_from_target is {layers}: name at least one layer of the target, each once and in ascending "
+                "order, or leave it null."
+            )
+        for name in SIZES[:-1]:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"head.{name} is {value}: it must be at least 1, or null.")

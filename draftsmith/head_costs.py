@@ -268,9 +268,10 @@ def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], lo
     What the head keeps; and per row and step the draft logits, their fp32 log-softmax, and, but for hard
     cross-entropy, the teacher's fp32 law. Then the teacher's law on all R rows, and what the loss of one step works with.
     """
-    hard = loss.kind == "hard_ce"
+    kinds = {loss.kind, *loss.also}
+    hard = kinds == {"hard_ce"}
     logits = cost.draft_vocab * (cost.logit_bytes + (4 if hard else 8)) * sum(rows)
-    working = cost.draft_vocab * 4 * _WORKING[loss.kind] * max(rows)
+    working = cost.draft_vocab * 4 * max(_WORKING[kind] for kind in kinds) * max(rows)
     return cost.saved_bytes(positions, rows) + logits + working
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from math import inf, pi, sin
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from draftsmith.errors import UserError
 from draftsmith.fields import without_neutral
@@ -77,10 +77,15 @@ class LossSpec:
             raise UserError(
                 f"loss.depth_weights is {weights}: give one number per step or head, none negative and not all of them 0."
             )
-        weighed = {key: getattr(self, key) for key in ("weight", "feature_weight", "top_k_weight", "confidence_weight", "tuned_weight")}
+        weighed = {
+            key: getattr(self, key)
+            for key in ("weight", "feature_weight", "top_k_weight", "confidence_weight", "tuned_weight")
+        }
         for key, value in (weighed | {f"also.{kind}": value for kind, value in self.also.items()}).items():
             if value is not None and not 0 <= value < inf:
                 raise UserError(f"loss.{key} is {value}: it must not be negative.")
+        if unknown := sorted(set(self.also) - set(get_args(LossKind))):
+            raise UserError(f"loss.also names {unknown[0]!r}: choose among {', '.join(get_args(LossKind))}.")
         if self.top_k < 1:
             raise UserError(f"loss.top_k is {self.top_k}: it must be at least 1.")
         if not 0.0 <= self.ramp <= 1.0:
@@ -95,12 +100,16 @@ class LossSpec:
                 f"loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "
                 "confidence: leave it out."
             )
-        for key in ("tuned_weight", "ramp"):
-            if getattr(self, key) and not head.tunes:
-                raise UserError(
-                    f"loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, "
-                    "or train medusa2."
-                )
+        unusual = {
+            "tuned_kind": self.tuned_kind != "kl",
+            "tuned_weight": bool(self.tuned_weight),
+            "ramp": self.ramp > 0,
+        }
+        if (key := next((key for key, named in unusual.items() if named), None)) and not head.tunes:
+            raise UserError(
+                f"loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
+                "train medusa2."
+            )
 
     def check_features(self, present: bool) -> None:
         """Raise UserError where the recipe weighs features that the head's outputs do not have."""

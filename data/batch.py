@@ -4,6 +4,7 @@ Shapes: B batch rows, L tokens, A aux layers, Ht target hidden size.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,5 +74,6 @@ class TrainBatch:
         """Return the same batch on `device`."""
         # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
         later = torch.device(device).type != "cpu"
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainBatch(**{k: None if x is None else x.to(device, non_blocking=later) for k, x in values.items()})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {k: None if x is None else x.to(device, non_blocking=later) for k, x in values.items()}
+        return TrainBatch(**moved)

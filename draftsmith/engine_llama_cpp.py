@@ -9,11 +9,10 @@ from pathlib import Path
 
 from draftsmith.engine_compare import OurSide, greedy_row
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, EAGLE3, LlamaServer, ServerSettings, counted_by_llama_cpp
+from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServer, ServerSettings, counted_by_llama_cpp
 from draftsmith.eval.engines.rows import AgreementRow
 from draftsmith.eval.engines.traces import EngineAnswer
-from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
-from draftsmith.gguf import convert_draft, convert_target
+from draftsmith.gguf import HEADS, WHOLE, convert_draft, convert_target
 from draftsmith.session import say
 
 PRE_TOKENIZER = "gpt-2"
@@ -26,20 +25,21 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     """Serve a candidate at temperature 0, in float32 and, the first head, with quantized drafts; none where llama.cpp has
     no layout for it."""
     candidate, tree = side.candidate, options.llama_cpp / "llama.cpp"
-    if candidate.head is not None and LLAMA_CPP_LAYOUT not in candidate.layouts:
+    whole = candidate.head is None or WHOLE in candidate.layouts
+    layout = WHOLE if whole else next((name for name in candidate.layouts if name in HEADS), None)
+    if layout is None:
         say("llama.cpp does not serve it")
         return []
     folder.mkdir(parents=True, exist_ok=True)
     target = folder.parent / "target.gguf"
     if not target.exists():
         convert_target(tree, side.subject.folder, target, "f32", PRE_TOKENIZER)
-    layout = "draft_model" if candidate.head is None else LLAMA_CPP_LAYOUT
-    exported, draft = side.export(LLAMA_CPP_LAYOUT, folder), folder / "draft-f32.gguf"
-    if candidate.head is None:
+    exported, draft = side.export(layout, folder), folder / "draft-f32.gguf"
+    if whole:
         convert_target(tree, exported, draft, "f32", PRE_TOKENIZER)
     else:
         convert_draft(tree, exported, side.subject.folder, draft, "f32", PRE_TOKENIZER)
-    kind = DRAFT_MODEL if candidate.head is None else EAGLE3
+    kind = HEADS.get(layout, DRAFT_MODEL)
     settings = ServerSettings(target, draft, kind, side.K, context=side.context + 1, rounds=True)
     program = options.llama_cpp / "build" / "bin" / "llama-server"
     limits = {request.sample_id: request.max_new_tokens for request in side.requests}

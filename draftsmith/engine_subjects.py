@@ -64,7 +64,34 @@ PLANS = (
         ("--head.fc_norm", "true", "--head.norm_output", "true", *_SHORTER),
         ("eagle3",),
     ),
+    HeadPlan(
+        "eagle3 of 2 layers, sliding window of 32",
+        "eagle3",
+        ("--head.num_hidden_layers", "2", "--head.sliding_window", "32", *_SHORTER),
+        _BOTH,
+    ),
+    HeadPlan(
+        "eagle3 of width 64",
+        "eagle3",
+        (
+            *("--head.hidden_size", "64", "--head.train_embeddings", "true"),
+            *("--head.num_attention_heads", "2", "--head.num_key_value_heads", "1"),
+        ),
+        (*_BOTH, LLAMA_CPP_LAYOUT),
+    ),
+    HeadPlan("peagle", "peagle", (), ("peagle", "peagle_speculators")),
     HeadPlan("eagle1", "eagle1", (), ("eagle1",)),
+    # A block of K + 1 slots, since engines fill in no more of it than they draft.
+    HeadPlan("dflash", "dflash", ("--head.block_size", "6"), ("dflash_llama_cpp",)),
+    # On CPUs vLLM 0.32 takes the first layer's norm of keys for the context of all layers, so one layer is what agrees.
+    HeadPlan(
+        "dflash of one layer",
+        "dflash",
+        ("--head.block_size", "6", "--head.num_layers", "1", "--head.draft_vocab_size", "512", *_SHORTER),
+        ("dflash",),
+    ),
+    HeadPlan("dspark", "dspark", ("--head.block_size", "5"), ("dspark_llama_cpp",)),
+    HeadPlan("draft model, trained", "draft_model", (), ("draft_model",)),
     HeadPlan("medusa", "medusa", (), ("medusa_vllm",)),
     HeadPlan(
         "medusa on the target's projection, 2 blocks",

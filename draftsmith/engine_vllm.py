@@ -7,15 +7,26 @@ from typing import Any
 from draftsmith.engine_compare import OurSide, greedy_row, sampled_row
 from draftsmith.eval.engines.rows import AgreementRow, within_text
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
-from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
+from draftsmith.gguf import HEADS
 
-METHODS = {"eagle3": "eagle3", "eagle1": "eagle", "medusa_vllm": "medusa", "draft_model": "draft_model"}
+METHODS = {
+    "dflash": "dflash",
+    "eagle3": "eagle3",
+    "eagle1": "eagle",
+    "medusa_vllm": "medusa",
+    "draft_model": "draft_model",
+    "peagle": "eagle3",
+}
 """What vLLM calls the way of drafting, by layout; a speculators folder says it itself."""
+MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
+"""What else a layout needs."""
 
 
 def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> list[AgreementRow]:
     """Serve a candidate from each of its layouts, at temperature 0 and 1, and once with sampled drafts."""
-    layouts = [name for name in side.candidate.layouts if name != LLAMA_CPP_LAYOUT] or ["draft_model"]
+    layouts = [name for name in side.candidate.layouts if name not in HEADS]
+    # A draft model that is no head of ours is served as it is.
+    layouts = layouts or ([] if side.candidate.layouts else ["draft_model"])
     rows = []
     for layout in layouts:
         draft = side.export(layout, folder)
@@ -39,7 +50,7 @@ def _serve(
     model, speculative = draft, None
     if layout in METHODS:
         own = {"method": METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": side.K}
-        model, speculative = side.subject.folder, own | how
+        model, speculative = side.subject.folder, own | MORE.get(layout, {}) | how
     eos_ids = side.target.eos_ids
     settings = VllmSettings(home, model.resolve(), speculative, side.context, eos_ids, temperatures)
     return run_vllm(settings, side.requests, folder)

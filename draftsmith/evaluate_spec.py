@@ -24,6 +24,9 @@ class DraftSpec:
     """dynamic: nodes of a level that go on, and children that each is tried with; null is 8."""
     total_tokens: int | None = None
     """dynamic: tokens that the target reads, the root included; null is 60."""
+    confidence_threshold: float | None = None
+    """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
+    confidences (DSpark); null: it never ends early."""
     heads: list[str] = field(default_factory=list)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
@@ -58,6 +61,10 @@ class DraftSpec:
             least = 2 if key == "total_tokens" else 1
             require(value is None or value >= least, f"{where}: {key}", value, f"it must be at least {least}, or null")
         static = self.tree not in ("chain", "dynamic")
+        threshold, key = self.confidence_threshold, f"{where}: confidence_threshold"
+        require(threshold is None or self.tree == "chain", key, threshold, "only a chain takes it")
+        inside = threshold is None or 0 < threshold < 1
+        require(inside, key, threshold, "it must be above 0 and below 1, or null")
         require(self.children is None or static, f"{where}: children", self.children, "only a static tree takes it")
 
 
@@ -140,7 +147,8 @@ class EvaluateSpec:
         where they lie."""
         elsewhere = ("prompts", "beside", "baselines")
         values = {key: value for key, value in asdict(self).items() if key not in elsewhere}
-        unset: dict[str, Any] = {"children": None, "depth": None, "branching": None, "total_tokens": None, "heads": []}
+        fields = ("children", "depth", "branching", "total_tokens", "confidence_threshold")
+        unset: dict[str, Any] = {**dict.fromkeys(fields), "heads": []}
         values["drafts"] = [without_neutral(draft, unset) for draft in values["drafts"]]
         return without_neutral(values, {"min_p": 0.0, "repetition_penalty": 1.0})
 
@@ -156,7 +164,10 @@ class EvaluateSpec:
             self.sampling(temperature)
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
-        ways = {(d.tree, d.children, d.depth, d.branching, d.total_tokens, d.acceptance) for d in self.drafts}
+        ways = {
+            (d.tree, d.children, d.depth, d.branching, d.total_tokens, d.confidence_threshold, d.acceptance)
+            for d in self.drafts
+        }
         names = [draft.tree for draft in self.drafts]
         require(len(ways) == len(names), "evaluate.drafts", names, "the same way to draft is named twice")
         kinds = [baseline.kind for baseline in self.baselines]

@@ -13,11 +13,11 @@ from draftsmith.data.conversations import Conversation
 from draftsmith.eval.answers import Generation, Request
 from draftsmith.eval.contender import Contender
 from draftsmith.eval.costs import measure_costs
-from draftsmith.eval.decode import decode
+from draftsmith.eval.decode import decode, decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.generate_baseline import time_generate
 from draftsmith.eval.lossless import compare_texts
-from draftsmith.eval.measure import Timings, collect_texts, run_systems, summarize
+from draftsmith.eval.measure import Timings, collect_texts, judge, run_systems, summarize
 from draftsmith.eval.noise import row_key
 from draftsmith.eval.result import (
     WARNING,
@@ -76,7 +76,8 @@ class Evaluator:
         examples: list[Example] = []
         for c in lineup:
             found = collect_texts(self.target, c, timings, sampling)
-            timed = self._compare_timed(c, timings[""], found.texts) if sampling.greedy and c.lossless else {}
+            checked = sampling.greedy and c.lossless
+            timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
             # Timed in float32, the timed texts are the exact check.
             exact = self.target.dtype == torch.float32
             greedy = timed if exact else lossless.get(c.name, {}) if sampling.greedy else {}
@@ -101,12 +102,17 @@ class Evaluator:
         room = self.target.context_length - max(c.nodes(c.max_k) for c in lineup) - 1
         return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, room)]
 
-    def _compare_timed(self, contender: Contender, alone: Timings, texts: Sequence[Text]) -> dict[str, Lossless]:
-        """Compare the greedy texts of the timed run, in its own dtype."""
-        k = contender.num_speculative_tokens
-        expected = {g.request.sample_id: g for d in alone.batches[0] for g in d.generations}
+    def _compare_timed(
+        self, contender: Contender, alone: Timings, texts: Sequence[Text], sampling: Sampling
+    ) -> dict[str, Lossless]:
+        """Compare the greedy texts of the timed run, in its own dtype; those of a tuned target with its own, made here."""
+        k, own = contender.num_speculative_tokens, contender.verified_by(self.target)
+        answers = [g for d in alone.batches[0] for g in d.generations]
+        if own is not self.target:
+            answers = decode_batch(own, TargetAlone(), self.requests, sampling, rows=self.spec.batch).generations
+        expected = {g.request.sample_id: g for g in answers}
         return compare_texts(
-            self.target,
+            own,
             [expected[t.generation.request.sample_id] for t in texts],
             [t.generation for t in texts],
             [t.decoded for t in texts],
@@ -115,22 +121,23 @@ class Evaluator:
         )
 
     def simulated(self, sampling: Sampling) -> Result:
-        """Let the target alone answer in large batches, then simulate; no clock is read."""
+        """Let the target alone answer in large batches, then simulate; no clock is read. A tuned target answers for
+        itself, as acceptance is exact on the verifier's own answers only."""
         spec = self.spec
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
-        generations: list[Generation] = []
-        with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
-            for generation in decode(self.target, TargetAlone(), requests, sampling, _SIMULATED_BATCH):
-                generations.append(generation)
-                bar.update()
+        answers = {self.target: _answers(self.target, requests, sampling)}
         drafters: dict[str, Drafter] = {}
         off_text: dict[str, int] = {}
         for c in self.lineup:
             if c.simulate is not None:
-                simulation = c.simulate(self.target, generations, sampling, c.max_k)
-                drafters[c.name] = self._simulated_drafter(c, generations, simulation)
+                own = c.verified_by(self.target)
+                if own not in answers:
+                    answers[own] = _answers(own, requests, sampling)
+                simulation = c.simulate(own, answers[own], sampling, c.max_k)
+                changed = {} if c.verifier is None else judge(self.target, c, answers[own], answers[self.target])
+                drafters[c.name] = self._simulated_drafter(c, answers[own], simulation, changed)
                 off_text[c.name] = simulation.off_text
             else:
                 why = "what it drafts depends on more than the text" if c.lossless else "its texts are not the target's"
@@ -138,9 +145,13 @@ class Evaluator:
         return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
 
     def _simulated_drafter(
-        self, contender: Contender, generations: Sequence[Generation], simulation: Simulation
+        self,
+        contender: Contender,
+        generations: Sequence[Generation],
+        simulation: Simulation,
+        judged: Mapping[str, Mapping[str, Any]],
     ) -> Drafter:
-        """Return a drafter's measures on the target's own answers."""
+        """Return a drafter's measures on the target's own answers. judged: see `judge`."""
         c, tallies = contender, simulation.tallies
 
         def scope(slice_name: str | None) -> Measures:
@@ -156,6 +167,7 @@ class Evaluator:
                 alpha_at_simulated=tuple(chosen.alpha_at),
                 k_sweep=tuple(SweepPoint(n + 1, t.tau, t.acceptance_rate) for n, t in enumerate(sweep)),
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
+                **judged.get(slice_name or "overall", {}),
             )
 
         slices = dict.fromkeys(r.slice for r in self.requests)
@@ -230,6 +242,16 @@ class Evaluator:
         decode = self.session.tokenizer.decode
         # Where the text ended on an accepted draft, the last round has no token of the target's own.
         return tuple(Piece(decode([i]), p) for i, p in zip(generation.output_ids, positions, strict=False))
+
+
+def _answers(target: Target, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+    """Let a target answer alone."""
+    generations: list[Generation] = []
+    with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
+        for generation in decode(target, TargetAlone(), requests, sampling, _SIMULATED_BATCH):
+            generations.append(generation)
+            bar.update()
+    return generations
 
 
 def _prompt_text(conversation: Conversation) -> str:

@@ -1,15 +1,20 @@
 """The last stage of a recipe: the directory that a serving engine loads."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import UserError
 from draftsmith.fields import without_neutral
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.differences import compare
-from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head, replaced_files
+from draftsmith.heads.eagle3_export import target_reference
+from draftsmith.heads.export import convert_head, default_layout, export_head, layouts_for, replaced_files
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.record import read_record, warnings_for
+from draftsmith.heads.target import Target
+from draftsmith.heads.tuned_export import FOLDERS, check_tuned, write_adapter, write_merged
 from draftsmith.recipe import Recipe
 from draftsmith.session import Session, say
 from draftsmith.stages import find_head, head_digest, load_best
@@ -21,7 +26,7 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
     A layout that the recipe names for its own method says nothing about a head of another one.
     """
     spec, layout = recipe.export, recipe.export.layout
-    if layout in LAYOUTS and LAYOUTS[layout].method == recipe.method != method:
+    if layout in layouts_for(recipe.method) and layout not in layouts_for(method):
         layout = None
     return {
         "layout": layout or default_layout(method),
@@ -32,31 +37,89 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
     }
 
 
+def check_adapter(recipe: Recipe, head: DraftHead) -> None:
+    """Raise UserError where the recipe says how an adapter is exported, and `head` has none."""
+    asked = recipe.export.adapter
+    if asked is not None and not head.tunes:
+        raise UserError(f"export.adapter is {asked!r}, but {head.method} heads come with no adapter: leave it out.")
+
+
 def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     """Write the trained head as the directory that an engine loads, and check it by loading it again."""
     recipe, spec, target = session.recipe, session.recipe.export, session.target
-    head = load_best(session, target, head_folder)
+    trained = load_best(session, target, head_folder)
     made_for = _made_for(session, head_folder)
-    options = export_options(recipe, head.method)
+    options = export_options(recipe, trained.method)
     destination = recipe.run_dir / "export" / options["layout"]
+    head, tuned = _deployed(session, trained, destination)
+    target = target if tuned is None else tuned.target
     inputs = {
         "head": head_digest(session, head_folder),
-        "target": target.fingerprint,
+        "target": session.target.fingerprint,
         # Not the layout: one run may be exported for several engines.
         "export": without_neutral(
-            {key: value for key, value in asdict(spec).items() if key != "layout"}, {"tensor_parallel": 1}
+            {key: value for key, value in asdict(spec).items() if key != "layout"},
+            {"tensor_parallel": 1, "adapter": None},
         ),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
     files = convert_head(head, target, **options)  # refuses before an old export is removed
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
-    if session.begin("export", inputs) and destination.exists():
+        if tuned is not None:
+            check_tuned(tuned.folder)
+    if session.begin("export", inputs) and destination.exists() and (tuned is None or tuned.folder.exists()):
         return destination
-    export_head(head, target, destination, made_for=made_for, **options)
+    if tuned is not None:
+        made_for = tuned.write(session.target)
+        say(f"export: {tuned.folder}")
+    export_head(head, target, destination, made_for=made_for, beside="" if tuned is None else tuned.note, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
+
+
+@dataclass(frozen=True)
+class _Tuned:
+    """A tuned target and how it is exported, into `folder`."""
+
+    head: Any
+    target: Target
+    folder: Path
+    kind: str
+
+    @property
+    def note(self) -> str:
+        """What the README of the heads says of it."""
+        if self.kind == "merge":
+            return (
+                f"These heads draft for the tuned target in `../{self.folder.name}`: serve that one, not the original."
+            )
+        return (
+            f"These heads draft for the target with the adapter in `../{self.folder.name}`, not for the target alone."
+        )
+
+    def write(self, original: Target) -> TargetIdentity:
+        """Write the target or the adapter; return what the heads are made for, by the name of which the target then goes."""
+        if self.kind == "merge":
+            identity = write_merged(self.head.method, original, self.target, self.folder)
+        else:
+            identity = write_adapter(self.head.method, self.head.tuned, self.folder)
+        self.target.fingerprint = identity.fingerprint or self.target.fingerprint
+        return identity
+
+
+def _deployed(session: Session, trained: DraftHead, destination: Path) -> tuple[DraftHead, _Tuned | None]:
+    """Return the head as it drafts, and the target that was tuned with it, None where none was."""
+    check_adapter(session.recipe, trained)
+    if not trained.tunes:
+        return trained, None
+    original = session.target_in(session.recipe.export.dtype)
+    head, kind = trained.deployed(original), session.recipe.export.adapter or "merge"
+    target, folder = head.verifier(original), destination.parent / FOLDERS[kind]
+    # What the heads' configuration names as their target.
+    target.path = str(folder.absolute()) if kind == "merge" else target_reference(original)
+    return head, _Tuned(head, target, folder, kind)
 
 
 def _made_for(session: Session, head_folder: Path | None) -> TargetIdentity:

@@ -1,9 +1,7 @@
 """`draftsmith doctor --head H --target T`: does this head belong to this target? Neither is loaded as a model."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
@@ -16,6 +14,7 @@ from draftsmith.heads.head_files import all_weights_files, read_config, tensor_n
 from draftsmith.heads.identity import TargetIdentity, identify_directory
 from draftsmith.heads.importers import is_head_config, recognise
 from draftsmith.heads.record import read_record
+from draftsmith.heads.target_files import hash_tokenizer
 
 FIELDS = {"template": "chat_template", "eos": "eos_ids"}
 """Where the name in a record is not that of the line."""
@@ -30,8 +29,11 @@ def run_fit(asked: FitOptions, console: Printer | None = None) -> int:
     """
     folder = find_head_folder(asked.head)
     head = check_head(folder)
-    now = identify_directory(find_target_folder(asked.target), asked.target)
-    made_for = with_parts(read_record(folder) or sizes_only(read_config(folder)), now)
+    place = find_target_folder(asked.target)
+    if place.resolve() == folder.resolve():
+        raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
+    now = identify_directory(place, asked.target)
+    made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
     checks = [head, *compare_lines(made_for, now)]
     bad = [check.name for check in checks if check.state == "bad"]
     if len(not_compared(made_for, now)) == len(KINDS):
@@ -93,8 +95,11 @@ def check_head(folder: Path) -> Check:
     return Check("head", "ok", f"{found.name}, complete, {size:.1f} MiB")
 
 
-def sizes_only(config: Mapping[str, Any]) -> TargetIdentity:
-    """Return what the configuration of a head without a record says of its target."""
+def read_unrecorded(folder: Path) -> TargetIdentity:
+    """Return what a head without a record says of its target: a whole model its tokens, any other its sizes."""
+    config = read_config(folder)
+    if recognise(folder).whole:
+        return TargetIdentity(vocab_size=config.get("vocab_size"), tokenizer=hash_tokenizer(folder))
     inner = config.get("transformer_layer_config")
     layer = inner if isinstance(inner, dict) else config
     hidden = config.get("target_hidden_size", layer.get("target_hidden_size", layer.get("hidden_size")))

@@ -17,7 +17,10 @@ from draftsmith.heads.engine_start import GGUF_TYPES
 from draftsmith.session import Session, say
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
-LAYOUT = "eagle3_llama_cpp"
+LAYOUT, WHOLE = "eagle3_llama_cpp", "draft_model"
+HEADS = {LAYOUT: "draft-eagle3", "dflash_llama_cpp": "draft-dflash", "dspark_llama_cpp": "draft-dspark"}
+"""The layouts that can be converted: heads, which need the target's tokenizer, with what llama-server's --spec-type calls
+them; and whole models."""
 PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}
 """Modules that are installed under another name."""
 
@@ -56,10 +59,12 @@ def check_options(session: Session, options: GgufOptions | None) -> None:
     """Refuse, before any work, what cannot be converted."""
     if options is None:
         return
-    if session.recipe.export.layout != LAYOUT:
+    if (layout := session.recipe.export.layout) not in (*HEADS, WHOLE):
+        own = f"{session.recipe.method}_llama_cpp"
+        wanted = WHOLE if session.recipe.method == WHOLE else own if own in HEADS else LAYOUT
         raise UserError(
-            f"--gguf converts the layout {LAYOUT}, but export.layout is {session.recipe.export.layout or 'left out'}: add "
-            f"--export.layout {LAYOUT}."
+            f"--gguf converts the layouts {', '.join(HEADS)} and {WHOLE}, but export.layout is {layout or 'left out'}: add "
+            f"--export.layout {wanted}."
         )
     check_tree(options.tree)
 
@@ -68,7 +73,10 @@ def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
     """Convert the export in the folder `exported` to a GGUF file beside it, and say how the target becomes one."""
     outtype = options.outtype or GGUF_TYPES[_dtype(session)]
     target, out = _local(session.target_path), exported.with_name(f"{exported.name}.gguf")
-    convert_draft(options.tree, exported, target, out, outtype, options.pre_tokenizer)
+    if exported.name == WHOLE:
+        convert_target(options.tree, exported, out, outtype, options.pre_tokenizer)
+    else:
+        convert_draft(options.tree, exported, target, out, outtype, options.pre_tokenizer)
     arguments = [str(target), "--outfile", "target.gguf", "--outtype", GGUF_TYPES[session.target.dtype_name]]
     say(f"gguf: {out} ({outtype})")
     say(f"the target: {shlex.join(_command(options.tree, arguments, options.pre_tokenizer))}")

@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle1_options import Eagle1Options
-from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.registry import METHODS, find_method
@@ -61,7 +60,7 @@ class HeadCost(Protocol):
 
 
 @dataclass(frozen=True)
-class _EagleCost:
+class EagleCost:
     """What EAGLE's drafters have in common: one layer, run K times over texts."""
 
     options: Any
@@ -87,7 +86,7 @@ class _EagleCost:
 
 
 @dataclass(frozen=True)
-class Eagle1Cost(_EagleCost):
+class Eagle1Cost(EagleCost):
     """EAGLE-1: the projection of [embedding, state], one layer run K times (aligned passes), the target's projection."""
 
     options: Eagle1Options
@@ -138,68 +137,6 @@ class Eagle1Cost(_EagleCost):
 
 
 @dataclass(frozen=True)
-class Eagle3Cost(_EagleCost):
-    """EAGLE-3: one fused projection, and one layer run K times (training-time test)."""
-
-    options: Eagle3Options
-
-    @property
-    def steps(self) -> int:
-        return self.options.ttt_steps
-
-    @property
-    def aux_layers(self) -> int:
-        return 3 if self.options.layer_ids is None else len(self.options.layer_ids)
-
-    @property
-    def draft_vocab(self) -> int:
-        return min(self.options.draft_vocab_size or self.target.vocab, self.target.vocab)
-
-    logit_bytes = 2
-
-    @property
-    def matrices(self) -> int:
-        """fc [H, A*H]; q [N*D, 2H], k and v [G*D, 2H], o [H, N*D]; gate and up [I, H], down [H, I]."""
-        H, (ND, GD, FF) = self.target.hidden, self._inner
-        return self.aux_layers * H * H + 2 * H * (ND + 2 * GD) + ND * H + 3 * FF * H
-
-    @property
-    def others(self) -> int:
-        """Norms of width H: three in the layer, the final one, and before fc one of A*H or A of H; lm_head; where they are
-        trained, the embeddings [V, H]."""
-        H, A = self.target.hidden, self.aux_layers
-        norms = 4 * H + A * H * (self.options.norm_before_fc + self.options.fc_norm)
-        embeddings = self.options.train_embeddings * self.target.vocab * H
-        return norms + self.options.train_lm_head * self._projection + embeddings
-
-    @property
-    def _projection(self) -> int:
-        """The weights of lm_head, [W, H] or of low rank [r, H] and [W, r]: a product with them takes twice as many FLOPs."""
-        H, W, rank = self.target.hidden, self.draft_vocab, self.options.lm_head_rank
-        return W * H if rank is None else rank * (W + H)
-
-    def product_flops(self, positions: float, rows: Sequence[float]) -> float:
-        """On all P positions: fc (forward and its weights' gradient), and the keys and values of step 0. On R rows, K
-        times: q, o and the feed-forward layer; the row's own keys and values from step 1 on. Logits on R_k rows; the
-        teacher's, once on R rows, without a backward pass."""
-        H, (ND, GD, FF), W, K = self.target.hidden, self._inner, self.draft_vocab, self.steps
-        R = max(rows)
-        fused = (4 * self.aux_layers * H * H + 24 * H * GD) * positions
-        layer = K * R * 6 * (2 * H * ND + ND * H + 3 * FF * H) + (K - 1) * R * 24 * H * GD
-        logits = (6 if self.options.train_lm_head else 4) * self._projection * sum(rows) + 2 * H * W * R
-        return fused + layer + logits
-
-    def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
-        """Per row and step: gate, up, their activation and product (8I), norms, inputs and residuals (40H), the
-        attention's query and output (4*N*D) and log-sum-exp (4N), and the row's own keys and values, gathered anew at
-        each step. Per position once: the fused streams (2A*H), norms and inputs (18H), keys and values (8*G*D)."""
-        H, (ND, GD, FF), K = self.target.hidden, self._inner, self.steps
-        N = self.options.num_attention_heads or self.target.heads
-        per_row = sum(8 * FF + 40 * H + 4 * ND + 4 * N + 4 * GD * (k + 1) for k in range(K))
-        return max(rows) * per_row + positions * ((18 + 2 * self.aux_layers) * H + 8 * GD)
-
-
-@dataclass(frozen=True)
 class MedusaCost:
     """Medusa: residual blocks on the last hidden state, and a projection onto the whole vocabulary."""
 
@@ -247,6 +184,13 @@ class MedusaCost:
         """Per row, head and block the input and what SiLU takes, in bf16; a projection of its own keeps its input."""
         own = 0 if self.options.original_lm_head else 2
         return sum(rows) * self.target.hidden * (4 * self.options.num_layers + own)
+
+
+def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:
+    """Return how many of a text's rows supervised at each step a head learns from: all, unless its costs say otherwise by
+    a method of this name, since it is trained on a sample."""
+    sampled = getattr(cost, "learned_rows", None)
+    return rows if sampled is None else sampled(rows)
 
 
 def head_cost(method: str, options: Any, target: TargetShape) -> HeadCost:

@@ -19,10 +19,10 @@ from draftsmith.stages import find_head, head_digest, load_best
 
 
 def load_heads(session: Session, target: Target, head_folder: Path | None) -> dict[str, DraftHead]:
-    """Return the heads to measure in the dtype of `target`, by name: the run's own first. One made for another target of
-    the same sizes is measured too, with a warning."""
+    """Return the heads to measure in the dtype of `target`, as they draft once trained, by name: the run's own first. One
+    made for another target of the same sizes is measured too, with a warning."""
     own = load_best(session, target, head_folder, warn=session.warn)
-    return {own.method: own.to(target.dtype)} | load_beside(session, target, own.method)
+    return {own.method: own.deployed(target).to(target.dtype)} | load_beside(session, target, own.method)
 
 
 def load_beside(session: Session, target: Target, taken: str) -> dict[str, DraftHead]:
@@ -32,7 +32,7 @@ def load_beside(session: Session, target: Target, taken: str) -> dict[str, Draft
         if name == taken or not name.strip():
             raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
         path = beside_folder(session, name, folder)
-        heads[name] = load_best(session, target, path, warn=session.warn).to(target.dtype)
+        heads[name] = load_best(session, target, path, warn=session.warn).deployed(target).to(target.dtype)
     return heads
 
 
@@ -56,7 +56,14 @@ def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target
                 f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
                 f"{', '.join(heads)}: choose among these."
             )
-    lineup = [c for name, head in heads.items() for c in _ways(session, name, head)]
+    lineup = [c for name, head in heads.items() for c in _ways(session, name, head, target)]
+    for draft in session.recipe.evaluate.drafts:
+        threshold = draft.confidence_threshold
+        if threshold is not None and not any(c.threshold == threshold for c in lineup):
+            raise UserError(
+                f"evaluate.drafts has the confidence_threshold {threshold}, but none of the heads ({', '.join(heads)}) says how "
+                "sure it is: remove it."
+            )
     own = next(iter(heads.values()))
     if not any(c.head is own for c in lineup):
         raise UserError(f"evaluate.drafts names only trees that {own.method} heads do not draft: add {{tree: chain}}.")
@@ -76,16 +83,28 @@ def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target
     return lineup
 
 
-def _ways(session: Session, name: str, head: DraftHead) -> list[Contender]:
+def _ways(session: Session, name: str, head: DraftHead, target: Target) -> list[Contender]:
     """Return a drafter for every way to draft that fits a head."""
+    verifier = head.verifier(target)
+    tuned = None if verifier is target else verifier
     spec = session.recipe.evaluate
     lengths = (spec.num_speculative_tokens, spec.max_k)
     trees = [(draft, draft.load()) for draft in spec.drafts]
     return [
-        make_contender(name, head, *lengths, tree=tree, drawn=draft.drawn, typical=draft.typical)
+        make_contender(
+            name,
+            head,
+            *lengths,
+            tree=tree,
+            drawn=draft.drawn,
+            typical=draft.typical,
+            verifier=tuned,
+            threshold=draft.confidence_threshold,
+        )
         for draft, tree in trees
         if (not draft.heads or name in draft.heads)
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
+        and (draft.confidence_threshold is None or head.confident or bool(draft.heads))
     ]
 
 
@@ -96,7 +115,9 @@ def at_temperature(lineup: list[Contender], sampling: Sampling) -> list[Contende
         return lineup
     kept: list[Contender] = []
     for c in sorted(lineup, key=lambda c: (not c.lossless, c.drawn)):
-        if c.head is None or not any(c.head is k.head and c.tree == k.tree for k in kept):
+        if c.head is None or not any(
+            (c.head is k.head) and (c.tree, c.threshold) == (k.tree, k.threshold) for k in kept
+        ):
             kept.append(c)
     return [c for c in lineup if c in kept]
 

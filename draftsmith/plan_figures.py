@@ -9,7 +9,7 @@ from functools import cached_property
 
 from draftsmith.data.feature_index import DTYPES, estimate_bytes
 from draftsmith.devices import Device
-from draftsmith.head_costs import HeadCost, activation_bytes, parameter_bytes
+from draftsmith.head_costs import HeadCost, activation_bytes, learned_rows, parameter_bytes
 from draftsmith.recipe import Recipe
 from draftsmith.target_shape import TargetShape
 
@@ -89,10 +89,12 @@ class Plan:
 
     @cached_property
     def rows(self) -> list[float]:
-        """R_k of a micro-batch of full rows: its texts have a - 1 - k rows each that count at step k."""
+        """R_k of a micro-batch of full rows: its texts have a - 1 - k rows each that count at step k, and of them the head
+        learns from all or from a sample."""
         spec, given = self.recipe.train, self.given
         texts = spec.rows * spec.row_tokens / (given.prompt + given.answer)
-        return [texts * max(given.answer - 1 - k, 0) for k in range(self.head.steps)]
+        of_a_text = [float(max(given.answer - 1 - k, 0)) for k in range(self.head.steps)]
+        return [texts * rows for rows in learned_rows(self.head, of_a_text)]
 
     @property
     def steps(self) -> int:

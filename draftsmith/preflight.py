@@ -7,7 +7,7 @@ import torch
 from draftsmith.baselines import check_path
 from draftsmith.errors import UserError
 from draftsmith.evaluation import evaluation_conversations, longest_text, make_requests
-from draftsmith.exporting import export_options
+from draftsmith.exporting import check_adapter, export_options
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export import convert_head, layouts_for
 from draftsmith.heads.option_fields import draft_vocab_size_of
@@ -79,6 +79,7 @@ def _check_start(session: Session) -> DraftHead:
         raise UserError(
             f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
         )
+    check_adapter(recipe, head)
     if layouts_for(recipe.method) or recipe.export.layout:
         convert_head(head, target, **export_options(recipe, recipe.method))
     return head

@@ -193,6 +193,10 @@ class ExportSpec:
     tensor_parallel: int = 1
     """GPUs that an engine will split the draft over; the export refuses what none of the layout's engines could split."""
 
+    adapter: Literal["merge", "keep"] | None = None
+    """Heads that tune their target (Medusa-2), what is written beside them: merge, which null stands for, a whole model, the
+    adapter merged into its weights; keep, the adapter alone, for the original target."""
+
     def __post_init__(self) -> None:
         require(self.tensor_parallel >= 1, "export.tensor_parallel", self.tensor_parallel, "it must be at least 1")
 

@@ -40,7 +40,7 @@ def load_warm(session: Session, warn: Callable[[str], None] | None = None) -> Dr
     if folder is None:
         return None
     head = load_head(folder, session.target, warn=warn or (lambda text: None))
-    if head.method != session.recipe.method:
+    if head.method not in (session.recipe.method, *getattr(session.recipe.head, "WARM_FROM", ())):
         raise UserError(
             f"{KEY} names {folder}, a head of {head.method}, but method is {session.recipe.method}: name one of that "
             f"method, or set method to {head.method}."
@@ -66,5 +66,5 @@ def head_options(session: Session) -> Any:
 def start_head(session: Session, warm: DraftHead | None, draft_vocab: Tensor | None) -> DraftHead:
     """Return the head to train: `warm` of `load_warm`, or a new one with this draft vocabulary."""
     if warm is not None:
-        return restart(warm, session.head_options, session.target)
+        return restart(warm, session.head_options, session.target, session.recipe.method)
     return find_method(session.recipe.method).build(session.recipe.head, session.target, draft_vocab)

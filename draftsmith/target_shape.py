@@ -38,6 +38,11 @@ class TargetShape:
     itemsize: int
 
     @property
+    def tied(self) -> bool:
+        """Whether input embeddings and output projection are one matrix."""
+        return self.lookup == 0
+
+    @property
     def weight_bytes(self) -> float:
         """Memory of the weights."""
         return float(self.parameters * self.itemsize)

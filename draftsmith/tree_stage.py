@@ -86,8 +86,9 @@ def search_tree(session: Session, asked: TreeOptions) -> Path:
 
 def _prepare(session: Session, asked: TreeOptions) -> _Ground:
     folder = find_head(session, asked.head)
-    target = session.target_in(session.recipe.evaluate.dtype)
-    head = load_best(session, target, asked.head, warn=session.warn).to(target.dtype)
+    original = session.target_in(session.recipe.evaluate.dtype)
+    head = load_best(session, original, asked.head, warn=session.warn).deployed(original).to(original.dtype)
+    target = head.verifier(original)  # where that is a tuned one, the original's answers stand for its own
     if "static" not in find_method(head.method).trees:
         raise UserError(
             f"The head in {folder} is of {head.method}, which drafts no static trees: there is none to search."

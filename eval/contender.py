@@ -39,7 +39,8 @@ class Contender:
     the head's law. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be
     computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a round costs.
     parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model. head: None for
-    a baseline.
+    a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the evaluation's own.
+    threshold: a draft ends before the first token that the head thinks less likely to be accepted, None for never.
     """
 
     name: str
@@ -55,11 +56,17 @@ class Contender:
     parameters: int | None = None
     fingerprint: str | None = None
     head: DraftHead | None = None
+    verifier: Target | None = None
+    threshold: float | None = None
 
     @property
     def lossless(self) -> bool:
-        """Whether its texts follow the target's law."""
+        """Whether its texts follow the law of the target that verifies its drafts."""
         return self.typical is None
+
+    def verified_by(self, target: Target) -> Target:
+        """Return the target that verifies its drafts in an evaluation of `target`."""
+        return target if self.verifier is None else self.verifier
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -83,6 +90,7 @@ class Contender:
             tree=None if self.tree is None else tree_name(self.tree, self.drawn),
             lossy=not self.lossless,
             parameters=self.parameters,
+            tuned=self.verifier is not None,
         )
 
 
@@ -105,16 +113,20 @@ def make_contender(
     tree: Tree | None = None,
     drawn: bool = False,
     typical: Typical | None = None,
+    verifier: Target | None = None,
+    threshold: float | None = None,
 ) -> Contender:
-    """Return the drafter that `head` makes; its name says how it drafts.
+    """Return the drafter that `head` makes; its name says how it drafts. verifier, threshold: see `Contender`.
 
     A head that cannot draft as far as asked drafts as far as it can, and a tree decides its own depth. Raises
     UserError for a tree that the head cannot draft.
     """
     method, reach = find_method(head.method), head.max_speculative_tokens
     limit = max_k if reach is None else min(max_k, reach)
-    words = [name] + ([tree_name(tree, drawn)] if tree is not None else [])
-    label = " ".join(words) + (", typical (lossy)" if typical is not None else "")
+    own, head = head, head if threshold is None else head.until(threshold)
+    until = [] if threshold is None else [f"until {threshold:g}"]
+    words = [name, *until] + ([tree_name(tree, drawn)] if tree is not None else [])
+    label = " ".join(words) + (", typical (lossy)" if typical is not None else "") + ", tuned target" * head.tunes
     chain = Contender(
         label,
         head.method,
@@ -123,8 +135,11 @@ def make_contender(
         limit,
         typical=typical,
         simulate=None if typical is not None else _simulate_head(head, None),
+        steady=head.steady,
         parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
-        head=head,
+        head=own,
+        verifier=verifier,
+        threshold=threshold,
     )
     if tree is None:
         return chain
@@ -132,7 +147,8 @@ def make_contender(
         raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
     if reach is not None and tree.depth > reach:
         raise UserError(
-            f"The tree {tree.name} is {tree.depth} deep but {name} has {reach} heads: take a tree of depth {reach} or less."
+            f"The tree {tree.name} is {tree.depth} deep but {name} drafts {reach} tokens at most: take one of depth {reach} or "
+            "less."
         )
     # What a dynamic tree or drawn children propose depends on more than the text.
     certain = isinstance(tree, StaticTree) and not drawn and typical is None

@@ -60,9 +60,12 @@ def losslessness(view: View) -> Section:
                 # The list of a slice is usually part of the overall list: show each divergence once.
                 divergences |= {(s.label, d): None for d in one.first_divergences}
     tables = []
-    if lossy := _lossy_rows(view):
+    if lossy := _changed_rows(view, tuned=False):
         heads = ("slice", "system", "perplexity of its texts", "of the target's own")
         tables.append(Table("Lossy drafters: their texts under the target", heads, tuple(lossy), heads=2))
+    if tuned := _changed_rows(view, tuned=True):
+        also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
+        tables.append(Table("Tuned targets against the original", also, tuple(tuned), heads=2))
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
@@ -76,19 +79,29 @@ def losslessness(view: View) -> Section:
         "With a lossless drafter greedy texts are the target's own. In fp32 every token must be equal; in bf16 and fp16 rounding "
         "may tip a near tie, which shows as a tiny logit gap between the two candidates (the target's own logits). A "
         "drafter marked lossy writes other texts than the target would: their perplexity stands beside that of the "
-        "target's own texts at the same setting, and its speed is no like-for-like comparison.",
+        "target's own texts at the same setting, and its speed is no like-for-like comparison. A drafter with a tuned target "
+        "(Medusa-2) is lossless to that one, which the counts below are about, but not to the original: the perplexity of "
+        "its texts under the original stands beside that of the original's own; and on the original's texts, token by "
+        "token, how often both targets' likeliest choice is the same, and KL(original, tuned) in nats.",
         tables=tuple(tables),
         notes=() if divergences or not counts else ("No text diverged.",),
         missing="Equality with the target alone was not checked.",
     )
 
 
-def _lossy_rows(view: View) -> list[Row]:
+def _changed_rows(view: View, *, tuned: bool) -> list[Row]:
+    """What became of the texts of drafters that change them: by a lossy rule, or by a tuned target."""
     return [
-        Row((name, s.label, number(m.perplexity), number(m.perplexity_baseline)), name == OVERALL)
+        Row(
+            (
+                *(name, s.label, number(m.perplexity), number(m.perplexity_baseline)),
+                *((percent(m.agreement, 2), number(m.kl, 4)) if tuned else ()),
+            ),
+            name == OVERALL,
+        )
         for name in view.slices
         for s, m in view.measured(name)
-        if m.perplexity is not None
+        if m.perplexity is not None and tuned == (m.agreement is not None)
     ]
 
 

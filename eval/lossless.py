@@ -17,21 +17,24 @@ from draftsmith.heads.target import Target
 def check_lossless(
     target: Target, contenders: Sequence[Contender], requests: Sequence[Request], *, batch: int = 1
 ) -> dict[str, dict[str, Lossless]]:
-    """Decode every request greedily with and without each draft; return, by the drafter's name, the comparison per
-    slice and as "overall".
+    """Decode every request greedily with and without each draft, by the target that verifies it; return, by the
+    drafter's name, the comparison per slice and as "overall".
 
     Run it with target and head in float32: there every token must agree. In other dtypes each first
     divergence is listed with its logit gap.
     """
     greedy = Sampling()
-    alone = decode_batch(target, TargetAlone(), requests, greedy, rows=batch).generations
+    alone: dict[Target, Sequence[Generation]] = {}
     found = {}
     for c in contenders:
-        k = c.num_speculative_tokens
-        drafted = decode_batch(target, c.make(k), requests, greedy, rows=batch).generations
-        simulation = c.simulate(target, drafted, greedy, k) if c.simulate is not None else None
+        k, own = c.num_speculative_tokens, c.verified_by(target)
+        if own not in alone:
+            alone[own] = decode_batch(own, TargetAlone(), requests, greedy, rows=batch).generations
+        drafted = decode_batch(own, c.make(k), requests, greedy, rows=batch).generations
+        simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
         simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
-        found[c.name] = compare_texts(target, alone, drafted, [tally_generation(g, k) for g in drafted], simulated, k)
+        tallies = [tally_generation(g, k) for g in drafted]
+        found[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k)
     return found
 
 

@@ -6,8 +6,9 @@ belong to a slice. Shapes: K speculative tokens.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +19,10 @@ from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import Drafter as Proposer
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.generate_baseline import GenerateTiming
-from draftsmith.eval.quality import perplexities
+from draftsmith.eval.quality import compare_targets, perplexities
 from draftsmith.eval.result import Costs, Drafter, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tally import tally_generation, total
+from draftsmith.eval.tally import Tally, tally_generation, total
 from draftsmith.eval.texts import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.verify import Typical
 from draftsmith.heads.target import Target
@@ -55,26 +56,27 @@ def run_systems(
     batch: int,
     on_batch: Callable[[int], None] = lambda requests: None,
 ) -> dict[str, Timings]:
-    """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved.
+    """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved; one with a target of
+    its own is verified by that one.
 
     batch: requests decoded at once. A batch is continuous, as in serving engines: a request that is done makes room for
     the next of its group.
     """
-    systems: dict[str, tuple[Proposer, Typical | None]] = {"": (TargetAlone(), None)}
-    systems |= {c.name: (c.make(c.num_speculative_tokens), c.typical) for c in contenders}
+    systems: dict[str, tuple[Target, Proposer, Typical | None]] = {"": (target, TargetAlone(), None)}
+    systems |= {c.name: (c.verified_by(target), c.make(c.num_speculative_tokens), c.typical) for c in contenders}
     timings = {name: Timings() for name in systems}
     warm_up = [
         Request(r.sample_id, r.slice, r.prompt_ids, min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]
     ]
-    for drafter, typical in systems.values():
-        decode_batch(target, drafter, warm_up, sampling, typical)
+    for own, drafter, typical in systems.values():
+        decode_batch(own, drafter, warm_up, sampling, typical)
     for requests in requests_by_repeat:
         for timing in timings.values():
             timing.batches.append([])
         for group in _groups(requests, batch if batch == 1 else (1 + _WAITING) * batch):
-            for name, (drafter, typical) in systems.items():
+            for name, (own, drafter, typical) in systems.items():
                 with peak_memory(target.device) as peak:
-                    decoded = decode_batch(target, drafter, group, sampling, typical, rows=batch)
+                    decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
                 timings[name].batches[-1].append(replace(decoded, peak_bytes=peak.bytes))
             on_batch(len(group))
     return timings
@@ -92,30 +94,42 @@ def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
 class Texts:
     """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`.
 
-    perplexity, perplexity_baseline: per slice and as "overall", of a lossy drafter's texts and of the target's own.
+    judged: of texts that do not follow the target's law, see `judge`.
     """
 
     texts: list[Text]
     off_text: int = 0
-    perplexity: Mapping[str, float] = field(default_factory=dict)
-    perplexity_baseline: Mapping[str, float] = field(default_factory=dict)
+    judged: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def collect_texts(target: Target, contender: Contender, timings: Mapping[str, Timings], sampling: Sampling) -> Texts:
-    """Return the distinct answers of a drafter, counted and, where that is possible, simulated; of a lossy one, counted
-    and judged."""
+    """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
+    verifies them; those that do not follow the law of `target` are judged by it, too."""
     c = contender
     generations = _distinct(timings[c.name], sampling)
     tallies = [tally_generation(g, c.num_speculative_tokens) for g in generations]
+    simulated: list[list[Tally]] = [[] for _ in generations]
+    off_text = 0
     if c.simulate is not None:
-        simulation = c.simulate(target, generations, sampling, c.max_k)
-        texts = [Text(*found) for found in zip(generations, tallies, simulation.tallies, strict=True)]
-        return Texts(texts, simulation.off_text)
-    texts = [Text(g, tally, []) for g, tally in zip(generations, tallies, strict=True)]
-    if c.lossless:
-        return Texts(texts)
-    own = perplexities(target, generations)
-    return Texts(texts, 0, own, perplexities(target, _distinct(timings[""], sampling)))
+        simulation = c.simulate(c.verified_by(target), generations, sampling, c.max_k)
+        simulated, off_text = simulation.tallies, simulation.off_text
+    texts = Texts([Text(*found) for found in zip(generations, tallies, simulated, strict=True)], off_text)
+    if c.lossless and c.verifier is None:
+        return texts
+    return replace(texts, judged=judge(target, c, generations, _distinct(timings[""], sampling)))
+
+
+def judge(
+    target: Target, contender: Contender, generations: Sequence[Generation], originals: Sequence[Generation]
+) -> dict[str, dict[str, float]]:
+    """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them: fields of
+    `Measures`, per slice and as "overall"."""
+    own, theirs = perplexities(target, originals), perplexities(target, generations)
+    found = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
+    if contender.verifier is not None:
+        change = compare_targets(target, contender.verifier, originals)
+        found = {key: {**found[key], **asdict(change[key])} for key in found}
+    return found
 
 
 def _distinct(timing: Timings, sampling: Sampling) -> list[Generation]:
@@ -150,8 +164,7 @@ def summarize(
             measures,
             lossless=lossless.get(key),
             lossless_timed=lossless_timed.get(key),
-            perplexity=found.perplexity.get(key),
-            perplexity_baseline=found.perplexity_baseline.get(key),
+            **found.judged.get(key, {}),
         )
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)

@@ -9,9 +9,9 @@ import hashlib
 import torch
 from torch import Tensor
 
-DRAFT, ACCEPT, EMIT, NOISE, SAMPLE = 0, 1, 2, 3, 4
+DRAFT, ACCEPT, EMIT, NOISE, SAMPLE, DROP = 0, 1, 2, 3, 4, 5
 """Streams: drawing draft tokens, accepting them, and emitting the correction or bonus token; in training the noise on
-hidden states, and the sample of rows to learn from."""
+hidden states, the sample of rows to learn from, and what dropout leaves out."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _FACTORS = (-4658895280553007687, -7723592293110705685)
@@ -46,6 +46,19 @@ def uniforms(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tens
         numbers = [_few(key, counter, stream, count) for key, counter in pairs]
         return torch.tensor(numbers, dtype=torch.float64).view(len(keys_B), count)
     return _many(keys_B, counter_B, stream, count)
+
+
+def kept(keys_B: Tensor, counter_B: Tensor, stream: int, first: int, count: int, rate: float) -> Tensor:
+    """Return [B, count] bool, each False with probability `rate` (to 16 bits), for (key, counter, stream, first + index).
+
+    One hash is good for four numbers: dropout needs many of them, and no more of each. Different calls of one stream
+    must not overlap in `first` .. `first` + count, rounded up to fours; first: a multiple of four.
+    """
+    assert first % 4 == 0, "four numbers come from one hash"
+    state_B = _mix(_mix(_mix(keys_B) + counter_B) + stream)
+    index = torch.arange(first // 4, first // 4 - (-count // 4), device=keys_B.device)
+    bits_Bn = _mix(state_B[:, None] + index).view(torch.int16)[:, :count]
+    return bits_Bn >= round(rate * 2**16) - 2**15
 
 
 def _many(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tensor:

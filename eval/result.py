@@ -19,7 +19,7 @@ from draftsmith.eval.strict import load_json, read_dataclass
 from draftsmith.eval.upgrade import upgrade
 from draftsmith.files import write_json
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -151,9 +151,13 @@ class Measures:
     #: Share of prompts whose answer holds a 6-gram 4 times.
     looping: float | None = None
     #: Perplexity of the drafter's texts under the target at temperature 1, and of the target's own texts at the same
-    #: sampling setting; only for lossy drafters.
+    #: sampling setting; only for lossy drafters and for those that change the target.
     perplexity: float | None = None
     perplexity_baseline: float | None = None
+    #: Where the target was tuned with the drafter (Medusa-2), on the original target's own texts: share of tokens where
+    #: both targets' likeliest choice is the same, and the mean of KL(original || tuned) per token in nats, at temperature 1.
+    agreement: float | None = None
+    kl: float | None = None
     #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
     peak_memory_bytes: int | None = None
     peak_memory_baseline_bytes: int | None = None
@@ -165,7 +169,8 @@ class DraftInfo:
 
     method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
     of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
-    target's law. parameters: the head's trained ones, or those of the draft model.
+    target's law. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that
+    was tuned with it verifies its drafts, so that its texts follow the law of that one.
     """
 
     method: str
@@ -174,6 +179,7 @@ class DraftInfo:
     tree: str | None = None
     lossy: bool = False
     parameters: int | None = None
+    tuned: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def _reading(system: System) -> str:
     else:
         parts.append("the speed was not measured")
     text = "; ".join(parts) + "."
-    return text[0].upper() + text[1:] + _equality(m) + _loops(system) + _best_length(m)
+    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + _best_length(m)
 
 
 def _range_over_slices(system: System) -> str:
@@ -59,13 +59,25 @@ def _range_over_slices(system: System) -> str:
     return f", from {number(taus[low])} on {low} to {number(taus[high])} on {high}"
 
 
+def _change(m: Measures) -> str:
+    """What a tuned target changed."""
+    if m.agreement is None:
+        return ""
+    perplexity = f"{number(m.perplexity)} under the original, whose own have {number(m.perplexity_baseline)}"
+    return (
+        f" It changes the target: on the original's texts the tuned one would choose the same token {percent(m.agreement)} of "
+        f"the time (KL {number(m.kl, 4)} per token); its own texts have a perplexity of {perplexity}."
+    )
+
+
 def _equality(m: Measures) -> str:
     if m.lossless is None or not m.lossless.checked:
         return ""
+    whose = "the target's own" if m.agreement is None else "those of the tuned target alone"
     checked, equal, dtype = m.lossless.checked, m.lossless.equal, m.lossless.dtype
     if equal == checked:
-        return f" All {checked:,} greedy answers checked in {dtype} equal the target's own, token for token."
-    return f" {equal:,} of {checked:,} greedy answers checked in {dtype} equal the target's own; the others are listed below."
+        return f" All {checked:,} greedy answers checked in {dtype} equal {whose}, token for token."
+    return f" {equal:,} of {checked:,} greedy answers checked in {dtype} equal {whose}; the others are listed below."
 
 
 def _loops(system: System) -> str:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,9 @@ def measure_tree_costs(
     numbers = [len(one.tree.choices) for one in found]
     places = {bisect_left(numbers, nodes) for nodes in _DRAFTS if nodes < largest} | {len(found) - 1}
     trees = tuple(found[place].tree for place in sorted(places))
-    contenders = [make_contender("head", head, tree.depth, tree.depth, tree=tree) for tree in trees]
+    drafters = [make_contender("head", head, tree.depth, tree.depth, tree=tree) for tree in trees]
+    # A name of its own may say more of how the head drafts.
+    contenders = [replace(c, name=f"head {tree.name}") for c, tree in zip(drafters, trees, strict=True)]
     passes = [*(tokens for tokens in _PASSES if tokens <= largest), largest + 1]
     costs = measure_costs(target, contenders, context_ids, sampling, rows=rows, passes=passes)
     return TreeCosts(costs, trees)

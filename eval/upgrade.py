@@ -1,19 +1,22 @@
 """Reading result.json files of earlier versions: what they did not measure becomes null."""
 
+from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
 _NEW_MEASURES = ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes")
 _NEW_SETTINGS = ("min_p", "repetition_penalty")
+_OF_TUNED = ("agreement", "kl")
 
 
 def upgrade(value: Any) -> Any:
-    """Return the JSON of a result of an earlier schema version as version 3 has it; anything else as it is.
+    """Return the JSON of a result of an earlier schema version as version 4 has it; anything else as it is.
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
-    the repetition penalty, which were off. What is malformed stays so, for the reader to name.
+    the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none. What is
+    malformed stays so, for the reader to name.
     """
-    if not isinstance(value, dict) or value.get("schema_version") not in (1, 2):
+    if not isinstance(value, dict) or value.get("schema_version") not in (1, 2, 3):
         return value
     value = deepcopy(value)
     if value["schema_version"] == 1:
@@ -21,19 +24,28 @@ def upgrade(value: Any) -> Any:
     if isinstance(value.get("settings"), dict):
         for name in _NEW_SETTINGS:
             value["settings"].setdefault(name, None)
-    return value | {"schema_version": 3}
+    for drafter, measures in _drafters(value):
+        if isinstance(drafter.get("draft"), dict):
+            drafter["draft"].setdefault("tuned", False)
+        for one in measures:
+            one.update({name: None for name in _OF_TUNED if name not in one})
+    return value | {"schema_version": 4}
 
 
 def _to_version_2(value: dict[str, Any]) -> None:
     if isinstance(value.get("costs"), dict):
         value["costs"].setdefault("nodes", {})
+    for drafter, measures in _drafters(value):
+        drafter.setdefault("draft", None)
+        for one in measures:
+            one.update({name: None for name in _NEW_MEASURES if name not in one})
+
+
+def _drafters(value: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Yield each drafter and its measures, over everything and per slice, as far as they are objects."""
     drafters = value.get("drafters")
     for drafter in drafters.values() if isinstance(drafters, dict) else ():
-        if not isinstance(drafter, dict):
-            continue
-        drafter.setdefault("draft", None)
-        slices = drafter.get("slices")
-        for measures in (drafter.get("overall"), *(slices.values() if isinstance(slices, dict) else ())):
-            if isinstance(measures, dict):
-                for name in _NEW_MEASURES:
-                    measures.setdefault(name, None)
+        if isinstance(drafter, dict):
+            slices = drafter.get("slices")
+            found = (drafter.get("overall"), *(slices.values() if isinstance(slices, dict) else ()))
+            yield drafter, [measures for measures in found if isinstance(measures, dict)]

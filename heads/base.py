@@ -4,7 +4,7 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), V target
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
 
 if TYPE_CHECKING:
-    from draftsmith.heads.target import Target
+    from draftsmith.eval.sampling import Sampling
+    from draftsmith.heads.target import Target, TargetHead
 
 
 @dataclass(frozen=True)
@@ -102,21 +104,43 @@ class DraftHead(nn.Module, ABC):
     (a buffer), or None when the head predicts the whole target vocabulary. train_steps: steps (or heads) that its
     training loss sums over. regresses: its outputs carry a `feature`. confident: they carry a `confidence`. tunes:
     training tunes the target too, and the outputs carry the law of the `tuned` one.
-    max_speculative_tokens: the longest draft, None where there is no limit.
+    max_speculative_tokens: the longest draft, None where there is no limit. reads_target: it reads states of the target,
+    not the text alone. served_tokens: how many tokens an engine must be told to draft, None where it may be any number up
+    to the longest. outer: parts of the names of matrices that are no weights inside the head, which Muon leaves to AdamW.
+    steady: every draft is as long as asked for; otherwise a draft may end early.
     """
 
     method: ClassVar[str]
     layer_ids: tuple[int, ...]
     draft_vocab: Tensor | None
     train_steps: int
+    reads_target: ClassVar[bool] = True
+    outer: ClassVar[tuple[str, ...]] = ("lm_head", "embed_tokens")
     regresses: ClassVar[bool] = False
     confident: bool = False
     tunes: ClassVar[bool] = False
+    served_tokens: int | None = None
+    steady: bool = True
     max_speculative_tokens: int | None = None
 
     @abstractmethod
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return `num_steps` steps of logits on the supervised rows of `batch`."""
+
+    def calibrate(
+        self, batches: Iterable[TrainBatch], target_head: "TargetHead", sampling: "Sampling"
+    ) -> dict[str, Any]:
+        """Fit what remains to be fitted once training is over, on answers that it has not seen, made with `sampling`; return
+        what reports shall know of it, nothing where nothing is fitted. Called of heads that are `confident`."""
+        return {}
+
+    def until(self, threshold: float) -> "DraftHead":
+        """Return the head, of the same weights, with drafts that end before the first token which is less likely than
+        `threshold` to be reached and accepted, by its confidences. Raises UserError where it has none."""
+        raise UserError(
+            f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: "
+            "leave it out."
+        )
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ those of a softmax over more keys make their probabilities, and so the gradients
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,13 +55,13 @@ def gpu_kernel_takes(q_RHD: Tensor) -> bool:
 
 
 def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, scale: float) -> Attended:
-    """Attention of every needed row over its document so far."""
+    """Attention of every needed row over its document so far, or the last `plan.window` tokens of it."""
     if _on_cpu(q_RHD):
         return _by_groups(q_RHD, k_BLGD, v_BLGD, plan, scale)
     packed = plan.packed
     q_THD, k_TGD, v_TGD = _spread(q_RHD, plan), *(x.flatten(0, 1)[packed.tokens_T] for x in (k_BLGD, v_BLGD))
     lengths = (packed.starts, packed.starts, packed.longest, packed.longest)
-    out_THD, lse_HT, *_ = _gpu_forward(q_THD, k_TGD, v_TGD, *lengths, 0.0, True, False, scale=scale)
+    out_THD, lse_HT, *_ = _gpu_forward(q_THD, k_TGD, v_TGD, *lengths, 0.0, True, False, scale=scale, **_window(plan))
     return Attended(out_THD[packed.place_R], lse_HT.T[packed.place_R])
 
 
@@ -81,7 +82,7 @@ def causal_backward(
     # The state of the random numbers of dropout, which there is none of.
     unused = (torch.zeros(2, dtype=torch.uint64, device=q_RHD.device), q_RHD.new_empty(0))
     parts = (grad_THD, q_THD, k_TGD, v_TGD, out_THD, lse_TH.T.contiguous())
-    d_q, d_k, d_v = _gpu_backward(*parts, *lengths, 0.0, True, *unused, scale=scale)
+    d_q, d_k, d_v = _gpu_backward(*parts, *lengths, 0.0, True, *unused, scale=scale, **_window(plan))
     d_k_BLGD, d_v_BLGD = (
         torch.zeros_like(x.flatten(0, 1)).index_copy_(0, packed.tokens_T, d).view_as(x)
         for x, d in ((k_BLGD, d_k), (v_BLGD, d_v))
@@ -91,6 +92,22 @@ def causal_backward(
 
 def _on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu"
+
+
+def _window(plan: RowPlan) -> dict[str, int]:
+    """How a GPU's kernel is told of a window: by the tokens on either side of a row that it sees."""
+    return {} if plan.window is None else {"window_size_left": plan.window - 1, "window_size_right": 0}
+
+
+def _band(plan: RowPlan, group: Group, like: Tensor) -> dict[str, Any]:
+    """How a CPU's kernel is told what a row of `group` sees: causal, or where a window cuts into its lines by a mask."""
+    m = group.tokens_nm.shape[1]
+    if plan.window is None or plan.window >= m:
+        return {"is_causal": True}
+    place = torch.arange(m, device=like.device)
+    apart = place[:, None] - place
+    hidden = (apart < 0) | (apart >= plan.window)
+    return {"is_causal": False, "attn_mask": like.new_zeros(m, m).masked_fill_(hidden, -torch.inf)}
 
 
 def _spread(x_R: Tensor, plan: RowPlan) -> Tensor:
@@ -103,7 +120,7 @@ def _by_groups(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, sca
     q, out, lse = _spare(q_RHD), _spare(torch.empty_like(q_RHD)), _spare(q_RHD.new_empty(q_RHD.shape[:2]))
     for group in plan.groups:
         parts = (_lines(q, group.queries_nm), _tokens(k_BLGD, group), _tokens(v_BLGD, group))
-        out_nHmD, lse_nHm = _cpu_forward(*parts, 0.0, True, scale=scale)
+        out_nHmD, lse_nHm = _cpu_forward(*parts, dropout_p=0.0, scale=scale, **_band(plan, group, q))
         out[group.queries_nm], lse[group.queries_nm] = out_nHmD.transpose(1, 2), lse_nHm.transpose(1, 2)
     return Attended(out[:-1], lse[:-1])
 
@@ -117,7 +134,7 @@ def _backward_by_groups(
         grad_part, q_part, out_part = (_lines(x, group.queries_nm) for x in (grad, q, out))
         lse_part = lse[group.queries_nm].transpose(1, 2)
         parts = (grad_part, q_part, _tokens(k_BLGD, group), _tokens(v_BLGD, group), out_part, lse_part)
-        pieces = _cpu_backward(*parts, 0.0, True, scale=scale)
+        pieces = _cpu_backward(*parts, dropout_p=0.0, scale=scale, **_band(plan, group, q))
         places = (group.queries_nm, group.tokens_nm, group.tokens_nm)
         for gradient, place, piece in zip((d_q, d_k, d_v), places, pieces, strict=True):
             gradient[place] = piece.transpose(1, 2)

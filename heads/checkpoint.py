@@ -76,6 +76,11 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
         head = method.load(config, target, tensors.get("draft_vocab"))
     if head.layer_ids:
         target.check_layer_ids(head.layer_ids)
+    missing = EMBEDDING in head.state_dict() and EMBEDDING not in tensors
+    if missing and not borrows_embedding(head.get_parameter(EMBEDDING), target):
+        raise UserError(
+            f"{file} lacks the tensor {EMBEDDING}, and the target's has another width: it is incomplete; train it again."
+        )
     fill(head, tensors, file)
     return head
 
@@ -125,10 +130,12 @@ def write_model_directory(path: Path, config: Mapping[str, Any], tensors: Mappin
 def write_model_files(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], weights: str = WEIGHTS
 ) -> None:
-    """Write both files into an existing folder."""
-    save_file(
-        {name: value.detach().cpu().contiguous() for name, value in tensors.items()}, folder / weights, {"format": "pt"}
-    )
+    """Write both files into an existing folder; `weights` named .pt is a pickle, which holds shared tensors once."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    if weights.endswith(".pt"):
+        torch.save(plain, folder / weights)
+    else:
+        save_file(plain, folder / weights, {"format": "pt"})
     write_json(folder / CONFIG, config)
 
 

@@ -42,7 +42,7 @@ def check_decoding_equals_training(spec: Spec) -> None:
     """What is drafted in the middle of an answer follows the training pass's laws for the same text, row by row."""
     head = spec.head
     for sampling in (GREEDY, SAMPLED):
-        _, answers = record(spec.target, spec.drafter(), spec.requests[:10], sampling, rows=4)
+        _, answers = record(spec.verifier, spec.drafter(), spec.requests[:10], sampling, rows=4)
         rounds = [drafted for answer in answers for drafted in answer if drafted.tokens]
         _require(len(rounds) >= _FEW, f"only {len(rounds)} rounds drafted anything at {sampling}")
         for drafted, logits_kW in zip(rounds, _training_logits(spec, rounds), strict=True):
@@ -66,7 +66,7 @@ def check_decoding_equals_training(spec: Spec) -> None:
 
 def check_drawn_from_its_law(spec: Spec) -> None:
     """Sampled drafts are drawn from the laws they name: losslessness above temperature 0 rests on it."""
-    _, answers = record(spec.target, spec.drafter(), spec.requests, SAMPLED)
+    _, answers = record(spec.verifier, spec.drafter(), spec.requests, SAMPLED)
     excess = variance = 0.0
     drafts = [drafted for answer in answers for drafted in answer if drafted.laws_kW is not None and drafted.tokens]
     for drafted in drafts:
@@ -85,9 +85,9 @@ def check_simulation(spec: Spec) -> None:
     """The acceptance computed from the training pass is the decoder's: exactly at T=0, within its error at T=1."""
     k = spec.length
     for sampling in (GREEDY, SAMPLED):
-        found = decode_batch(spec.target, spec.drafter(), spec.requests, sampling, rows=16).generations
+        found = decode_batch(spec.verifier, spec.drafter(), spec.requests, sampling, rows=16).generations
         decoded = [tally_generation(g, k) for g in found]
-        simulated = [t[k - 1] for t in simulate_generations(spec.target, spec.head, found, sampling, k).tallies]
+        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, spec.deployed, found, sampling, k).tallies]
         _require(bool(total(decoded, k).accepted_K[0] >= _FEW), f"fewer than {_FEW} drafts were accepted at {sampling}")
         if sampling.greedy:
             ours, theirs = _figures(total(simulated, k)), _figures(total(decoded, k))
@@ -168,12 +168,12 @@ def check_exports(spec: Spec) -> None:
     for layout in (names := layouts_for(spec.method)):
         with TemporaryDirectory() as folder:
             try:
-                path = export_head(spec.head, spec.target, Path(folder) / "out", layout=layout, dtype="float32")
+                path = export_head(spec.deployed, spec.verifier, Path(folder) / "out", layout=layout, dtype="float32")
             except UserError:
                 continue  # what an engine would not compute of this head is refused
-            again = LAYOUTS[layout].load(path, spec.target)
+            again = LAYOUTS[layout].load(path, spec.verifier)
         taken.append(layout)
-        _same_logits(spec, spec.head.served(), again, f"the export {layout}")
+        _same_logits(spec, spec.deployed.served(), again, f"the export {layout}")
     _require(bool(taken) or not names, f"none of the layouts {', '.join(names)} takes this head")
 
 
@@ -181,9 +181,9 @@ def check_rows_are_independent(spec: Spec) -> None:
     """A row drafts in a batch what it drafts alone: tokens, laws and answers, also where rows come and go."""
     requests = spec.requests[:5]
     for sampling in (GREEDY, SAMPLED):
-        together, drafted = record(spec.target, spec.drafter(), requests, sampling, rows=2)
+        together, drafted = record(spec.verifier, spec.drafter(), requests, sampling, rows=2)
         for place, request in enumerate(requests):
-            alone, (drafted_alone,) = record(spec.target, spec.drafter(), [request], sampling)
+            alone, (drafted_alone,) = record(spec.verifier, spec.drafter(), [request], sampling)
             same = together.generations[place].output_ids == alone.generations[0].output_ids
             _require(same, f"an answer at {sampling} is another one in a batch than alone")
             for ours, theirs in zip(drafted[place], drafted_alone, strict=True):
@@ -195,8 +195,8 @@ def check_rows_are_independent(spec: Spec) -> None:
 
 def check_greedy_text(spec: Spec) -> None:
     """Greedy answers with the drafter are the target's own."""
-    alone = decode_batch(spec.target, TargetAlone(), spec.requests[:16], GREEDY).generations
-    drafted = decode_batch(spec.target, spec.drafter(), spec.requests[:16], GREEDY, rows=5).generations
+    alone = decode_batch(spec.verifier, TargetAlone(), spec.requests[:16], GREEDY).generations
+    drafted = decode_batch(spec.verifier, spec.drafter(), spec.requests[:16], GREEDY, rows=5).generations
     wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, drafted, strict=True))
     _require(not wrong, f"{wrong} of {len(alone)} greedy answers are other ones than the target's alone")
 

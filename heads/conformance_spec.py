@@ -105,9 +105,19 @@ class Spec:
         """A head trained for a moment, so that some of its drafts are accepted and no tensor is what it was at first."""
         return train_briefly(self, self.steps).eval()
 
+    @cached_property
+    def deployed(self) -> DraftHead:
+        """The head as it drafts once trained."""
+        return self.head.deployed(self.target).eval()
+
+    @property
+    def verifier(self) -> Target:
+        """The target that verifies the drafts."""
+        return self.deployed.verifier(self.target)
+
     def drafter(self) -> Drafter:
         """Return what proposes chains with the head, in a state of its own."""
-        return find_method(self.method).drafter(self.head, self.length)
+        return find_method(self.method).drafter(self.deployed, self.length)
 
 
 def pack(spec: Spec, rows: Sequence[Sequence[Tokenized]]) -> TrainBatch:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -28,7 +29,8 @@ _MISSING = object()
 class ModelFiles:
     """What a model directory holds: config.json and the tensors of the file `weights`.
 
-    dtype: of all float tensors. sizes: what symbols of the contract stand for that config.json does not say.
+    dtype: of all float tensors. sizes: what symbols of the contract stand for that config.json does not say. copies: by
+    name, further files that are copied as they are.
     """
 
     config: dict[str, Any]
@@ -36,6 +38,7 @@ class ModelFiles:
     dtype: torch.dtype
     weights: str = "model.safetensors"
     sizes: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,10 @@ class Contract:
     """A layout: its tensors (no others may be there), its keys (`forbidden` ones may not), and further checks.
 
     sizes: from the configuration, what symbols stand for. ranges: placeholder in tensor names -> the symbol that
-    counts its values; a symbol in braces, "{n}", stands for its own value. closed: why no key without a rule may be
+    counts its values, "1:A" where they start at 1; a symbol in braces, "{n}", stands for its own value. closed: why no key without a rule may be
     there, "" where it may. What heads of a layout's method may have and its engines lack is not here but in engines.py,
-    which is asked first: what breaks a contract is a fault of the converter.
+    which is asked first: what breaks a contract is a fault of the converter. more_tensors: rules that follow from the
+    configuration by more than a count.
     """
 
     name: str
@@ -90,6 +94,7 @@ class Contract:
     forbidden: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[Callable[["Contract", ModelFiles], None], ...] = ()
     closed: str = ""
+    more_tensors: Callable[[Config], tuple[TensorRule, ...]] | None = None
 
 
 def lookup(config: Config, name: str) -> Any:
@@ -158,14 +163,21 @@ def _check_keys(config: Config, contract: Contract) -> None:
 
 def _expected_tensors(config: Config, contract: Contract, sizes: Mapping[str, int]) -> dict[str, TensorRule]:
     expected = {}
-    for rule in contract.tensors:
+    more = () if contract.more_tensors is None else contract.more_tensors(config)
+    for rule in (*contract.tensors, *more):
         if rule.when is not None and not rule.when(config):
             continue
         used = [name for _, name, _, _ in Formatter().parse(rule.name) if name and name in contract.ranges]
-        for values in product(*(range(sizes[contract.ranges[name]]) for name in used)):
+        for values in product(*(_values(contract.ranges[name], sizes) for name in used)):
             name = rule.name.format(**{**sizes, **dict(zip(used, values, strict=True))})
             expected[name] = replace(rule, name=name)
     return expected
+
+
+def _values(counted: str, sizes: Mapping[str, int]) -> range:
+    """Return the values of a placeholder: "A" for 0..A-1, "1:A" for 1..A-1."""
+    first, _, symbol = counted.rpartition(":")
+    return range(int(first or 0), sizes[symbol])
 
 
 LLAMA_KEYS = (

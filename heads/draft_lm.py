@@ -10,7 +10,6 @@ It reads tokens and nothing of the target. Row t at step k predicts x_{t+2+k} fr
 same pass over the text, read at shifted rows, and so training needs the first step alone.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, ClassVar
@@ -57,6 +56,7 @@ class DraftLmHead(DraftHead):
     layer_ids: tuple[int, ...] = ()
     draft_vocab = None
     train_steps = 1
+    reads_target: ClassVar[bool] = False
 
     def __init__(self, options: DraftLmOptions, config: LlamaConfig) -> None:
         super().__init__()
@@ -84,8 +84,7 @@ class DraftLmHead(DraftHead):
         x = self.model.embed_tokens(texts.ids_T)
         cos, sin = (turn[0] for turn in self.model.rotary_emb(x, texts.position_T[None]))
         for layer in self.model.layers:
-            attended = _attend(layer.self_attn, layer.input_layernorm(x), lambda y: rotate(y, cos, sin), texts.plan)
-            x = x + attended
+            x = x + _attend(layer.self_attn, layer.input_layernorm(x), cos, sin, texts.plan)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.norm(x)
 
@@ -94,11 +93,14 @@ class DraftLmHead(DraftHead):
         return {"options": asdict(self.options), "layer_config": describe_config(self.config)}
 
 
-def _attend(attention: LlamaAttention, x_TH: Tensor, turn: Callable[[Tensor], Tensor], plan: RowPlan) -> Tensor:
+def _attend(attention: LlamaAttention, x_TH: Tensor, cos: Tensor, sin: Tensor, plan: RowPlan) -> Tensor:
     """Causal attention within documents, [T, H] -> [T, H]."""
     D = attention.head_dim
-    q, k, v = (project(x_TH).unflatten(-1, (-1, D)) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
-    q, k = turn(q), turn(k)
+    q, k, v = (
+        project(x_TH).unflatten(-1, (-1, D)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    # Under autocast the states are fp32 and the projections half precision, which a GPU's kernel asks for.
+    q, k = (rotate(y, cos.to(y.dtype), sin.to(y.dtype)) for y in (q, k))
     none = k.new_empty(0, *k.shape)  # diagonal keys are EAGLE-3's
     return attention.o_proj(ttt_attention(q, k[None], v[None], none, none, plan, attention.scaling).flatten(-2))
 

@@ -95,8 +95,8 @@ def _new_config(options: DraftLmOptions, target: Target) -> LlamaConfig:
     D = options.head_dim or getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
     heads = options.num_attention_heads or max(1, H // D)
     groups = options.num_key_value_heads or gcd(heads, getattr(config, "num_key_value_heads", None) or heads)
-    width = getattr(config, "intermediate_size", None)
-    if options.intermediate_size is None and not isinstance(width, int):
+    width, theirs = options.intermediate_size, getattr(config, "intermediate_size", None)
+    if width is None and not isinstance(theirs, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")
     if heads % groups or D % 2 or H % heads:
         raise UserError(
@@ -108,7 +108,7 @@ def _new_config(options: DraftLmOptions, target: Target) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=H,
-        intermediate_size=options.intermediate_size or max(1, width * H // target.hidden_size),
+        intermediate_size=width or max(1, (theirs or 0) * H // target.hidden_size),
         num_hidden_layers=options.num_hidden_layers or USUAL_LAYERS,
         num_attention_heads=heads,
         num_key_value_heads=groups,
@@ -127,6 +127,10 @@ def _from_model(path: str, target: Target) -> Start:
         opened = open_model(
             path, dtype="float32", device=target.device, attn_implementation="sdpa", trust_remote_code=False
         )
+        if target.directory is not None and opened.directory.resolve() == target.directory.resolve():
+            raise UserError(
+                f"{path} is the target itself; take a smaller model, or some of its layers (head.layers_from_target)."
+            )
         what = f"The model {path}"
         config = read_llama(opened.model.config, what, "take another one, or start from scratch")
         check_vocabulary(what, config.vocab_size, target)

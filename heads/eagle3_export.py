@@ -1,33 +1,36 @@
 """EAGLE-3 heads in and out of the layouts that engines read.
 
-Shapes: H hidden, A aux layers, V target vocab, W draft vocab.
+Shapes: H draft hidden, A aux layers, V target vocab, W draft vocab. Heads of P-EAGLE go the same ways (peagle_export.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import describe_target, fill
+from draftsmith.heads.checkpoint import EMBEDDING, describe_target, fill
 from draftsmith.heads.contracts import ExportRequest, ModelFiles
+from draftsmith.heads.draft_shape import DraftShape
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.eagle3_layouts import FLAGS, LAYER_SECTION, flatten, nested_config, proposal_method
 from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.fused_head import FusedHead
 from draftsmith.heads.head_files import CONFIG, explain_config, read_config, read_weights
 from draftsmith.heads.layer_config import LAYER_KEYS, describe_layer_config
 from draftsmith.heads.published import check_sizes, read_layer, tidy
 from draftsmith.heads.target import Target
 
+WINDOW_KEYS = ("sliding_window", "layer_types")
 NATIVE_LAYER, FLAT_LAYER = "layers.0.", "midlayer."
 SPECULATORS_VERSION = "0.9.0"
 """The version of the speculators package that the layout was held against."""
 
 
-def to_flat_eagle3(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
+def to_flat_eagle3(head: FusedHead, target: Target, request: ExportRequest) -> ModelFiles:
     """Convert to the flat EAGLE-3 layout, the embeddings included."""
     tensors = {name.replace(NATIVE_LAYER, FLAT_LAYER): value for name, value in _tensors(head, target, request).items()}
     config = flat_config(head, target, request.dtype)
@@ -35,28 +38,34 @@ def to_flat_eagle3(head: Eagle3Head, target: Target, request: ExportRequest) -> 
     return ModelFiles(config, tensors, request.dtype)
 
 
-def to_speculators(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the speculators layout, the embeddings included.
+def to_speculators(
+    head: FusedHead,
+    target: Target,
+    request: ExportRequest,
+    kind: str = "eagle3",
+    architecture: str = "Eagle3DraftModel",
+) -> ModelFiles:
+    """Convert to the speculators layout, the embeddings included. kind, architecture: what the format calls the head.
 
     Raises UserError where the request does not say how many tokens to draft: the configuration names it.
     """
     K = request.num_speculative_tokens
     if K is None or K < 1:
         raise UserError(
-            f"num_speculative_tokens is {K}: the layout eagle3_speculators tells the engine how many tokens to draft, "
+            f"num_speculative_tokens is {K}: the layout {kind}_speculators tells the engine how many tokens to draft, "
             "so it must be at least 1."
         )
     flat = flat_config(head, target, request.dtype)
     layer_keys = {"model_type", "num_hidden_layers", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias"}
-    layer_keys |= {"tie_word_embeddings", "torch_dtype", "num_aux_hidden_states", *LAYER_KEYS}
+    layer_keys |= {"tie_word_embeddings", "torch_dtype", "num_aux_hidden_states", *LAYER_KEYS, *WINDOW_KEYS}
     config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
+        "architectures": [architecture],
+        "speculators_model_type": kind,
         "speculators_version": SPECULATORS_VERSION,
         **{key: value for key, value in flat.items() if key not in layer_keys | {"architectures"}},
         LAYER_SECTION: {key: value for key, value in flat.items() if key in layer_keys},
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal_method(K)],
             "verifier": {
@@ -73,16 +82,19 @@ def target_reference(target: Target) -> str:
     return str(Path(target.path).resolve()) if Path(target.path).is_dir() else target.path
 
 
-def flat_config(head: Eagle3Head, target: Target, dtype: torch.dtype) -> dict[str, Any]:
+def flat_config(head: FusedHead, target: Target, dtype: torch.dtype) -> dict[str, Any]:
     """Return config.json of the flat EAGLE-3 layout; every key that engines have differing defaults for is there."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer_keys(head.config, dtype),
-        "draft_vocab_size": head.lm_head.out_features,
+        "num_hidden_layers": len(head.layers),
+        "draft_vocab_size": target.vocab_size if head.draft_vocab is None else len(head.draft_vocab),
         "target_hidden_size": target.hidden_size,
         "eagle_aux_hidden_state_layer_ids": list(head.layer_ids),
-        **{flag: getattr(head.options, flag) for flag in FLAGS},
+        **{flag: getattr(head.options, flag, False) for flag in FLAGS},
     }
+    if head.window is not None:
+        config |= {"sliding_window": head.window, "layer_types": ["sliding_attention"] * len(head.layers)}
     if len(head.layer_ids) != 3:
         config["num_aux_hidden_states"] = len(head.layer_ids)
     return config
@@ -114,23 +126,30 @@ def load_eagle3_directory(path: Path | str, target: Target) -> Eagle3Head:
     the defaults of a Llama configuration. Raises UserError for anything missing or misshapen, for a head of another
     target's dimensions, and for layers that engines read differently.
     """
-    return _load(Path(path), read_config(Path(path)), target)
+    return read_fused(Path(path), read_config(Path(path)), target, Eagle3Head, Eagle3Options, FLAGS)
 
 
 def load_speculators_directory(path: Path | str, target: Target) -> Eagle3Head:
     """Return the head in an EAGLE-3 directory of the speculators layout; otherwise as `load_eagle3_directory`."""
-    config = read_config(Path(path))
-    if config.get("speculators_model_type") != "eagle3" or not isinstance(config.get(LAYER_SECTION), dict):
-        raise UserError(f"{path}/config.json is no EAGLE-3 head of speculators: give the directory of an export.")
+    config = read_speculators(Path(path), "eagle3", "EAGLE-3")
+    return read_fused(Path(path), config, target, Eagle3Head, Eagle3Options, FLAGS)
+
+
+def read_speculators(path: Path, kind: str, title: str) -> dict[str, Any]:
+    """Return the configuration of a head of that kind in the speculators layout, its keys flat. Raises UserError for
+    another kind, and where readers would take it differently."""
+    config = read_config(path)
+    if config.get("speculators_model_type") != kind or not isinstance(config.get(LAYER_SECTION), dict):
+        raise UserError(f"{path}/config.json is no {title} head of speculators: give the directory of an export.")
     if "norm_before_residual" not in config:
         raise UserError(
             f"{path}/config.json lacks norm_before_residual, which vLLM takes for true and speculators for false: "
             "write there how the head was trained."
         )
-    return _load(Path(path), flatten(config), target)
+    return flatten(config)
 
 
-def _tensors(head: Eagle3Head, target: Target, request: ExportRequest) -> dict[str, Tensor]:
+def _tensors(head: FusedHead, target: Target, request: ExportRequest) -> dict[str, Tensor]:
     """The head's tensors, and where its vocabulary is not the whole one the maps d2t (offsets) and t2d."""
     tensors = {n: value.detach().to(request.dtype) for n, value in head.state_dict().items() if n != "draft_vocab"}
     ids = head.draft_vocab
@@ -140,25 +159,68 @@ def _tensors(head: Eagle3Head, target: Target, request: ExportRequest) -> dict[s
     return {**tensors, "d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": marks}
 
 
-def _load(path: Path, config: Mapping[str, Any], target: Target) -> Eagle3Head:
-    """The head described by the flat `config`, with the tensors in `path`."""
-    check_sizes(path, config, target)
+Head = TypeVar("Head", bound=FusedHead)
+
+
+def read_fused(
+    path: Path,
+    config: Mapping[str, Any],
+    target: Target,
+    kind: type[Head],
+    options: Callable[..., DraftShape],
+    flags: Sequence[str],
+    **more: Any,
+) -> Head:
+    """Return the head of that kind described by the flat `config`, with the tensors in `path`.
+
+    flags: the switches that its options have. more: further fields of them.
+    """
+    check_sizes(path, config, target, shapes=True)
     file, found = read_weights(path, target.device)
     tensors = {name.replace(FLAT_LAYER, NATIVE_LAYER): value for name, value in tidy(found, file, target).items()}
     draft_vocab = _draft_vocab(file, config, tensors.pop("d2t", None), tensors.pop("t2d", None), target)
     layer_ids = _layer_ids(path, config, target)
-    flags = {flag: _switch(path, config, flag) for flag in FLAGS}
-    nested = _switch(path, _nested(path, config), "norm_before_fc", flags["norm_before_fc"])
-    if nested != flags["norm_before_fc"] and "norm_before_fc" in config:
+    switches = {flag: _switch(path, config, flag) for flag in FLAGS}
+    nested = _switch(path, _nested(path, config), "norm_before_fc", switches["norm_before_fc"])
+    if nested != switches["norm_before_fc"] and "norm_before_fc" in config:
         raise UserError(f"{path / CONFIG} says norm_before_fc twice, true and false, and engines differ: remove one.")
-    flags["norm_before_fc"] = nested
-    W = target.vocab_size if draft_vocab is None else len(draft_vocab)
-    options = Eagle3Options(layer_ids=list(layer_ids), draft_vocab_size=W, **flags)
+    switches["norm_before_fc"] = nested
+    own_width = config["hidden_size"] != target.hidden_size
+    if own_width and EMBEDDING not in tensors:
+        raise UserError(
+            f"{file} lacks the tensor {EMBEDDING}, and the target's does not fit a draft of width {config['hidden_size']}: "
+            "fetch the whole head."
+        )
+    chosen = options(
+        layer_ids=list(layer_ids),
+        draft_vocab_size=target.vocab_size if draft_vocab is None else len(draft_vocab),
+        num_hidden_layers=config.get("num_hidden_layers", 1),
+        hidden_size=config["hidden_size"] if own_width else None,
+        train_embeddings=own_width,
+        sliding_window=_window(path, config),
+        **{flag: switches[flag] for flag in flags},
+        **more,
+    )
     with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
-        head = Eagle3Head(options, read_layer(config), layer_ids, target.embedding, draft_vocab)
+        head = kind(chosen, read_layer(config), layer_ids, target.embedding, draft_vocab)
     held = tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab}
     fill(head, held, file, remedy="fetch or export it again")
     return head
+
+
+def _window(path: Path, config: Mapping[str, Any]) -> int | None:
+    """Return the sliding window of all layers, None where no layer has one: engines go by layer_types."""
+    with explain_config(path, "list of layer_types", "fetch the head again"):
+        kinds = set(config.get("layer_types") or ["full_attention"])
+    if kinds == {"full_attention"}:
+        return None
+    window = config.get("sliding_window")
+    if kinds != {"sliding_attention"} or type(window) is not int or window < 1:
+        raise UserError(
+            f"{path / CONFIG} says layer_types {sorted(kinds)} and sliding_window {window!r}: only heads of which all layers "
+            "or none have the same window can be loaded."
+        )
+    return window
 
 
 def _nested(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:

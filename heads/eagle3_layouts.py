@@ -1,7 +1,7 @@
 """The contracts of the EAGLE-3 layouts: the flat one, what of it llama.cpp serves, and that of speculators.
 
 Symbols in shapes: H draft hidden, Ht target hidden, V target vocab, W draft vocab, A aux layers, I feed-forward
-width, N query heads, G key/value heads, D head size.
+width, N query heads, G key/value heads, D head size, M decoder layers of the draft.
 """
 
 from collections.abc import Mapping
@@ -46,6 +46,7 @@ def _sizes(config: Config) -> dict[str, int]:
         "N": flat["num_attention_heads"],
         "G": flat["num_key_value_heads"],
         "D": flat["head_dim"],
+        "M": flat["num_hidden_layers"],
     }
 
 
@@ -143,6 +144,7 @@ def _tensors(layer: str, *, embedding_optional: bool) -> tuple[TensorRule, ...]:
         TensorRule(f"{layer}input_layernorm.weight", ("H",)),
         TensorRule(f"{layer}hidden_norm.weight", ("H",)),
         TensorRule(f"{layer}post_attention_layernorm.weight", ("H",)),
+        *_plain_layers(),
         TensorRule("norm.weight", ("H",)),
         TensorRule("lm_head.weight", ("W", "H")),
         TensorRule("d2t", ("W",), torch.int64, when=_has_vocab_map),
@@ -151,8 +153,37 @@ def _tensors(layer: str, *, embedding_optional: bool) -> tuple[TensorRule, ...]:
     )
 
 
+def _plain_layers() -> tuple[TensorRule, ...]:
+    """The tensors of the layers above the first, which every engine that takes them calls by their number."""
+    return (
+        TensorRule("layers.{m}.self_attn.q_proj.weight", ("N*D", "H")),
+        TensorRule("layers.{m}.self_attn.k_proj.weight", ("G*D", "H")),
+        TensorRule("layers.{m}.self_attn.v_proj.weight", ("G*D", "H")),
+        TensorRule("layers.{m}.self_attn.o_proj.weight", ("H", "N*D")),
+        TensorRule("layers.{m}.mlp.gate_proj.weight", ("I", "H")),
+        TensorRule("layers.{m}.mlp.up_proj.weight", ("I", "H")),
+        TensorRule("layers.{m}.mlp.down_proj.weight", ("H", "I")),
+        TensorRule("layers.{m}.input_layernorm.weight", ("H",)),
+        TensorRule("layers.{m}.post_attention_layernorm.weight", ("H",)),
+    )
+
+
+def _check_window(contract: Contract, files: ModelFiles) -> None:
+    """vLLM and speculators take the window in the layers that layer_types names, and in no others."""
+    flat = flatten(files.config)
+    expected = ["sliding_attention"] * flat["num_hidden_layers"] if "sliding_window" in flat else None
+    if flat.get("layer_types") != expected:
+        raise broken(contract, "config key layer_types", repr(expected), repr(flat.get("layer_types")))
+
+
+_ONE_LAYER = "num_hidden_layers"
 _LAYER_KEYS = (
-    *LLAMA_KEYS,
+    *(
+        replace(k, only=None, why="the first reads tokens, the others are plain") if k.name == _ONE_LAYER else k
+        for k in LLAMA_KEYS
+    ),
+    KeyRule("sliding_window", int, "how many tokens a row sees", optional=True),
+    KeyRule("layer_types", list, "in which layers", optional=True),
     KeyRule("attention_bias", bool, "biases do not load in llama.cpp", False),
     KeyRule("mlp_bias", bool, "biases do not load in llama.cpp", False),
     KeyRule("tie_word_embeddings", bool, "lm_head has rows of its own", False),
@@ -182,17 +213,18 @@ EAGLE3 = Contract(
         KeyRule("eagle_config", dict, "SGLang finds its layers there alone, TensorRT-LLM norm_before_fc"),
     ),
     sizes=_sizes,
-    ranges={"i": "A"},
+    ranges={"i": "A", "m": "1:M"},
     forbidden=_FORBIDDEN,
-    checks=(check_torch_dtype, _check_draft_vocab, _check_aux_layers, _check_nested),
+    checks=(check_torch_dtype, _check_draft_vocab, _check_aux_layers, _check_nested, _check_window),
 )
 
-# llama.cpp takes three aux layers, cannot convert fc_norm, and ignores norm_output without a word.
+_LLAMA_CPP_TAKES = {"fc_norm": False, "norm_output": False, _ONE_LAYER: 1}
+# llama.cpp takes one decoder layer and three aux layers, cannot convert fc_norm, and ignores norm_output without a word.
 EAGLE3_LLAMA_CPP = replace(
     EAGLE3,
     name="eagle3_llama_cpp",
     keys=tuple(
-        replace(k, only=False, why="llama.cpp does not serve it") if k.name in ("fc_norm", "norm_output") else k
+        replace(k, only=_LLAMA_CPP_TAKES[k.name], why="llama.cpp serves no other") if k.name in _LLAMA_CPP_TAKES else k
         for k in EAGLE3.keys
     ),
     checks=(*EAGLE3.checks, _check_three_aux_layers),
@@ -223,7 +255,7 @@ EAGLE3_SPECULATORS = Contract(
         KeyRule("speculators_config.verifier.architectures", list, "the target's model class"),
     ),
     sizes=_sizes,
-    ranges={"i": "A"},
+    ranges={"i": "A", "m": "1:M"},
     forbidden={
         **_FORBIDDEN,
         "model_type": "vLLM reads the layout as another one where it is there",
@@ -234,5 +266,6 @@ EAGLE3_SPECULATORS = Contract(
         _check_draft_vocab,
         partial(_check_aux_layers, section=f"{LAYER_SECTION}."),
         _check_proposal,
+        _check_window,
     ),
 )

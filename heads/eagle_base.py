@@ -1,11 +1,12 @@
-"""What EAGLE's drafters have in common: one decoder layer that reads a token and a hidden state per row.
+"""What EAGLE's drafters have in common: a decoder layer that reads a token and a hidden state per row, and maybe plain
+Llama layers above it.
 
-Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H hidden (draft and
-target alike), A aux layers, W draft vocab, G key/value heads, D head size, S cached keys.
+Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H draft hidden, Ht target
+hidden, A aux layers, W draft vocab, G key/value heads, D head size, S cached keys.
 
 Row t at step k sees the token x_{t+1+k} and a hidden state (k = 0: what the target computed at position t; else its
 own output of step k-1), stands at RoPE position t+k, and predicts x_{t+2+k}. Its keys are those of step 0 of the rows
-j <= t, which hold the target's states as they do in decoding, and its own of steps 1..k.
+j <= t, which hold the target's states as they do in decoding, and its own of steps 1..k; in every layer.
 """
 
 from abc import abstractmethod
@@ -21,17 +22,19 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.draft import Fresh
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
-from draftsmith.heads.eagle_layer import EagleLayer, Rotary, rotate
-from draftsmith.heads.ttt_attention import plan_rows, ttt_attention
+from draftsmith.heads.eagle_layer import EagleLayer, PlainLayer, Rotary, rotate
+from draftsmith.heads.row_plan import plan_rows
+from draftsmith.heads.training_pass import TrainingPass
 
-CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class EagleHead(DraftHead):
-    """A drafter whose every step is one call of one decoder layer.
+    """A drafter whose every step is one call of its decoder layers. window: how many tokens a row sees, itself the last of
+    them; None for all.
 
     Kinds of it differ in the hidden state of step 0 (`first_hidden`), in how embedding and hidden state enter the
-    layer (`enter`), and in what is made of the layer's output (`logits`, `feedback`; `feature` where it stands for a state
+    first layer (`enter`), and in what is made of the last one's output (`logits`, `feedback`; `feature` where it stands for a state
     of the target). What training does to the states that it is given is `perturb`.
     """
 
@@ -40,10 +43,11 @@ class EagleHead(DraftHead):
     fc: nn.Linear
     layers: nn.ModuleList
     rotary_emb: Rotary
+    window: int | None = None
 
     @abstractmethod
     def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
-        """The target's aux streams [B, n, A*H] and last states [B, n, H] -> the hidden state of step 0, [B, n, H]."""
+        """The target's aux streams [B, n, A*Ht] and last states [B, n, Ht] -> the hidden state of step 0, [B, n, H]."""
 
     @abstractmethod
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,29 +78,27 @@ class EagleHead(DraftHead):
         masks = list(islice(iterate_supervised_rows(batch), num_steps) if rows is None else rows)
         assert len(masks) == num_steps
         plan = plan_rows(batch.document, reduce(torch.logical_or, masks))
-        first_BLH = self.first_hidden(batch.aux, batch.last)
-        first_BLH = self.perturb(first_BLH, batch) if self.training else first_BLH
-        k_BLGD, v_BLGD = self._root_keys(batch, first_BLH)
-        hidden_RH = first_BLH.flatten(0, 1)[plan.rows]
-        position_1R = batch.position.flatten()[plan.rows][None]
-        own_k, own_v = (x.new_empty(0, len(plan.rows), *x.shape[2:]) for x in (k_BLGD, v_BLGD))
-        steps = []
+        hidden_BLH = self.first_hidden(batch.aux, batch.last)
+        hidden_BLH = self.perturb(hidden_BLH, batch) if self.training else hidden_BLH
+        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
+        out_RH, steps = self.first_step(batch, hidden_BLH, passing), []
         for step, mask in enumerate(masks):
-            tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[plan.rows]
-            x, residual = self.enter(self._embed(tokens_R), hidden_RH)
-            q = self._layer.self_attn.query(x)
-            cos, sin = (y[0] for y in self.rotary_emb(q, position_1R + step))
             if step:
-                k, v = self._layer.self_attn.key_value(x)
-                own_k, own_v = torch.cat([own_k, rotate(k, cos, sin)[None]]), torch.cat([own_v, v[None]])
-            scale = self._layer.self_attn.head_dim**-0.5
-            attended = ttt_attention(rotate(q, cos, sin), k_BLGD, v_BLGD, own_k, own_v, plan, scale)
-            out_RH = self._layer.leave(attended, residual)
-            hidden_RH = self.feedback(out_RH)
+                tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[plan.rows]
+                out_RH = passing.step(step, *self.enter(self._embed(tokens_R), self.feedback(out_RH)))
             counted = mask.flatten()[plan.rows].nonzero().flatten()
-            out_RH = out_RH[counted]
-            steps.append(StepOutput(step, plan.rows[counted], self.logits(out_RH), self.feature(out_RH)))
+            found = out_RH[counted]
+            steps.append(StepOutput(step, plan.rows[counted], self.logits(found), self.feature(found)))
         return HeadOutput(tuple(steps))
+
+    def first_step(self, batch: TrainBatch, hidden_BLH: Tensor, passing: TrainingPass) -> Tensor:
+        """Return the output [R, H] of step 0, whose keys later steps of `passing` see; hidden_BLH is its hidden state."""
+        tokens_BL, rows = shift_left(batch.ids, 1, 0), passing.plan.rows
+        lower = passing.roots(*self.enter(self._embed(tokens_BL), hidden_BLH))
+        if lower is not None:
+            return passing.first(*self.stack[1][-1].read(lower[rows]))
+        # Entered anew: what the few rows need is less to keep than what all tokens had.
+        return passing.first(*self.enter(self._embed(tokens_BL.flatten()[rows]), hidden_BLH.flatten(0, 1)[rows]))
 
     def begin(self, fresh: Fresh) -> Tensor:
         """Return the hidden states [B, n, H] of rows whose states the target has computed, for `layer`."""
@@ -113,32 +115,43 @@ class EagleHead(DraftHead):
     ) -> Tensor:
         """One decoding call: tokens [B, n] (x_{i+1} of row i), hidden [B, n, H], position_ids [B, n] (i) -> [B, n, H].
 
-        update(k [B, G, n, D], v) stores this call's keys and values and returns all of them, [B, G, S, D] each.
-        mask: bool [B, 1, n, S], True where a row may look, or None for everywhere. rotation: cosines and sines [B, n, D]
-        of the positions, where the caller has them. The result is the layer's output before any final norm: pass it to
-        `logits` and to `feedback`.
+        update(i, k [B, G, n, D], v) stores this call's keys and values of layer i and returns all of them, [B, G, S, D]
+        each. mask: bool [B, 1, n, S], True where a row may look, or None for everywhere. rotation: cosines and sines
+        [B, n, D] of the positions, where the caller has them. The result is the last layer's output before any final norm:
+        pass it to `logits` and to `feedback`.
         """
-        layer = self._layer
+        below, above = self.stack
         x, residual = self.enter(self._embed(tokens), hidden)
+        rotation = self.rotary_emb(x, position_ids) if rotation is None else rotation
+        out = self._decode(0, below, x, residual, rotation, update, mask)
+        for number, layer in enumerate(above, 1):
+            out = self._decode(number, layer, *layer.read(out), rotation, update, mask)
+        return out
+
+    def _decode(
+        self,
+        number: int,
+        layer: EagleLayer,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        update: CacheUpdate,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """One layer of a decoding call."""
         turning, v = layer.self_attn.together(x)
-        cos, sin = self.rotary_emb(x, position_ids) if rotation is None else rotation
-        turned = rotate(turning, cos, sin).transpose(1, 2)
+        turned = rotate(turning, *rotation).transpose(1, 2)
         q, k = turned.split((self.config.num_attention_heads, self.config.num_key_value_heads), 1)
-        all_k, all_v = update(k, v.transpose(1, 2))
+        all_k, all_v = update(number, k, v.transpose(1, 2))
         attended = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=mask, enable_gqa=True)
         return layer.leave(attended.transpose(1, 2), residual)
 
-    def _root_keys(self, batch: TrainBatch, first_BLH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotated keys and the values of step 0, [B, L, G, D] each, for all rows."""
-        x, _ = self.enter(self._embed(shift_left(batch.ids, 1, 0)), first_BLH)
-        k, v = self._layer.self_attn.key_value(x)
-        return rotate(k, *self.rotary_emb(k, batch.position)), v
-
     @property
-    def _layer(self) -> EagleLayer:
-        layer = self.layers[0]
-        assert isinstance(layer, EagleLayer)
-        return layer
+    def stack(self) -> tuple[EagleLayer, list[PlainLayer]]:
+        """The layer that reads tokens, and the plain ones above it."""
+        below, above = self.layers[0], list(self.layers)[1:]
+        assert isinstance(below, EagleLayer)
+        return below, [layer for layer in above if isinstance(layer, PlainLayer)]
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embed_tokens(tokens).to(self.fc.weight.dtype)

@@ -7,6 +7,8 @@ rows and the drafted ones above it. Shapes: B rows, n fresh rows, m nodes of one
 so far, K drafted tokens, C children of a node, H hidden, W draft vocab, S slots.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -45,12 +47,15 @@ class EagleDrafter:
         self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
         self.tree, self.drawn, self.greedy_drafts = tree, drawn, greedy_drafts
         self.max_nodes, self._drafted_rows = self._sizes()
-        self._keys = self._values = torch.empty(0)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
         self._table: tuple[Tensor, Tensor] | None = None
         self._turns: list[tuple[Tensor, Tensor]] | None = None
         self._steps: tuple[Tensor, ...] = ()
         self._every = torch.empty(0)
         self._longest = 0
+        # How far below the root each drafted row is; of use where the head has a window alone.
+        self._below: list[int] = []
 
     def _sizes(self) -> tuple[int, int]:
         """Nodes of a draft, the root included; and rows that drafting adds."""
@@ -61,18 +66,20 @@ class EagleDrafter:
         return self.tree.max_nodes, self.tree.depth * self.tree.branching
 
     def start(self, rows: int, capacity: int) -> None:
-        """Allocate the draft's own keys and values."""
+        """Allocate the draft's own keys and values, those of each layer."""
         weight, config = self.head.fc.weight, self.head.config
         # Rows that have been committed or drafted, and one more for padding behind the fresh ones.
         slots = capacity + self._drafted_rows + 1
         shape = (rows, config.num_key_value_heads, slots, config.head_dim)
-        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        self._keys, self._values = (
+            [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in self.head.layers] for _ in range(2)
+        )
         self._table = self.head.rotary_emb.table(slots, weight)
         self._every = torch.arange(slots, device=weight.device)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these batch rows."""
-        self._keys, self._values = self._keys[rows], self._values[rows]
+        self._keys, self._values = [x[rows] for x in self._keys], [x[rows] for x in self._values]
 
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
@@ -110,7 +117,9 @@ class EagleDrafter:
                 hidden_B1H = self.head.feedback(out_BH)[:, None]
                 # A single row's next token sees every slot in use, which takes no mask.
                 above_B1T = (
-                    None if len(out_BH) == 1 else chain_above(k + 1, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
+                    None
+                    if len(out_BH) == 1 and self.head.window is None
+                    else chain_above(k + 1, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
                 )
                 out_BH = self._grow(state.length_B, tokens[-1][:, None], hidden_B1H, k, above_B1T)[:, 0]
         return Draft.chain(
@@ -165,11 +174,11 @@ class EagleDrafter:
         rows, count = fresh.tokens_Bn.shape
         base_B = length_B - fresh.count_B
         at = Slots(base_B, count, first, rows_b)
-        above_BnT = None
-        if count > 1 or not at.single:
+        above_BnT, below = None, range(count)
+        if count > 1 or not at.single or self.head.window is not None:
             above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
         position_Bn, turn = self._positions(base_B, first, count)
-        out_BnH = self.forward(fresh.tokens_Bn, self.head.begin(fresh), position_Bn, turn, at, above_BnT)
+        out_BnH = self.forward(fresh.tokens_Bn, self.head.begin(fresh), position_Bn, turn, at, above_BnT, below)
         if rows == 1:
             return out_BnH[:, -1]
         last_B = (fresh.count_B - 1).clamp(min=0)
@@ -188,7 +197,8 @@ class EagleDrafter:
         new, total = (1, depth + 1) if above_BmT is None else above_BmT.shape[1:]
         at = Slots(length_B, new, self._longest + total - new, skip=total - new)
         turn = None if self._turns is None else self._turns[depth]
-        return self.forward(tokens_Bm, hidden_BmH, self._steps[depth].expand_as(tokens_Bm), turn, at, above_BmT)
+        below = self._below = [*self._below[: total - new], *[depth] * new]
+        return self.forward(tokens_Bm, hidden_BmH, self._steps[depth].expand_as(tokens_Bm), turn, at, above_BmT, below)
 
     def _positions(self, base_B: Tensor, first: int, count: int) -> "tuple[Tensor, tuple[Tensor, Tensor] | None]":
         """Return `count` positions per row from `base_B` on, and their cosines and sines if these are in a table.
@@ -209,13 +219,19 @@ class EagleDrafter:
         turn: tuple[Tensor, Tensor] | None,
         at: Slots,
         above_BmT: Tensor | None,
+        below: Sequence[int],
     ) -> Tensor:
-        """One pass of the head's layer over the last m of T rows that follow the committed ones.
+        """One pass of the head's layers over the last m of T rows that follow the committed ones.
 
-        turn: cosines and sines of the positions, where they are known."""
-        mask = None if above_BmT is None else build_mask(at.lengths_B, above_BmT, at.visible)
+        turn: cosines and sines of the positions, where they are known. below: how many positions each of the T rows is
+        behind the first of them."""
+        mask, window = None, self.head.window
+        if above_BmT is not None:
+            depth_BT = None if window is None else torch.tensor([below], device=at.lengths_B.device)
+            depth_BT = None if depth_BT is None else depth_BT.expand(len(above_BmT), -1)
+            mask = build_mask(at.lengths_B, above_BmT, at.visible, depth_BT, window)
 
-        def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return at.store(self._keys, keys), at.store(self._values, values)
+        def update(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            return at.store(self._keys[layer], keys), at.store(self._values[layer], values)
 
         return self.head.layer(tokens_Bm, hidden_BmH, position_Bm, update, mask, turn)

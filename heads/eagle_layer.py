@@ -111,3 +111,18 @@ class EagleLayer(nn.Module):
         """Attention output [..., N, D] and residual [..., H] -> the layer's output [..., H], before any final norm."""
         residual = residual + self.self_attn.o_proj(attended.flatten(-2))
         return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class PlainLayer(EagleLayer):
+    """A whole Llama layer, as those above a head's first one are."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = EagleAttention(config, config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The output of the layer below [..., H] -> the attention's input [..., H] and the residual [..., H]."""
+        return self.input_layernorm(hidden), hidden

@@ -29,7 +29,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Snippet:
-    """Text to paste: for a shell (bash), or as the file `file` (yaml)."""
+    """Text to paste: for a shell (bash), or as the file `file` (yaml, python)."""
 
     language: str
     text: str
@@ -46,9 +46,9 @@ def _shell(*lines: list[str]) -> Snippet:
     return Snippet("bash", " \\\n    ".join(shlex.join(line) for line in lines) + "\n")
 
 
-def _vllm(method: str) -> Callable[[Serving], list[Snippet]]:
+def _vllm(method: str, **more: bool) -> Callable[[Serving], list[Snippet]]:
     def lines(serving: Serving) -> list[Snippet]:
-        config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens}
+        config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
         words = ["vllm", "serve", serving.target, *_option("--tensor-parallel-size", serving.gpus)]
         return [_shell([*words, "--speculative-config", json.dumps(config)])]
 
@@ -93,6 +93,17 @@ def _tensorrt_llm(serving: Serving) -> list[Snippet]:
     return [Snippet("yaml", text, "trtllm.yaml"), _shell([*words, *_option("--tp_size", serving.gpus)])]
 
 
+def _tensorrt_llm_draft_model(serving: Serving) -> list[Snippet]:
+    text = (
+        "speculative_config:\n"
+        "  decoding_type: DraftTarget\n"
+        f"  max_draft_len: {serving.tokens}\n"
+        f"  speculative_model: {json.dumps(serving.draft)}\n"
+    )
+    words = ["trtllm-serve", serving.target, "--extra_llm_api_options", "trtllm.yaml"]
+    return [Snippet("yaml", text, "trtllm.yaml"), _shell([*words, *_option("--tp_size", serving.gpus)])]
+
+
 def _tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
     return [
         _shell(
@@ -103,15 +114,45 @@ def _tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
     ]
 
 
-def _llama_cpp(serving: Serving) -> list[Snippet]:
+def _llama_cpp(spec_type: str) -> Callable[[Serving], list[Snippet]]:
+    def lines(serving: Serving) -> list[Snippet]:
+        kind = ["--outtype", GGUF_TYPES[serving.dtype]]
+        convert = ["python", "convert_hf_to_gguf.py"]
+        server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", spec_type]
+        return [
+            _shell([*convert, serving.target, "--outfile", "target.gguf", *kind]),
+            _shell([*convert, serving.draft, "--target-model-dir", serving.target, "--outfile", "draft.gguf", *kind]),
+            _shell([*server, "--spec-draft-n-max", f"{serving.tokens}"]),
+        ]
+
+    return lines
+
+
+def _llama_cpp_draft_model(serving: Serving) -> list[Snippet]:
     kind = ["--outtype", GGUF_TYPES[serving.dtype]]
     convert = ["python", "convert_hf_to_gguf.py"]
-    server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-eagle3"]
+    server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-simple"]
     return [
         _shell([*convert, serving.target, "--outfile", "target.gguf", *kind]),
-        _shell([*convert, serving.draft, "--target-model-dir", serving.target, "--outfile", "draft.gguf", *kind]),
+        _shell([*convert, serving.draft, "--outfile", "draft.gguf", *kind]),
         _shell([*server, "--spec-draft-n-max", f"{serving.tokens}"]),
     ]
+
+
+def _transformers(serving: Serving) -> list[Snippet]:
+    text = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"target = {json.dumps(serving.target)}\n"
+        "tokenizer = AutoTokenizer.from_pretrained(target)\n"
+        "model = AutoModelForCausalLM.from_pretrained(target)\n"
+        f"draft = AutoModelForCausalLM.from_pretrained({json.dumps(serving.draft)})\n"
+        f"draft.generation_config.num_assistant_tokens = {serving.tokens}\n"
+        'messages = [{"role": "user", "content": "What is two plus two?"}]\n'
+        'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
+        "answer = model.generate(**ids, assistant_model=draft, max_new_tokens=64)\n"
+        'print(tokenizer.decode(answer[0, ids["input_ids"].shape[1] :]))\n'
+    )
+    return [Snippet("python", text, "assisted.py")]
 
 
 def _tgi(serving: Serving) -> list[Snippet]:
@@ -123,19 +164,36 @@ def _medusa_original(serving: Serving) -> list[Snippet]:
     return [_shell(["python", "-m", "medusa.inference.cli", "--model", serving.draft])]
 
 
+def _hydra_original(serving: Serving) -> list[Snippet]:
+    return [_shell(["python", "-m", "hydra.inference.cli", "--model", serving.draft])]
+
+
 def _option(name: str, gpus: int) -> list[str]:
     return [name, f"{gpus}"] if gpus > 1 else []
 
 
 _STARTS: dict[tuple[str, str], Callable[[Serving], list[Snippet]]] = {
+    ("vllm", "dflash"): _vllm("dflash"),
+    ("llama_cpp", "dflash_llama_cpp"): _llama_cpp("draft-dflash"),
+    ("vllm", "dspark"): _vllm("dspark"),
+    ("llama_cpp", "dspark_llama_cpp"): _llama_cpp("draft-dspark"),
+    ("vllm", "draft_model"): _vllm("draft_model"),
+    ("sglang", "draft_model"): _sglang("STANDALONE"),
+    ("tensorrt_llm", "draft_model"): _tensorrt_llm_draft_model,
+    ("llama_cpp", "draft_model"): _llama_cpp_draft_model,
+    ("transformers", "draft_model"): _transformers,
     ("vllm", "eagle1"): _vllm("eagle"),
     ("sglang", "eagle1_sglang"): _sglang("EAGLE"),
     ("vllm", "eagle3"): _vllm("eagle3"),
     ("sglang", "eagle3"): _sglang("EAGLE3"),
     ("tensorrt_llm", "eagle3"): _tensorrt_llm,
-    ("llama_cpp", "eagle3_llama_cpp"): _llama_cpp,
+    ("llama_cpp", "eagle3_llama_cpp"): _llama_cpp("draft-eagle3"),
     ("vllm", "eagle3_speculators"): _vllm_speculators,
     ("speculators", "eagle3_speculators"): _speculators,
+    ("vllm", "peagle"): _vllm("eagle3", parallel_drafting=True),
+    ("vllm", "peagle_speculators"): _vllm_speculators,
+    ("speculators", "peagle_speculators"): _speculators,
+    ("hydra_original", "hydra"): _hydra_original,
     ("medusa_original", "medusa"): _medusa_original,
     ("tensorrt_llm", "medusa"): _tensorrt_llm_medusa,
     ("tgi", "medusa_tgi"): _tgi,

@@ -11,10 +11,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.errors import UserError
+from draftsmith.heads.block_engine_rules import BLOCK_RULES, BLOCK_WATCH
 from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
 from draftsmith.heads.contracts import ModelFiles
 from draftsmith.heads.eagle1_contract import FC_BIAS
 from draftsmith.heads.eagle3_layouts import flatten
+from draftsmith.heads.engine_rule import Rule, Watch
+from draftsmith.heads.hydra_layouts import has_different_blocks
+from draftsmith.heads.hydra_options import HydraOptions
+from draftsmith.heads.layer_config import derive_layer_config
 from draftsmith.heads.published import is_the_same
 from draftsmith.heads.target import Target
 
@@ -54,34 +59,14 @@ ENGINES: dict[str, Engine] = {
     "medusa_original": Engine(
         "FasterDecoding/Medusa", "main", "read", "its command line shows the text as it grows, several tokens a step"
     ),
+    "transformers": Engine(
+        "transformers", "5.23.0", "run", "compare tokens per second with and without `assistant_model`"
+    ),
+    "hydra_original": Engine(
+        "zankner/Hydra", "main", "read", "its command line shows the text as it grows, several tokens a step"
+    ),
     "speculators": Engine("speculators", "0.9.0", "read", "it serves nothing: it trains and evaluates further"),
 }
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A head that an engine does not compute as it was trained, in the files of `layouts`.
-
-    what: the head, in a recipe's words. why follows the engine's name, instead says what to do. refused: the export of
-    those layouts is refused; otherwise other engines serve it, and the README leaves this one out.
-    """
-
-    engine: str
-    layouts: tuple[str, ...]
-    what: str
-    why: str
-    instead: str
-    found: Callable[[ModelFiles, Target], bool]
-    refused: bool = True
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Something of an engine that no file can settle, for those who start it on one of `layouts`."""
-
-    engine: str
-    layouts: tuple[str, ...]
-    text: str
 
 
 def _layers(files: ModelFiles) -> list[int]:
@@ -90,6 +75,18 @@ def _layers(files: ModelFiles) -> list[int]:
 
 def _flag(name: str) -> Callable[[ModelFiles, Target], bool]:
     return lambda files, _: bool(flatten(files.config).get(name))
+
+
+def _several_layers(files: ModelFiles, _: Target) -> bool:
+    return flatten(files.config)["num_hidden_layers"] > 1
+
+
+def _window(files: ModelFiles, _: Target) -> bool:
+    return "sliding_window" in flatten(files.config)
+
+
+def _own_width(files: ModelFiles, target: Target) -> bool:
+    return flatten(files.config)["hidden_size"] != target.hidden_size
 
 
 def _other_activation(files: ModelFiles, _: Target) -> bool:
@@ -117,19 +114,47 @@ def _shares_biased_projection(files: ModelFiles, target: Target) -> bool:
     return _shares_projection(files) and target.head.bias is not None
 
 
+def _other_prefix_sizes(files: ModelFiles, target: Target) -> bool:
+    if "ND" not in files.sizes:
+        return False
+    usual = derive_layer_config(HydraOptions(prefix_attention=True), target)
+    queries, groups = (n * usual.head_dim for n in (usual.num_attention_heads, usual.num_key_value_heads))
+    return [files.sizes[key] for key in ("I", "ND", "GD")] != [usual.intermediate_size, queries, groups]
+
+
+def _shares_more_than_a_matrix(files: ModelFiles, target: Target) -> bool:
+    own = target.head
+    return _shares_projection(files) and (own.bias is not None or own.scale != 1.0 or own.softcap is not None)
+
+
 _FLAT = ("eagle3",)
 _OTHER_EAGLE3 = "export the layout eagle3 for vLLM and SGLang, or train without it"
 _VLLM = "serve it with vLLM, or train without it"
 _OWN_EMBEDDINGS = "serve it with vLLM, or train with head.train_embeddings false"
 _MEASURE = "measure it with draftsmith evaluate, or train an EAGLE-3 head, which has a projection of its own"
+_ONE_LAYER = "serve it with vLLM, or train with head.num_hidden_layers 1"
+_ALL_TOKENS = "serve it with vLLM, or train without it"
 _OWN_PROJECTION = "train with head.original_lm_head false, or export the layout medusa for the original code"
 
 RULES: tuple[Rule, ...] = (
+    *BLOCK_RULES,
     Rule("llama_cpp", ("eagle3_llama_cpp",), "head.norm_output", "ignores it in silence and feeds back another state",
          _OTHER_EAGLE3, _flag("norm_output")),
     Rule("llama_cpp", ("eagle3_llama_cpp",), "head.fc_norm", "has no converter for it", _OTHER_EAGLE3, _flag("fc_norm")),
     Rule("llama_cpp", ("eagle3_llama_cpp",), "other than three head.layer_ids", "takes exactly three",
          "export the layout eagle3 for vLLM, or train with three", lambda files, _: len(_layers(files)) != 3),
+    *(Rule(engine, layouts, "head.num_hidden_layers above 1", "knows one draft layer", _ONE_LAYER, _several_layers, refused)
+      for engine, layouts, refused in (("llama_cpp", ("eagle3_llama_cpp",), True), ("sglang", _FLAT, False),
+                                       ("tensorrt_llm", _FLAT, False))),
+    *(Rule(engine, layouts, "head.sliding_window", "lets the draft see all tokens, in silence", _ALL_TOKENS, _window, refused)
+      for engine, layouts, refused in (("llama_cpp", ("eagle3_llama_cpp",), True), ("sglang", _FLAT, False),
+                                       ("tensorrt_llm", _FLAT, False))),
+    *(Rule("speculators", (layout,), what, "takes the draft to be as wide as the target",
+           "serve it with vLLM, or leave head.hidden_size out", _own_width, refused=False)
+      for layout, what in (("eagle3_speculators", "head.hidden_size other than the target's"),
+                           ("peagle_speculators", "P-EAGLE's head.hidden_size other than the target's"))),
+    Rule("vllm", ("peagle_speculators",), "P-EAGLE's head.fc_norm", "leaves it out where it reads this format",
+         "export the layout peagle, or train without it", _flag("fc_norm")),
     Rule("sglang", _FLAT, "head.norm_before_residual", "ignores it in silence and adds the raw state", _VLLM,
          _flag("norm_before_residual"), refused=False),
     Rule("tensorrt_llm", _FLAT, "head.norm_before_residual", "ignores it in silence and adds the raw state", _VLLM,
@@ -170,9 +195,26 @@ RULES: tuple[Rule, ...] = (
          "leaves the bias out of the drafts", _OWN_PROJECTION, _shares_biased_projection),
     Rule("vllm", ("medusa_vllm",), "head.original_lm_head, for a target whose output projection has a bias",
          "leaves the bias out of the drafts", _OWN_PROJECTION, _shares_biased_projection),
+    Rule("hydra_original", ("hydra",), "head.num_layers above 2 without head.tie_blocks", "makes all blocks of a head after its "
+         "first one module, so that only the last would count, in silence", "train with head.tie_blocks true",
+         lambda files, _: has_different_blocks(files)),
+    Rule("hydra_original", ("hydra",), "a prefix layer of other sizes than the target's layers", "makes it from the target's "
+         "configuration and stops at other shapes", "train with the target's sizes", _other_prefix_sizes),
+    Rule("hydra_original", ("hydra",), "head.original_lm_head, for a target whose output projection has a bias, a scale or a "
+         "softcap", "knows a matrix of each head alone", "train with head.original_lm_head false", _shares_more_than_a_matrix),
 )  # fmt: skip
 
 WATCH: tuple[Watch, ...] = (
+    *BLOCK_WATCH,
+    Watch("vllm", ("draft_model",), "`\"method\": \"draft_model\"` does not settle the method alone: a path of the draft that "
+          "holds `eagle-`, `eagle3`, `dflash` or `dspark` wins, so move the folder where there is such a name in its path."),
+    Watch("vllm", ("draft_model",), "vLLM drafts greedily at every temperature; `\"draft_sample_method\": \"probabilistic\"` beside "
+          "the method draws drafts from the model's law."),
+    Watch("sglang", ("draft_model",), "The algorithm is STANDALONE. The root counts: a chain of K tokens is K steps, top-k 1 and "
+          "K + 1 draft tokens."),
+    Watch("llama_cpp", ("draft_model",), "Without `--spec-type` it does not speculate, and says nothing."),
+    Watch("transformers", ("draft_model",), "One prompt at a time. It changes the number of drafted tokens as it goes, unless "
+          "`num_assistant_tokens_schedule` is `constant`."),
     Watch("vllm", ("eagle3",), "Name the method. Without `method`, vLLM guesses it from the path of the draft: one that holds "
           "`eagle-` anywhere is taken for EAGLE-1, otherwise one that holds `eagle3` for EAGLE-3, and any other for a "
           "language model of its own. With `\"method\": \"eagle3\"` the path does not matter."),
@@ -184,9 +226,11 @@ WATCH: tuple[Watch, ...] = (
           "where there is such a name in its path."),
     Watch("vllm", ("medusa_vllm",), "vLLM drafts a chain, with at most as many tokens as heads."),
     Watch("vllm", ("eagle3",), "Leave `parallel_drafting` out: it asks for a head that was trained for it, which this is not."),
-    Watch("vllm", ("eagle3_speculators",), "The export names the target and the number of tokens; other numbers need another "
-          "export, or the layout eagle3."),
-    Watch("vllm", ("eagle1", "eagle3", "medusa_vllm"), "vLLM 0.32 runs these drafts on as many GPUs as the target: "
+    Watch("vllm", ("peagle",), "`parallel_drafting` must be true: without it vLLM drafts token by token with the same weights, "
+          "says nothing, and accepts little. Name the method too: without it vLLM guesses from the path of the draft."),
+    Watch("vllm", ("eagle3_speculators", "peagle_speculators"), "The export names the target and the number of tokens; other "
+          "numbers need another export, or the flat layout."),
+    Watch("vllm", ("eagle1", "eagle3", "medusa_vllm", "peagle"), "vLLM 0.32 runs these drafts on as many GPUs as the target: "
           "`draft_tensor_parallel_size` is accepted, and changes nothing."),
     Watch("sglang", ("eagle3",), "The algorithm must be EAGLE3. With EAGLE it accepts nothing, and says nothing."),
     Watch("sglang", ("eagle1_sglang",), "The algorithm is EAGLE, not EAGLE3."),
@@ -199,7 +243,11 @@ WATCH: tuple[Watch, ...] = (
     Watch("tgi", ("medusa_tgi",), "TGI loads the target that the export names."),
     Watch("medusa_original", ("medusa",), "It looks for the target that the export names, and for its heads in a Llama or "
           "Mistral model of its own."),
-    Watch("speculators", ("eagle3_speculators",), "The package knows `layers.0.` and needs the embeddings; both are there."),
+    Watch("hydra_original", ("hydra",), "It is research code for Llama targets and one text at a time, and it looks for the target "
+          "that the export names. No serving engine that draftsmith knows reads Hydra."),
+    Watch("hydra_original", ("hydra",), "The weights are a pickle of tensors, since it reads no other file."),
+    Watch("speculators", ("eagle3_speculators", "peagle_speculators"), "The package knows `layers.0.` and needs the "
+          "embeddings; both are there."),
 )  # fmt: skip
 
 

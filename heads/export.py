@@ -4,6 +4,7 @@ A layout is one line in LAYOUTS; what it must hold is in <family>_layouts.py, ho
 <family>_export.py. Shapes: H target hidden, A aux layers, V target vocab.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,11 @@ from torch.func import functional_call
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, drafting
+from draftsmith.heads.block_export import load_dflash_directory, load_dspark_directory, to_dflash, to_dspark
+from draftsmith.heads.block_layouts import DFLASH, DFLASH_LLAMA_CPP, DSPARK, DSPARK_LLAMA_CPP
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
 from draftsmith.heads.contracts import FLOATS, Contract, ExportRequest, ModelFiles, validate
+from draftsmith.heads.draft_lm_export import DRAFT_MODEL, load_draft_model_directory, to_draft_model
 from draftsmith.heads.eagle1_contract import EAGLE1, EAGLE1_SGLANG
 from draftsmith.heads.eagle1_export import to_eagle1, to_eagle1_sglang
 from draftsmith.heads.eagle1_layouts import load_eagle1_directory
@@ -29,6 +33,8 @@ from draftsmith.heads.eagle3_export import (
 from draftsmith.heads.eagle3_layouts import EAGLE3, EAGLE3_LLAMA_CPP, EAGLE3_SPECULATORS
 from draftsmith.heads.engines import refuse_what_engines_lack
 from draftsmith.heads.export_readme import README, Exported, write_readme
+from draftsmith.heads.hydra_export import load_hydra_directory, to_hydra
+from draftsmith.heads.hydra_layouts import HYDRA
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.medusa_export import (
     load_medusa_directory,
@@ -38,7 +44,15 @@ from draftsmith.heads.medusa_export import (
     to_medusa_vllm,
 )
 from draftsmith.heads.medusa_layouts import MEDUSA, MEDUSA_TGI, MEDUSA_VLLM
+from draftsmith.heads.peagle_export import (
+    load_peagle_directory,
+    load_peagle_speculators_directory,
+    to_peagle,
+    to_peagle_speculators,
+)
+from draftsmith.heads.peagle_layouts import PEAGLE, PEAGLE_SPECULATORS
 from draftsmith.heads.record import RECORD, write_record
+from draftsmith.heads.registry import served_method
 from draftsmith.heads.target import Target
 from draftsmith.heads.tensor_parallel import check_split
 
@@ -63,21 +77,41 @@ class Layout:
 LAYOUTS: dict[str, Layout] = {
     layout.contract.name: layout
     for layout in (
+        Layout("dflash", DFLASH, to_dflash, load_dflash_directory, ("vllm",)),
+        Layout("dflash", DFLASH_LLAMA_CPP, to_dflash, load_dflash_directory, ("llama_cpp",)),
+        Layout(
+            "draft_model",
+            DRAFT_MODEL,
+            to_draft_model,
+            load_draft_model_directory,
+            ("vllm", "sglang", "tensorrt_llm", "llama_cpp", "transformers"),
+        ),
+        Layout("dspark", DSPARK, to_dspark, load_dspark_directory, ("vllm",)),
+        Layout("dspark", DSPARK_LLAMA_CPP, to_dspark, load_dspark_directory, ("llama_cpp",)),
         Layout("eagle1", EAGLE1, to_eagle1, load_eagle1_directory, ("vllm",)),
         Layout("eagle1", EAGLE1_SGLANG, to_eagle1_sglang, load_eagle1_directory, ("sglang",)),
         Layout("eagle3", EAGLE3, to_flat_eagle3, load_eagle3_directory, ("vllm", "sglang", "tensorrt_llm")),
         Layout("eagle3", EAGLE3_LLAMA_CPP, to_flat_eagle3, load_eagle3_directory, ("llama_cpp",)),
         Layout("eagle3", EAGLE3_SPECULATORS, to_speculators, load_speculators_directory, ("vllm", "speculators")),
+        Layout("hydra", HYDRA, to_hydra, load_hydra_directory, ("hydra_original",)),
         Layout("medusa", MEDUSA, to_medusa, load_medusa_directory, ("medusa_original", "tensorrt_llm")),
         Layout("medusa", MEDUSA_TGI, to_medusa_tgi, load_medusa_directory, ("tgi",)),
         Layout("medusa", MEDUSA_VLLM, to_medusa_vllm, load_medusa_vllm_directory, ("vllm",)),
+        Layout("peagle", PEAGLE, to_peagle, load_peagle_directory, ("vllm",)),
+        Layout(
+            "peagle",
+            PEAGLE_SPECULATORS,
+            to_peagle_speculators,
+            load_peagle_speculators_directory,
+            ("vllm", "speculators"),
+        ),
     )
 }
 
 
 def layouts_for(method: str) -> list[str]:
     """Return the names of the layouts that hold heads of `method`, its default first; none for an unknown method."""
-    return [name for name, layout in LAYOUTS.items() if layout.method == method]
+    return [name for name, layout in LAYOUTS.items() if layout.method == served_method(method)]
 
 
 def default_layout(method: str) -> str:
@@ -90,7 +124,7 @@ def default_layout(method: str) -> str:
 
 def find_layout(layout: str, method: str) -> Layout:
     """Return the layout of that name. Raises UserError for an unknown one and for one of another method."""
-    if layout not in LAYOUTS or LAYOUTS[layout].method != method:
+    if layout not in layouts_for(method):
         default_layout(method)  # says so where there is none
         what = f"holds {LAYOUTS[layout].method} heads, not {method}" if layout in LAYOUTS else "is unknown"
         raise UserError(f"export.layout is {layout!r}, which {what}: choose one of {', '.join(layouts_for(method))}.")
@@ -108,6 +142,7 @@ def export_head(
     num_speculative_tokens: int | None = None,
     tensor_parallel: int = 1,
     made_for: TargetIdentity | None = None,
+    beside: str = "",
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -115,7 +150,8 @@ def export_head(
     include_embeddings: store the input embeddings too where engines otherwise share the target's.
     num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md.
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
-    draftsmith.json names, `target` if left out. The head itself is not changed. Raises UserError where the layout cannot
+    draftsmith.json names, `target` if left out. beside: what README.md says of the target's own export. The head itself is
+    not changed. Raises UserError where the layout cannot
     hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is loaded
     again and must give the same logits.
     """
@@ -131,9 +167,11 @@ def export_head(
         tensor_parallel=tensor_parallel,
     )
     engines = LAYOUTS[layout].engines
-    told = Exported(head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel)
+    told = Exported(head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel, beside)
     with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
+        for name, source in files.copies.items():
+            shutil.copyfile(source, temporary / name)
         write_record(temporary, head.method, layout, made_for or target.identity)
         (temporary / README).write_text(write_readme(told), encoding="utf-8")
         reloaded = LAYOUTS[layout].load(temporary, target)
@@ -143,7 +181,7 @@ def export_head(
 
 def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:
     """Return the names of the files that an export to `dest` may replace; a README alone is not ours."""
-    return (CONFIG, RECORD, README, files.weights) if (dest / CONFIG).is_file() else ()
+    return (CONFIG, RECORD, README, files.weights, *files.copies) if (dest / CONFIG).is_file() else ()
 
 
 def convert_head(

@@ -28,7 +28,8 @@ or drafting is too slow there; measure with and without.
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported, and where to. engines: those of the layout."""
+    """What was exported, and where to. engines: those of the layout. beside: about the target, where that was exported
+    too."""
 
     head: DraftHead
     target: Target
@@ -38,6 +39,7 @@ class Exported:
     folder: Path
     num_speculative_tokens: int | None = None
     tensor_parallel: int = 1
+    beside: str = ""
 
     @property
     def serving(self) -> Serving:
@@ -47,7 +49,7 @@ class Exported:
         return Serving(
             draft=str(self.folder),
             target=target_reference(self.target),
-            tokens=min(tokens, heads) if heads else tokens,
+            tokens=self.head.served_tokens or (min(tokens, heads) if heads else tokens),
             dtype=str(self.files.dtype).removeprefix("torch."),
             gpus=self.tensor_parallel,
             layer_ids=tuple(self.head.layer_ids),
@@ -73,6 +75,7 @@ def _facts(exported: Exported) -> str:
     vocabulary = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     layers = ", ".join(map(str, head.layer_ids))
     reads = f"the streams that enter layers {layers} of {target.num_layers}" if layers else "the last hidden state"
+    reads = reads if head.reads_target else "the text alone"
     lines = [
         f"target: `{serving.target}`, fingerprint {target.fingerprint}",
         f"reads: {reads}",
@@ -81,7 +84,8 @@ def _facts(exported: Exported) -> str:
         f"weights: {serving.dtype}",
     ]
     gpus = f"checked for {serving.gpus} GPUs" if serving.gpus > 1 else "for one GPU"
-    return "\n".join([*(f"- {line}" for line in lines), f"- tensor parallelism: {gpus}", ""])
+    about = [exported.beside, ""] if exported.beside else []
+    return "\n".join([*about, *(f"- {line}" for line in lines), f"- tensor parallelism: {gpus}", ""])
 
 
 def _section(exported: Exported, engine: str) -> str:
@@ -110,6 +114,6 @@ def _why_not(exported: Exported, engine: str) -> str | None:
 
 def _misleading_path(exported: Exported, engine: str) -> list[str]:
     found = MISLEADING.search(exported.serving.draft.lower())
-    if (engine, exported.layout) != ("vllm", "medusa_vllm") or found is None:
+    if engine != "vllm" or exported.layout not in ("medusa_vllm", "draft_model") or found is None:
         return []
     return [f"**The path of this export holds `{found[0]}`, which vLLM takes for the method: move the folder first.**"]

@@ -21,8 +21,9 @@ from draftsmith.errors import UserError
 CONFIG = "config.json"
 WEIGHTS, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MEDUSA_WEIGHTS, MEDUSA_PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
-# Safetensors before a pickle, and Medusa's heads before the model that some publish beside them.
-HEAD_WEIGHTS = (MEDUSA_WEIGHTS, MEDUSA_PICKLED, WEIGHTS, INDEX, PICKLED)
+HYDRA_PICKLED = "hydra_lm_head.pt"
+# Safetensors before a pickle, and Medusa's and Hydra's heads before a model that lies beside them.
+HEAD_WEIGHTS = (MEDUSA_WEIGHTS, MEDUSA_PICKLED, HYDRA_PICKLED, WEIGHTS, INDEX, PICKLED)
 # What torch.load raises on bytes that are cut short or changed; there is no class for it.
 _DAMAGED = (RuntimeError, ValueError, EOFError, LookupError, TypeError, AttributeError, AssertionError, struct.error)
 
@@ -154,7 +155,8 @@ def _read_pickle(file: Path, device: torch.device, mmap: bool = False) -> dict[s
             raise
         raise _cut_short(file) from error
     if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in tensors.items()
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided
+        for name, value in tensors.items()
     ):
         raise UserError(f"{file} holds no names with tensors, so it is no draft head: give the folder of one.")
     return dict(tensors)

@@ -13,13 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import UserError
-from draftsmith.heads.head_files import CONFIG, HEAD_WEIGHTS, INDEX, WEIGHTS, read_config, tensor_names, weights_file
+from draftsmith.heads.head_files import (
+    CONFIG,
+    HEAD_WEIGHTS,
+    HYDRA_PICKLED,
+    INDEX,
+    WEIGHTS,
+    read_config,
+    tensor_names,
+    weights_file,
+)
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
     from draftsmith.heads.target import Target
 
-GIVE = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3 or Medusa head"
+GIVE = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra head, or of a small Llama"
 
 
 @dataclass(frozen=True)
@@ -50,11 +59,13 @@ class HeadFolder:
 @dataclass(frozen=True)
 class Format:
     """A format of heads: its name in sentences, whether a folder is of it, and what loads one, "module:function" in
-    draftsmith.heads, a callable (path, target) -> head; "" where nothing does."""
+    draftsmith.heads, a callable (path, target) -> head; "" where nothing does. whole: it is a whole model, with a hidden size
+    and a tokenizer of its own."""
 
     name: str
     fits: Callable[[HeadFolder], bool]
     loader: str = ""
+    whole: bool = False
 
     @property
     def load(self) -> "Callable[[Path, Target], DraftHead]":
@@ -76,7 +87,11 @@ def _speculators(folder: HeadFolder) -> bool:
 
 
 def _is_hydra(folder: HeadFolder) -> bool:
-    return "hydra" in folder.words or any(key.startswith("hydra_") for key in folder.config)
+    """Known by its configuration, or by its file, which has a name of its own."""
+    return (
+        any(key.startswith("hydra_") for key in folder.config)
+        or weights_file(folder.path, (HYDRA_PICKLED,)) is not None
+    )
 
 
 def _is_medusa(folder: HeadFolder) -> bool:
@@ -104,6 +119,12 @@ def _is_peagle(folder: HeadFolder) -> bool:
     return "peagle" in folder.words or ("draft_vocab_size" in folder.config and "mask_hidden" in folder.names)
 
 
+def _is_llama(folder: HeadFolder) -> bool:
+    """A whole plain Llama; what it drafts for, its loader asks."""
+    known = folder.config.get("architectures") == ["LlamaForCausalLM"]
+    return known and {"norm.weight", "embed_tokens.weight"} <= folder.names
+
+
 CHECKPOINT = Format("a draftsmith checkpoint", _keys("schema_version", "method"), "checkpoint:load_checkpoint")
 # The first that fits. Those that the configuration alone can tell stand before those that need the tensors' names.
 FORMATS = (
@@ -113,10 +134,19 @@ FORMATS = (
         lambda f: f.config.get("speculators_model_type") == "eagle3",
         "eagle3_export:load_speculators_directory",
     ),
-    Format("a P-EAGLE head", _is_peagle),
-    Format("a DSpark head", _called("dspark")),
-    Format("a DFlash head", lambda f: "dflash" in f.words or "dflash_config" in f.config),
-    Format("a Hydra head", _is_hydra),
+    Format(
+        "a P-EAGLE head of speculators",
+        lambda f: f.config.get("speculators_model_type") == "peagle",
+        "peagle_export:load_peagle_speculators_directory",
+    ),
+    Format("a P-EAGLE head", _is_peagle, "peagle_export:load_peagle_directory"),
+    Format("a DSpark head", _called("dspark"), "block_export:load_dspark_directory"),
+    Format(
+        "a DFlash head",
+        lambda f: "dflash" in f.words or "dflash_config" in f.config,
+        "block_export:load_dflash_directory",
+    ),
+    Format("a Hydra head", _is_hydra, "hydra_export:load_hydra_directory"),
     Format("an MTP head", _called("mtp")),
     Format("a head of speculators other than EAGLE-3", _speculators),
     Format("a Medusa head for vLLM", _is_medusa_for_vllm, "medusa_export:load_medusa_vllm_directory"),
@@ -127,6 +157,7 @@ FORMATS = (
 # What is no draft head at all, so that nothing else may be asked about it first.
 STRANGERS = (
     Format("an MTP head", lambda f: any("eh_proj" in name for name in f.names)),
+    Format("a draft model", _is_llama, "draft_lm_export:load_draft_model_directory", whole=True),
     Format("a whole language model", lambda f: "norm.weight" in f.names),
 )
 
@@ -170,8 +201,6 @@ def refuse_other_files(path: Path) -> None:
         raise UserError(f"{path} is a GGUF file or holds one, which only llama.cpp reads: {GIVE}.")
     if (path / "adapter_config.json").is_file() and weights_file(path) is None:
         raise UserError(f"{path} is a PEFT adapter, which changes a target and drafts nothing: {GIVE}.")
-    if (path / "hydra_lm_head.pt").is_file():
-        raise UserError(f"{path} is a Hydra head, which cannot be loaded: {GIVE}.")
     if weights_file(path) is None and (path / CONFIG).is_file():
         raise UserError(
             f"{path} holds no weights (none of {', '.join(HEAD_WEIGHTS)}): restore them, or fetch the whole head."

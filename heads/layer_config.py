@@ -43,15 +43,17 @@ def derive_layer_config(sizes: LayerSizes, target: Target) -> LlamaConfig:
     The activation is SiLU whatever the target's, because serving engines run draft layers as Llama layers.
     Raises UserError where the sizes do not fit together or the target does not say them.
     """
-    config, V, H = target.config, target.vocab_size, target.hidden_size
-    if target.embedding.shape != (V, H):
+    config, V = target.config, target.vocab_size
+    if target.embedding.shape != (V, target.hidden_size):
         raise UserError(
             f"The target {target.path} has input embeddings of shape {list(target.embedding.shape)}, "
-            f"but {V} output tokens and hidden size {H}: a draft layer needs the same; choose another target."
+            f"but {V} output tokens and hidden size {target.hidden_size}: a draft layer needs the same; choose another "
+            "target."
         )
+    H = getattr(sizes, "hidden_size", None) or target.hidden_size
     heads = sizes.num_attention_heads or config.num_attention_heads
     groups = sizes.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
-    head_dim = sizes.head_dim or getattr(config, "head_dim", None) or H // config.num_attention_heads
+    head_dim = sizes.head_dim or getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
     width = sizes.intermediate_size or getattr(config, "intermediate_size", None)
     if not isinstance(width, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")

@@ -152,6 +152,6 @@ class LossSpec:
     @property
     def inputs(self) -> dict[str, Any]:
         """What a trained head depends on, to tell whether a finished one still fits."""
-        neutral = {"depth_weights": None, "beta": 0.5, "weight": None, "feature_weight": None}
+        neutral: dict[str, Any] = {"depth_weights": None, "beta": 0.5, "weight": None, "feature_weight": None}
         neutral |= {"also": {}, "confidence_weight": None, "tuned_kind": "kl", "tuned_weight": None, "ramp": 0.0}
         return without_neutral(asdict(self), neutral | {"top_k_weight": 0.0, "top_k": 10})

@@ -35,6 +35,8 @@ class LossOutput:
     of step 0, dropped ones included. Per step, [S] without gradient: step_loss, the (weighted) sum of
     row losses before that weight; step_rows, the supervised rows, dropped ones included; step_correct, those where the
     draft's argmax is the target's; step_acceptance, the sum over rows of sum_x min(p(x), q(x)), p over all V.
+    tuned: [4] without gradient, of a target that is tuned with the head, else None: the sums over its rows of its loss
+    (as the spec weighs it), of KL(original || tuned), and of those where both choose the same token; the rows.
     """
 
     loss_sum: Tensor
@@ -43,6 +45,7 @@ class LossOutput:
     step_rows: Tensor
     step_correct: Tensor
     step_acceptance: Tensor
+    tuned: Tensor | None = None
 
 
 def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
@@ -66,19 +69,21 @@ def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
     return partial(checkpoint, wide[spec.kind], use_reentrant=False, preserve_rng_state=False)
 
 
-def _row_terms(spec: LossSpec, batch: TrainBatch) -> Callable[[StepOutput, Tensor, Teacher], Tensor]:
+def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[StepOutput, Tensor, Teacher], Tensor]:
     """Return the whole loss of a step's rows, (step, [R, W] log q, teacher) -> [R]: those of the logits, and where they
-    have a weight that of the confidence, of the target's likeliest tokens and of the features."""
+    have a weight that of the confidence, of the target's likeliest tokens and of the features. tuned: whether the head
+    tunes the target."""
     base = row_loss(spec)
     further = [(weight, row_loss(replace(spec, kind=kind))) for kind, weight in spec.also.items() if weight]
     sure = 1.0 if spec.confidence_weight is None else spec.confidence_weight
 
     def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-        weight, feature_weight = spec.term_weights(step.feature is not None)
+        weight, feature_weight = spec.term_weights(step.feature is not None, tuned)
         loss_R = weight * base(log_q_RW, teacher)
         for share, loss in further:
             loss_R = loss_R + share * loss(log_q_RW, teacher)
-        if step.confidence is not None and sure:
+        if step.confidence is not None:
+            # At weight 0 too: processes that train together need a gradient of every parameter.
             loss_R = loss_R + sure * confidence_loss(step.confidence, log_q_RW, teacher)
         if spec.top_k_weight:
             loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
@@ -119,33 +124,47 @@ def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = Non
 
 
 def head_loss(
-    output: HeadOutput, batch: TrainBatch, target_head: TargetLogits, draft_vocab: Tensor | None, spec: LossSpec
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetLogits,
+    draft_vocab: Tensor | None,
+    spec: LossSpec,
+    share: float = 1.0,
 ) -> LossOutput:
     """Return the loss and the metrics of a head's output on `batch`.
 
     The same divisor serves every step (rule 3), so a step that fewer rows reach weighs less. Rows whose target
     argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
     `step_rows`, and count as misses (rule 8). Everything runs in fp32, also under autocast.
-    draft_vocab: [W] sorted target ids, None for all.
+    draft_vocab: [W] sorted target ids, None for all. share: of their weight that the losses of the draft have, see
+    `LossSpec.draft_share`. A target that is tuned too (output.tuned) has the original as its teacher.
     """
+    laws = output.steps if output.tuned is None else (*output.steps, output.tuned)
     with torch.autocast(batch.ids.device.type, enabled=False):
-        needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in output.steps]), return_inverse=True)
+        needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in laws]), return_inverse=True)
         teacher = make_teacher(batch, needed, target_head, draft_vocab)
         top1 = batch.top1.flatten()[needed]
-        loss_of, weights = _row_terms(spec, batch), _row_weights(batch, spec, output.steps[0].rows)
+        loss_of = _row_terms(spec, batch, output.tuned is not None)
+        weights = _row_weights(batch, spec, output.steps[0].rows)
         sums = []
-        for step, where in zip(output.steps, index.split([len(s.rows) for s in output.steps]), strict=True):
+        places = index.split([len(s.rows) for s in laws])
+        for step, where in zip(output.steps, places, strict=False):
             weight = None if weights is None else weights[step.rows]
             sums.append(_step_sums(step, teacher.select(where), top1[where], weight, draft_vocab, loss_of))
+        tuned_loss, tuned = torch.zeros((), device=batch.ids.device), None
+        if output.tuned is not None:
+            assert draft_vocab is None, "a tuned target has a law over its whole vocabulary"
+            tuned_loss, tuned = _tuned_sums(output.tuned, teacher.select(places[-1]), top1[places[-1]], weights, spec)
     depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
     step_loss = torch.stack([s.loss for s in sums])
     return LossOutput(
-        loss_sum=(depth * step_loss).sum(),
+        loss_sum=share * (depth * step_loss).sum() + tuned_loss,
         rows=torch.tensor(len(output.steps[0].rows), device=batch.ids.device),
         step_loss=step_loss.detach(),
         step_rows=torch.tensor([len(s.rows) for s in output.steps], device=batch.ids.device),
         step_correct=torch.stack([s.correct for s in sums]),
         step_acceptance=torch.stack([s.acceptance for s in sums]),
+        tuned=tuned,
     )
 
 
@@ -173,6 +192,20 @@ def _step_sums(
         overlap = log_q_RW.exp()
         accepted = torch.minimum(overlap, teacher.p, out=overlap).sum()
     return _StepSums(loss, correct, accepted)
+
+
+def _tuned_sums(
+    law: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted loss of a tuned target, and `LossOutput.tuned`."""
+    log_q_RV = torch.log_softmax(law.logits, -1, dtype=torch.float32)
+    apart_R = kl(log_q_RV, teacher)
+    loss_R = apart_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)
+    loss_R = loss_R if weights is None else loss_R * weights[law.rows]
+    loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
+    same = (log_q_RV.argmax(-1) == top1_R).sum()
+    rows = torch.tensor(len(law.rows), device=law.rows.device)
+    return loss, torch.stack([loss, apart_R.sum(), same.float(), rows.float()]).detach()
 
 
 def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:

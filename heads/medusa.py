@@ -11,7 +11,7 @@ x_{t+1}, so heads and steps of other drafters count alike.
 
 from dataclasses import asdict
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,11 @@ class MedusaHead(DraftHead):
     def logits(self, head: int, last: Tensor) -> Tensor:
         """The target's state [..., H] -> draft logits [..., V] of head number `head`."""
         state = self.blocks[head](last.to(next(self.parameters()).dtype))
-        return self.target_head.logits(state) if self.options.original_lm_head else self.lm_heads[head](state)
+        return self.project(state) if self.options.original_lm_head else self.lm_heads[head](state)
+
+    def project(self, state: Tensor) -> Tensor:
+        """State [..., H] -> fp32 logits [..., V] by the target's output projection."""
+        return self.target_head.logits(state)
 
     @property
     def target_head(self) -> TargetHead:
@@ -93,9 +97,16 @@ def build(options: MedusaOptions, target: Target, draft_vocab: Tensor | None) ->
     """Return untrained fp32 heads for `target`, their projections those of the target."""
     assert draft_vocab is None, "Medusa predicts the whole vocabulary"
     with torch.device(target.device):
-        head = MedusaHead(options, target.head)
-        for lm_head in head.lm_heads:
-            lm_head.weight = nn.Parameter(target.head.weight.detach().float().clone())
+        return start_as_the_target(MedusaHead(options, target.head))
+
+
+Head = TypeVar("Head", bound=MedusaHead)
+
+
+def start_as_the_target(head: Head) -> Head:
+    """Give projections of their own the weights of the target's, and return the head."""
+    for lm_head in head.lm_heads:
+        lm_head.weight = nn.Parameter(head.target_head.weight.detach().float().clone())
     return head
 
 

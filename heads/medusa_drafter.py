@@ -1,18 +1,16 @@
 """How Medusa's heads propose: all of them read the target's state at the last token, so there is nothing to run
 between two drafted tokens and nothing to keep between two rounds.
 
-Shapes: B rows, K drafted tokens (heads used), N nodes, H target hidden, V target vocab.
+Shapes: B rows, K drafted tokens (heads used), H target hidden, V target vocab.
 """
 
 import torch
 from torch import Tensor
 
 from draftsmith.eval.draft import DecodeState, Draft, Prompts
-from draftsmith.eval.growth import child_uniforms, growth
-from draftsmith.eval.noise import DRAFT, uniforms
-from draftsmith.eval.sampling import draw, draw_children, law
 from draftsmith.eval.trees import StaticTree
 from draftsmith.heads.medusa import MedusaHead
+from draftsmith.heads.slot_drafts import draft_chain, draft_tree
 
 
 class MedusaDrafter:
@@ -62,31 +60,5 @@ class MedusaDrafter:
         last_BH = state.fresh.last_BnD[rows, (state.fresh.count_B - 1).clamp(min=0)]
         logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
         if self.tree is not None:
-            return self._tree(state, logits_BKV, self.tree.cut(depth))
-        count_B = state.limit_B.clamp(0, depth)
-        if self.greedy_drafts or state.sampling.greedy:
-            return Draft.chain(state.root_B, logits_BKV.argmax(-1), count_B)
-        laws_BKV = law(logits_BKV, state.sampling)
-        uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        drafted_BK = draw(laws_BKV.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)
-        return Draft.chain(state.root_B, drafted_BK, count_B, laws_BKV)
-
-    def _tree(self, state: DecodeState, logits_BKV: Tensor, tree: StaticTree) -> Draft:
-        shape = tree.on(logits_BKV.device)
-        if self.drawn and not state.sampling.greedy:
-            return self._drawn(state, law(logits_BKV, state.sampling), tree)
-        best_BKR = logits_BKV.topk(min(tree.ranks, logits_BKV.shape[-1]), -1).indices
-        drafted_BN = best_BKR[:, shape.depth_N[1:] - 1, shape.rank_N[1:]]
-        return Draft.static(state.root_B, drafted_BN, tree, state.limit_B)
-
-    def _drawn(self, state: DecodeState, laws_BKV: Tensor, tree: StaticTree) -> Draft:
-        """Draw each node's children anew from the law of their depth."""
-        plan, shape = growth(tree, laws_BKV.device), tree.on(laws_BKV.device)
-        inner_BTV = laws_BKV[:, shape.depth_N[plan.inner_T]]
-        child_BTC = draw_children(inner_BTV, child_uniforms(state, self.tree or tree, plan.inner_T))
-        first, drafted = 0, []
-        for level in plan.levels:
-            drafted.append(child_BTC[:, first + level.parent_n, level.sibling_n])
-            first += level.above
-        draft = Draft.static(state.root_B, torch.cat(drafted, 1), tree, state.limit_B)
-        return draft.drawn_from(inner_BTV[:, plan.law_M], None)
+            return draft_tree(state, logits_BKV, self.head, self.tree, drawn=self.drawn)
+        return draft_chain(state, logits_BKV, self.head, greedy=self.greedy_drafts)

@@ -14,18 +14,23 @@ from draftsmith.heads.head_files import CONFIG
 from draftsmith.heads.target import Target
 
 
-def check_sizes(path: Path, config: Mapping[str, Any], target: Target) -> None:
-    """Raise UserError unless a head of this configuration reads and drafts for a target of these sizes."""
-    for key, value in {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}.items():
+def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes: bool = False) -> None:
+    """Raise UserError unless a head of this configuration reads and drafts for a target of these sizes.
+
+    shapes: the head may have several layers, and a width of its own beside that of the target, which it names.
+    """
+    width = "target_hidden_size" if shapes and config.get("target_hidden_size") is not None else "hidden_size"
+    for key, value in {"vocab_size": target.vocab_size, width: target.hidden_size}.items():
         if config.get(key) != value:
             raise UserError(
                 f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
                 "for another target; give the one that it was made for."
             )
-    if (layers := config.get("num_hidden_layers", 1)) != 1:
+    layers = config.get("num_hidden_layers", 1)
+    if type(layers) is not int or layers < 1 or (layers > 1 and not shapes):
+        least = "a head has at least one" if shapes else "an EAGLE head has one"
         raise UserError(
-            f"{path / CONFIG} says num_hidden_layers {layers!r}, but an EAGLE head has one decoder layer: give the folder "
-            "of such a head."
+            f"{path / CONFIG} says num_hidden_layers {layers!r}, but {least} decoder layer: give the folder of such a head."
         )
 
 

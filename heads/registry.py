@@ -39,6 +39,7 @@ class Method:
     drawn (a static tree whose children are drawn from the head's law) and dynamic. launcher is the file in train/ that
     `accelerate launch` starts, "" where training is not built yet; head.py trains any. cost names what `draftsmith plan`
     computes with, a callable (options, TargetShape) -> HeadCost of draftsmith.head_costs, None where nobody wrote it.
+    served_as: the method that engines take a trained head for, "" for its own: its layouts hold it.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Method:
     launcher: str = "head.py"
     trees: frozenset[str] = frozenset()
     cost_path: str | None = None
+    served_as: str = ""
 
     @property
     def options(self) -> type:
@@ -74,6 +76,25 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
+    "dflash": Method(
+        "draftsmith.heads.dflash",
+        "draftsmith.heads.dflash_options:DFlashOptions",
+        "draftsmith.heads.block_drafter:DFlashDrafter",
+        trees=frozenset({"static", "drawn"}),
+        cost_path="draftsmith.head_costs_block:DFlashCost",
+    ),
+    "draft_model": Method(
+        "draftsmith.heads.draft_lm",
+        "draftsmith.heads.draft_lm_options:DraftLmOptions",
+        "draftsmith.heads.draft_lm_drafter:DraftLmDrafter",
+        cost_path="draftsmith.head_costs_draft_lm:DraftLmCost",
+    ),
+    "dspark": Method(
+        "draftsmith.heads.dspark",
+        "draftsmith.heads.dspark_options:DSparkOptions",
+        "draftsmith.heads.dspark_drafter:DSparkDrafter",
+        cost_path="draftsmith.head_costs_block:DSparkCost",
+    ),
     "eagle1": Method(
         "draftsmith.heads.eagle1",
         "draftsmith.heads.eagle1_options:Eagle1Options",
@@ -88,7 +109,14 @@ METHODS: dict[str, Method] = {
         "draftsmith.heads.eagle_drafter:EagleDrafter",
         "eagle.py",
         trees=frozenset({"static", "drawn", "dynamic"}),
-        cost_path="draftsmith.head_costs:Eagle3Cost",
+        cost_path="draftsmith.head_costs_fused:Eagle3Cost",
+    ),
+    "hydra": Method(
+        "draftsmith.heads.hydra",
+        "draftsmith.heads.hydra_options:HydraOptions",
+        "draftsmith.heads.hydra_drafter:HydraDrafter",
+        trees=frozenset({"static", "drawn"}),
+        cost_path="draftsmith.head_costs_hydra:HydraCost",
     ),
     "medusa": Method(
         "draftsmith.heads.medusa",
@@ -97,6 +125,22 @@ METHODS: dict[str, Method] = {
         "medusa.py",
         trees=frozenset({"static", "drawn"}),
         cost_path="draftsmith.head_costs:MedusaCost",
+    ),
+    "medusa2": Method(
+        "draftsmith.heads.medusa2",
+        "draftsmith.heads.medusa2_options:Medusa2Options",
+        "draftsmith.heads.medusa_drafter:MedusaDrafter",
+        "medusa.py",
+        trees=frozenset({"static", "drawn"}),
+        cost_path="draftsmith.head_costs_medusa2:Medusa2Cost",
+        served_as="medusa",
+    ),
+    "peagle": Method(
+        "draftsmith.heads.peagle",
+        "draftsmith.heads.peagle_options:PEagleOptions",
+        "draftsmith.heads.peagle_drafter:PEagleDrafter",
+        trees=frozenset({"static", "drawn"}),
+        cost_path="draftsmith.head_costs_peagle:PEagleCost",
     ),
 }
 
@@ -121,6 +165,12 @@ def find_method(name: str) -> Method:
     if name not in installed:
         raise UserError(f"The method {name!r} is unknown: choose one of {', '.join(sorted([*METHODS, *installed]))}.")
     return _load(installed[name])
+
+
+def served_method(name: str) -> str:
+    """Return the method that engines take trained heads of the method `name` for; an unknown one stands for itself."""
+    known = name in METHODS or name in _installed()
+    return (find_method(name).served_as if known else "") or name
 
 
 def _installed() -> dict[str, metadata.EntryPoint]:

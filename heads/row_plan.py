@@ -4,7 +4,7 @@ Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), n documents of a gro
 documents up to their last needed row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -44,11 +44,23 @@ class Packed:
 class RowPlan:
     """Which rows ask, and about what. rows: [R] int64 flat indices, ascending. documents: [B, L] numbers that differ
     between any two documents of the batch. spans: (first flat index, tokens up to the last needed row) of the documents
-    with needed rows, ascending."""
+    with needed rows, ascending. window: how many tokens each row sees, itself the last of them; None for all so far."""
 
     rows: Tensor
     documents: Tensor
     spans: tuple[tuple[int, int], ...]
+    window: int | None = None
+
+    def within(self, window: int | None) -> "RowPlan":
+        """Return the plan of the same rows that see no more than `window` tokens."""
+        return self if window == self.window else replace(self, window=window)
+
+    @cached_property
+    def context(self) -> "RowPlan":
+        """The plan in which every token asks that a needed row may see."""
+        device = self.rows.device
+        tokens = [torch.arange(first, first + length, device=device) for first, length in self.spans]
+        return replace(self, rows=torch.cat(tokens) if tokens else self.rows)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:

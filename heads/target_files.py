@@ -18,6 +18,11 @@ from draftsmith.heads.fingerprint import TensorSpan
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight")
 """How architectures call the input embeddings [V, Ht] and the output projection [V, Ht]."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""What a whole model has beside its weights: its tokenizer, its chat template and how its answers end."""
 
 
 def hash_json(value: Any) -> str:

@@ -73,6 +73,7 @@ _SPLITS: dict[str, Callable[[ModelFiles, int], Iterator[str]]] = {
     "tgi": _tgi,
     "llama_cpp": lambda _files, _gpus: iter(()),
     "medusa_original": _one_gpu,
+    "hydra_original": _one_gpu,
 }
 
 

@@ -71,7 +71,8 @@ def _visible(plan: RowPlan, L: int) -> Tensor:
     """Return [R, L] bool: which step-0 keys of its batch row each needed row sees."""
     row, place = plan.rows // L, plan.rows % L
     same_RL = plan.documents[row] == plan.documents[row, place][:, None]
-    return same_RL & (torch.arange(L, device=place.device) <= place[:, None])
+    apart_RL = place[:, None] - torch.arange(L, device=place.device)
+    return same_RL & (apart_RL >= 0) & (apart_RL < (L if plan.window is None else plan.window))
 
 
 class _MergedAttention(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Training that starts from a head that exists: what of it a recipe must share, and the head that is trained.
 
 No method is named here: what a head is made of is what `DraftHead.describe` writes down, and a class of options says
-under `TRAINING` which of its fields are no part of that.
+under `TRAINING` which of its fields are no part of that, and under `WARM_FROM` which other methods have heads whose
+tensors are found here under the same names.
 """
 
 from dataclasses import asdict, fields, replace
@@ -23,7 +24,7 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
     found, adopted = _made_of(head, target), {}
     for key in (field.name for field in fields(options)):
         asked = getattr(options, key)
-        if key in getattr(options, "TRAINING", ()) or asked == found[key]:
+        if key in getattr(options, "TRAINING", ()) or key not in found or asked == found[key]:
             continue
         if key == "draft_vocab_size" and asked is not None and asked >= target.vocab_size == found[key]:
             continue
@@ -36,16 +37,18 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
     return replace(options, **adopted)
 
 
-def restart(head: DraftHead, options: Any, target: Target) -> DraftHead:
-    """Return a head with the weights of `head`, ready to be trained as `options` (of `adopt_options`) say."""
+def restart(head: DraftHead, options: Any, target: Target, method: str | None = None) -> DraftHead:
+    """Return a head with the weights of `head`, ready to be trained as `options` (of `adopt_options`) say. method: its own,
+    None for that of `head`; what a head of another method does not have starts as in a new one."""
+    method = method or head.method
     spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.layer_ids)}
-    fresh = find_method(head.method).load(spec, target, head.draft_vocab)
+    fresh = find_method(method).load(spec, target, head.draft_vocab)
     tensors = head.state_dict()
     for name, parameter in fresh.named_parameters():
         if name == EMBEDDING and parameter.requires_grad:
             # A shared one would be trained in the target, too.
             tensors[name] = tensors[name].to(parameter.dtype, copy=True)
-    fresh.load_state_dict(tensors, assign=True)
+    fresh.load_state_dict(tensors, assign=True, strict=head.method == method)
     return fresh
 
 

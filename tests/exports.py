@@ -4,10 +4,15 @@ import torch
 from models import tiny_model
 from torch import Tensor
 
-from draftsmith.heads import eagle1, eagle3, medusa
+from draftsmith.heads import dflash, draft_lm, dspark, eagle1, eagle3, hydra, medusa, peagle
+from draftsmith.heads.dflash import DFlashHead, DFlashOptions
+from draftsmith.heads.draft_lm import DraftLmHead, DraftLmOptions
+from draftsmith.heads.dspark import DSparkHead, DSparkOptions
 from draftsmith.heads.eagle1 import Eagle1Head, Eagle1Options
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options
+from draftsmith.heads.hydra import HydraHead, HydraOptions
 from draftsmith.heads.medusa import MedusaHead, MedusaOptions
+from draftsmith.heads.peagle import PEagleHead, PEagleOptions
 from draftsmith.heads.target import Target
 
 VOCAB = torch.tensor([0, 2, 3, 7, 50, 51, 52, 100, 159])
@@ -41,13 +46,50 @@ def make_eagle3(
     return head
 
 
+def make_peagle(
+    target: Target, vocab: Tensor | None = VOCAB, layer_ids: tuple[int, ...] = (1, 3, 5), **options
+) -> PEagleHead:
+    given = {"layer_ids": list(layer_ids), "depths": 4, "num_hidden_layers": 2}
+    head = peagle.build(PEagleOptions(**given | options), target, vocab)
+    shake(head)
+    return head.eval()
+
+
 def make_eagle1(target: Target, **options) -> Eagle1Head:
     head = eagle1.build(Eagle1Options(**options), target, None)
     shake(head)
     return head.eval()
 
 
+def make_draft_model(target: Target, **options) -> DraftLmHead:
+    head = draft_lm.build(DraftLmOptions(**options), target, None)
+    shake(head)
+    return head.eval()
+
+
+def make_dflash(target: Target, vocab: Tensor | None = None, **options) -> DFlashHead:
+    given = {"layer_ids": [1, 3, 5], "block_size": 4, "num_layers": 2, "mask_token_id": 3}
+    head = dflash.build(DFlashOptions(**given | options), target, vocab)
+    shake(head)
+    return head.eval()
+
+
+def make_dspark(target: Target, vocab: Tensor | None = None, **options) -> DSparkHead:
+    given = {"layer_ids": [1, 3, 5], "block_size": 3, "num_layers": 2, "mask_token_id": 3, "markov_rank": 6}
+    head = dspark.build(DSparkOptions(**given | options), target, vocab)
+    shake(head)
+    if head.options.confidence_head:
+        head.temperatures.copy_(torch.arange(1, 1 + head.options.block_size) / 2)
+    return head.eval()
+
+
 def make_medusa(target: Target, **options) -> MedusaHead:
     head = medusa.build(MedusaOptions(**{"num_heads": 3, **options}), target, None)
+    shake(head)
+    return head
+
+
+def make_hydra(target: Target, **options) -> HydraHead:
+    head = hydra.build(HydraOptions(**{"num_heads": 3, **options}), target, None)
     shake(head)
     return head

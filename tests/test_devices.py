@@ -17,24 +17,25 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.losses import head_loss, loss_divisor
-from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.probe import check_target
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
 from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 from tests.far_device import far_device, move_module
-from tests.gpu.support import make_data, make_texts
+from tests.gpu.support import OPTIONS, make_data, make_texts
 from tests.models import tiny_model
 
 LAYERS = (2, 4, 6)
 TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 HEADS = {
     "eagle3": (Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3, draft_vocab_size=80), torch.arange(0, 160, 2)),
-    "medusa": (MedusaOptions(num_heads=3), None),
+    **{method: (options, None) for method, options in OPTIONS.items() if method != "eagle3"},
 }
+# The target that Medusa-2 tunes is another one.
+CHAINS = sorted(set(HEADS) - {"medusa2"})
 WAYS = [
     (method, tree, sampling)
-    for method, tree in (("eagle3", None), ("medusa", None), ("medusa", TREE))
+    for method, tree in [*((method, None) for method in CHAINS), ("medusa", TREE), ("hydra", TREE)]
     for sampling in (Sampling(), Sampling(0.8, top_k=30, top_p=0.9))
 ]
 
@@ -124,7 +125,7 @@ def test_training_step(method, spec):
     def step(target: Target, head: DraftHead) -> tuple[float, list[torch.Tensor]]:
         there = batch.to(target.device)
         loss = head_loss(head(there, 3), there, target.head, head.draft_vocab, spec)
-        loss = loss.loss_sum / loss_divisor(there, spec)
+        loss = loss.loss_sum / loss_divisor(there, spec, head)
         loss.backward()
         return loss.item(), [p.grad.cpu() for p in head.parameters() if p.grad is not None]
 

@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("shared-target.md", "README.md")]
 REASONS = ("a GPU", "the Hub", "an engine", "an account", "trained heads")
 PATH = r"(?<![\w./-])(?:recipes|train|scripts|runs|models)/[\w./-]*\w(?![\w./*-])"
-LANGUAGES = ("bash", "yaml", "json", "jsonl", "text")
+LANGUAGES = ("bash", "yaml", "json", "jsonl", "text", "python")
 
 # Sizes that a page gives for a real model, at the measure of the miniature one; nothing else of a recipe is changed.
 SIZES: dict[str, dict[str, Any]] = {
@@ -262,6 +262,8 @@ def check_file(block: Block, folder: Path) -> None:
         json.loads(block.text)
     elif block.language == "yaml" and (block.file is None or "target" in yaml.safe_load(block.text)):
         parse_recipe(["--recipe", str(path)])
+    elif block.language == "python":
+        compile(block.text, str(path), "exec")
     elif block.language == "jsonl" and not (block.file or "").startswith("broken"):
         load_conversations([str(path)])
 

@@ -143,7 +143,7 @@ def mistakes(place: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     return {
         "cut short": (["--head", str(cut), *target], "model.safetensors are damaged or cut short"),
         "no head": (["--head", str(folder / "nowhere"), *target], "no folder"),
-        "a target for a head": (["--head", str(place / "target"), *target], "whole language model"),
+        "a target for a head": (["--head", str(place / "target"), *target], "is the target itself"),
         "a head for a target": ([*head, "--target", str(place / "export")], "is a draft head"),
         "no target": ([*head, "--target", str(folder / "nowhere")], "neither a folder nor a Hub name"),
         "not in the cache": ([*head, "--target", "nobody/nothing"], "fetch it first"),

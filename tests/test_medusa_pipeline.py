@@ -160,7 +160,7 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
     ("words", "message"),
     [
         (["--evaluate.drafts", "[{tree: nowhere.json}]"], "There is no tree 'nowhere.json'"),
-        (["--evaluate.drafts", "[{tree: medusa_63}]"], "is 4 deep but medusa has 3 heads"),
+        (["--evaluate.drafts", "[{tree: medusa_63}]"], "is 4 deep but medusa drafts 3 tokens at most"),
         (["--evaluate.drafts", "[]"], "evaluate.drafts"),
         (["--evaluate.drafts", "[{tree: chain}, {tree: chain}]"], "named twice"),
         (["--evaluate.drafts", "[{tree: chain}, {tree: dynamic}]"], "none of the heads (medusa) drafts dynamic trees"),

@@ -26,7 +26,7 @@ def write(folder: Path, text: str) -> list[str]:
 def test_every_recipe_parses(path: Path) -> None:
     recipe = parse_recipe(["--recipe", str(path)])
     assert recipe.method == path.parent.name
-    assert recipe.name.startswith(recipe.method)
+    assert recipe.name.startswith(recipe.method.replace("_", "-"))
     assert isinstance(recipe.head, METHODS[recipe.method].options)
     with pytest.raises(FrozenInstanceError):
         recipe.name = "other"  # type: ignore[misc]
@@ -112,6 +112,12 @@ def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str)
         ("drafts", "{tree: dynamic, total_tokens: 1}", "total_tokens is 1: it must be at least 2, or null"),
         ("drafts", "{tree: dynamic, children: drawn}", "children is 'drawn': only a static tree takes it"),
         ("drafts", "{tree: chain, children: likely}", "children is 'likely': only a static tree takes it"),
+        ("drafts", "{tree: dynamic, confidence_threshold: 0.5}", "confidence_threshold is 0.5: only a chain takes it"),
+        (
+            "drafts",
+            "{tree: chain, confidence_threshold: 1.5}",
+            "confidence_threshold is 1.5: it must be above 0 and below 1",
+        ),
         ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
         ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),
         ("baselines", "{kind: ngram}", "kind is 'ngram': choose prompt_lookup or draft_model"),

@@ -163,7 +163,7 @@ def test_training_starts_from_the_head(
     [
         ("nowhere", [], "train.warm_start: there is no trained head in"),
         ("medusa", [], "medusa, a head of medusa, but method is eagle3"),
-        ("target", [], "is a whole language model, which cannot be loaded"),
+        ("target", [], "is the target itself, which drafts nothing"),
         ("head", ["--head.draft_vocab_size", "200"], "head.draft_vocab_size is 200, but the head that train.warm_start"),
         ("head", ["--head.fc_norm", "true"], "set head.fc_norm to that"),
         ("head", ["--features.source", "store", "--features.layer_ids", "[2,4]"], "features.layer_ids [2, 4] lacks [1, 3, 5]"),

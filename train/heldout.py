@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,13 +16,15 @@ from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.target import TargetHead
+from draftsmith.train.sums import tuned_facts
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
-    the target's most common choice."""
+    the target's most common choice. tuned: "tuned" -> how far a target that is tuned with the head is from the original
+    (see `tuned_facts`), where one is. Its tau is an approximation, since answers and laws are the original target's."""
 
     loss: float
     loss_by_slice: dict[str, float]
@@ -30,6 +33,7 @@ class HeldOut:
     tau: float
     tau_by_slice: dict[str, float]
     chance: float
+    tuned: dict[str, Any]
 
 
 def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens: int, rows: int) -> list[Batch]:
@@ -60,7 +64,7 @@ def evaluate_heldout(
     num_speculative_tokens = num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
     device = next(head.parameters()).device
     losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    sums = torch.zeros(3, train_steps, dtype=torch.float64)
+    sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
     choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
     for plan in batches:
@@ -69,7 +73,9 @@ def evaluate_heldout(
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
             divisor = loss_divisor(batch, spec, head)
-        scored = head_loss(HeadOutput(output.steps[:train_steps]), batch, target_head, head.draft_vocab, spec)
+        judged = HeadOutput(output.steps[:train_steps], output.tuned)
+        scored = head_loss(judged, batch, target_head, head.draft_vocab, spec)
+        tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
         of_slice = losses[samples[0][0].slice]
         of_slice[0] += float(scored.loss_sum)
         of_slice[1] += float(divisor)
@@ -90,4 +96,5 @@ def evaluate_heldout(
         everything.tau or 0.0,
         {name: tau for name, tau in by_slice.items() if tau is not None},
         int(choices.max()) / max(1, int(choices.sum())),
+        tuned_facts(tuned),
     )

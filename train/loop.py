@@ -28,13 +28,14 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.target import Target
 from draftsmith.recipe import Recipe
+from draftsmith.train.calibrate import calibrate_best
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.pace import Interrupt, Pace
 from draftsmith.train.parallel import make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
-from draftsmith.train.sums import StepSums
+from draftsmith.train.sums import StepSums, tuned_facts
 from draftsmith.train.tracking import Tracker
 
 _EARLY = 200
@@ -119,8 +120,8 @@ class _Run:
         self.pace = Pace(progress.tokens)
         with bar, Interrupt() as interrupt:
             while progress.step < self.total and not self._stale(progress) and not interrupt.asked:
+                before = time.perf_counter()
                 for window in self._windows(progress.step):
-                    before = time.perf_counter()
                     record, progress = self._step(window, progress)
                     self.pace.seconds += time.perf_counter() - before
                     if progress.step in self.eval_steps:
@@ -131,6 +132,7 @@ class _Run:
                     bar.update()
                     bar.set_postfix_str(_postfix(record, progress, speed), refresh=False)
                     self._maybe_checkpoint(progress, interrupt)
+                    before = time.perf_counter()  # the next step begins with reading its batches
                     if progress.step >= self.total or self._stale(progress) or interrupt.asked:
                         break
         save_checkpoint(self.accelerator, self.folder, progress)
@@ -143,9 +145,19 @@ class _Run:
             tracker.close()
             speed = self.pace.speed(progress.tokens)
             summary = asdict(progress) | {"train_seconds": self.pace.seconds, "tokens_per_second": speed}
-            write_json(self.folder / "summary.json", summary)
+            write_json(self.folder / "summary.json", summary | self._calibrate())
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
+
+    def _calibrate(self) -> dict[str, Any]:
+        """Let the best head fit its confidence, if it has one, to the held-out answers; return what it tells."""
+        if not self.head.confident or not (self.folder / "best").exists():
+            return {}
+        spec, source = self.spec, self.data.source
+        sampling = self.recipe.answers.sampling
+        return calibrate_best(
+            self.folder / "best", self.target, source, self.heldout_batches, spec.row_tokens, sampling
+        )
 
     def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> None:
         """Save when the time has come; processes agree, as saving is a common act and so is stopping."""
@@ -219,10 +231,11 @@ class _Run:
         sums = StepSums.zeros(self.train_steps, device)
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
+        share = self.spec.loss.draft_share(progress.step / self.total)
         for batch, counts in batches:
             with accelerator.accumulate(self.model):
                 output = run_pass(self.model, batch, self.train_steps)
-                scored = head_loss(output, batch, self.target_head, self.head.draft_vocab, self.spec.loss)
+                scored = head_loss(output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, share)
                 accelerator.backward(scored.loss_sum * (scale * counts))
                 if counts:
                     sums.add(scored, int((batch.document >= 0).sum()))
@@ -231,8 +244,8 @@ class _Run:
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        parts = accelerator.reduce([sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens], "sum")
-        loss, correct, acceptance, step_rows, tokens = parts
+        counted = [sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
+        loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
         if not bool(torch.isfinite(loss)):
             raise UserError(
                 f"The loss became {float(loss)} at step {progress.step + 1}: lower train.lr and train.muon_lr, or set "
@@ -252,6 +265,7 @@ class _Run:
             "lr": factor * self.spec.lr,
             "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
             "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
+            **tuned_facts(tuned),
         }
         return record, progress
 
@@ -276,6 +290,7 @@ class _Run:
             "heldout_accuracy": held.accuracy,
             "heldout_acceptance": held.acceptance,
             "tau": {"overall": held.tau, "slices": held.tau_by_slice},
+            **{f"heldout_{name}": facts for name, facts in held.tuned.items()},
         }
         if not progress.best_step:
             self._warn_at_chance(held)

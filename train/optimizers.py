@@ -1,38 +1,48 @@
 """Optimizers and the learning-rate curve.
 
 AdamW for everything, or Muon (Jordan et al. 2024) for the weight matrices inside the head with AdamW for
-its output projection, norms and biases.
+its output projection, adapters, norms and biases.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from draftsmith.heads.base import DraftHead
 from draftsmith.recipe import TrainSpec
-
-_OUTPUT_NAMES = ("lm_head", "embed_tokens")
 
 
 def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of a head's trainable parameters; every group remembers its peak as `peak_lr`."""
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
+    """Return the optimizers of a head's trainable parameters, one group per multiple of the learning rate that the head
+    names (`DraftHead.lr_factor`); every group remembers its peak as `peak_lr`."""
+    matrices: dict[float, list[nn.Parameter]] = {}
+    others: dict[float, list[nn.Parameter]] = {}
+    factor_of = head.lr_factor if isinstance(head, DraftHead) else lambda name: 1.0
+    outer = head.outer if isinstance(head, DraftHead) else DraftHead.outer
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
-            inner = parameter.ndim == 2 and not any(part in name for part in _OUTPUT_NAMES)
-            (matrices if inner and spec.optimizer == "muon" else others).append(parameter)
+            inner = parameter.ndim == 2 and not any(part in name for part in outer)
+            chosen = matrices if inner and spec.optimizer == "muon" else others
+            chosen.setdefault(factor_of(name), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=spec.muon_lr, weight_decay=spec.weight_decay))
+        groups = _groups(matrices, spec.muon_lr)
+        optimizers.append(torch.optim.Muon(groups, lr=spec.muon_lr, weight_decay=spec.weight_decay))
     if others:
         betas = (spec.betas[0], spec.betas[1])
-        optimizers.append(torch.optim.AdamW(others, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay))
+        groups = _groups(others, spec.lr)
+        optimizers.append(torch.optim.AdamW(groups, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def _groups(parameters: dict[float, list[nn.Parameter]], lr: float) -> list[dict[str, Any]]:
+    return [{"params": some, "lr": lr * factor} for factor, some in parameters.items()]
 
 
 def lr_factor(step: int, total: int, spec: TrainSpec) -> float:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -55,14 +56,18 @@ class TrainingPass(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[int, Tensor, Tensor, Tensor | None], ...]:
-        """Return (offset, rows [R], logits [R, W], feature [R, H] or None) of every step."""
-        return tuple((step.offset, step.rows, step.logits, step.feature) for step in self.head(batch, num_steps).steps)
+    def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[Any, ...], ...]:
+        """Return the fields of every StepOutput, that of a tuned target last."""
+        output = self.head(batch, num_steps)
+        laws = output.steps if output.tuned is None else (*output.steps, output.tuned)
+        return tuple(tuple(getattr(law, field.name) for field in fields(StepOutput)) for law in laws)
 
 
 def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
     """Call a prepared TrainingPass."""
-    return HeadOutput(tuple(StepOutput(*step) for step in model(batch, num_steps)))
+    laws = tuple(StepOutput(*law) for law in model(batch, num_steps))
+    tuned = [law for law in laws if law.offset < 0]
+    return HeadOutput(laws[: len(laws) - len(tuned)], tuned[0] if tuned else None)
 
 
 def launch_settings(config: Path | None = None) -> dict[str, str]:

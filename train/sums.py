@@ -1,6 +1,7 @@
 """What one optimizer step adds up."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,14 @@ class StepSums:
     acceptance: Tensor
     rows: Tensor
     tokens: Tensor
+    tuned: Tensor
 
     @classmethod
     def zeros(cls, steps: int, device: torch.device) -> "StepSums":
         """Sums of nothing."""
         z = torch.zeros(steps, device=device)
-        return cls(torch.zeros((), device=device), z.clone(), z.clone(), z.clone(), torch.zeros((), device=device))
+        nothing = torch.zeros((), device=device)
+        return cls(nothing.clone(), z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
 
     def add(self, scored: LossOutput, tokens: int) -> None:
         """Add a micro-batch."""
@@ -31,3 +34,11 @@ class StepSums:
         self.acceptance += scored.step_acceptance
         self.rows += scored.step_rows
         self.tokens += tokens
+        if scored.tuned is not None:
+            self.tuned += scored.tuned
+
+
+def tuned_facts(sums: Tensor) -> dict[str, Any]:
+    """Return what a record says of a target that is tuned, from the sum of `LossOutput.tuned`; nothing where none is."""
+    _, apart, same, rows = sums.tolist()
+    return {"tuned": {"kl": apart / rows, "agreement": same / rows}} if rows else {}

@@ -1,6 +1,7 @@
 """What the tests on a GPU share. DRAFTSMITH_GPU_TESTS_ON=cpu rehearses them on a machine without one."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,15 @@ from torch import Tensor
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.extract import OnlineSource
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.dflash_options import DFlashOptions
+from draftsmith.heads.draft_lm_options import DraftLmOptions
+from draftsmith.heads.dspark_options import DSparkOptions
+from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.hydra_options import HydraOptions
+from draftsmith.heads.medusa2_options import Medusa2Options
 from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.peagle_options import PEagleOptions
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
 from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
@@ -19,6 +27,19 @@ from tests.models import tiny_model
 
 DEVICE = torch.device(os.environ.get("DRAFTSMITH_GPU_TESTS_ON", "cuda"))
 LAYERS = (2, 4, 6)
+_BLOCK: dict[str, Any] = {"layer_ids": list(LAYERS), "block_size": 4, "mask_token_id": 0, "num_layers": 2, "anchors": 4}
+OPTIONS: dict[str, Any] = {
+    "dflash": DFlashOptions(**_BLOCK),
+    "draft_model": DraftLmOptions(num_hidden_layers=1),
+    "dspark": DSparkOptions(**_BLOCK, markov_rank=4),
+    "eagle1": Eagle1Options(aligned_passes=3),
+    "eagle3": Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3),
+    "hydra": HydraOptions(num_heads=3, prefix_attention=True),
+    "medusa": MedusaOptions(num_heads=3),
+    "medusa2": Medusa2Options(num_heads=3, lora_r=4, lora_dropout=0.0),
+    "peagle": PEagleOptions(layer_ids=list(LAYERS), depths=3, num_hidden_layers=2, mask_token_id=0),
+}
+"""A small head of every method, of three steps or more."""
 
 on_gpu = [
     pytest.mark.gpu,
@@ -64,13 +85,12 @@ def make_recipe(*, epochs: int = 8, precision: str = "no") -> Recipe:
 
 def make_head(target: Target, method: str, draft_vocab: Tensor | None = None) -> DraftHead:
     """An untrained head of three steps; the same on every device."""
-    options = {"eagle3": Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3), "medusa": MedusaOptions(num_heads=3)}
     # The random numbers of the CPU: a GPU has its own.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = METHODS[method].build(
-            options[method], make_target("cpu"), None if draft_vocab is None else draft_vocab.cpu()
+            OPTIONS[method], make_target("cpu"), None if draft_vocab is None else draft_vocab.cpu()
         )
-    head = METHODS[method].build(options[method], target, draft_vocab)
+    head = METHODS[method].build(OPTIONS[method], target, draft_vocab)
     head.load_state_dict(model.state_dict())
     return head

@@ -18,12 +18,24 @@ from draftsmith.heads.losses import head_loss
 from draftsmith.heads.probe import check_target
 from draftsmith.heads.registry import METHODS
 from draftsmith.heads.target import Target
-from tests.gpu.support import DEVICE, LAYERS, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
+from tests.gpu.support import (
+    DEVICE,
+    LAYERS,
+    OPTIONS,
+    make_data,
+    make_head,
+    make_recipe,
+    make_target,
+    make_texts,
+    on_gpu,
+)
 
 pytestmark = on_gpu
 TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
-DRAFTS = [("eagle3", None), ("eagle3", TREE), ("medusa", None), ("medusa", TREE)]
-NAMES = ["eagle3", "eagle3-tree", "medusa", "medusa-tree"]
+# The target that Medusa-2 tunes is another one.
+CHAINS = sorted(set(OPTIONS) - {"medusa2"})
+DRAFTS = [*((method, None) for method in CHAINS), ("eagle3", TREE), ("medusa", TREE), ("hydra", TREE)]
+NAMES = [method if tree is None else f"{method}-tree" for method, tree in DRAFTS]
 # Ways to draft that no text alone tells the acceptance of.
 UNCERTAIN = [
     ("eagle3", {"tree": DynamicTree(3, 4, 16)}),

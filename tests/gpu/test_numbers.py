@@ -45,11 +45,12 @@ def documents(lengths: list[list[int]], width: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "groups", "D"), [(4, 4, 32), (4, 2, 64), (6, 1, 128), (2, 2, 16), (2, 1, 256)])
 @pytest.mark.parametrize("diagonal", [0, 1, 6])
-def test_ttt_attention_equals_the_oracle_in_value_and_every_gradient(heads, groups, D, diagonal, dtype):
+@pytest.mark.parametrize("window", [None, 40])
+def test_ttt_attention_equals_the_oracle_in_value_and_every_gradient(window, heads, groups, D, diagonal, dtype):
     document = documents([[90, 5, 161], [300], [1, 1, 250]], 304).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     needed = (torch.rand(document.shape, generator=generator) < 0.6).to(DEVICE) & (document >= 0)
-    plan = plan_rows(document, needed)
+    plan = plan_rows(document, needed).within(window)
     (B, L), R = document.shape, int(needed.sum())
     shapes = [(R, heads, D), (B, L, groups, D), (B, L, groups, D), *[(diagonal, R, groups, D)] * 2]
     inputs = [torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes]

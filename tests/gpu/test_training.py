@@ -9,7 +9,7 @@ from draftsmith.data.embedded import EmbeddedSettings, ensure_embedded
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.target import load_target
 from draftsmith.train.loop import train
-from tests.gpu.support import DEVICE, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
+from tests.gpu.support import DEVICE, OPTIONS, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
 
 pytestmark = on_gpu
 
@@ -22,7 +22,7 @@ def run(device, method, folder, **options):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", OPTIONS)
 def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     there = run(DEVICE, method, tmp_path / "there", epochs=3)
     # Accelerate remembers its first device for a whole process, so the CPU's losses are computed by hand.
@@ -38,7 +38,7 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     for step, (batch, _) in enumerate(MicroBatches(data.source, data.train, micros, head.layer_ids, 64)):
         set_lr(optimizers, lr_factor(step, len(micros), recipe.train))
         loss = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, recipe.train.loss)
-        loss = loss.loss_sum / loss_divisor(batch, recipe.train.loss)
+        loss = loss.loss_sum / loss_divisor(batch, recipe.train.loss, head)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), recipe.train.clip)
         for optimizer in optimizers:
@@ -54,7 +54,7 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     assert [line["loss"] for line in there] == pytest.approx(losses, rel=0.1)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", OPTIONS)
 def test_a_head_learns_in_bf16(method, tmp_path):
     lines = run(DEVICE, method, tmp_path, precision="bf16")
     assert lines[-1]["loss"] < 0.6 * lines[0]["loss"]

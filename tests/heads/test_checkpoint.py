@@ -221,7 +221,18 @@ def test_registry():
     assert method.options is Eagle3Options
     assert method.build is build
     assert METHODS["eagle3"].load.__module__ == "draftsmith.heads.eagle3"
-    with pytest.raises(UserError, match="choose one of eagle1, eagle3, medusa"):
+    with pytest.raises(UserError, match=r"choose one of .*eagle1, eagle3, .*medusa"):
         find_method("eagle")
     with pytest.raises(AssertionError):
         _ = replace(method, drafter_path=None).drafter
+
+
+def test_a_head_of_another_width_needs_its_embeddings(tmp_path: Path) -> None:
+    target = make_target()
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    options = Eagle3Options(layer_ids=[1], train_embeddings=True, **sizes)
+    save_head(find_method("eagle3").build(options, target, None), tmp_path / "head", target)
+    file = tmp_path / "head" / "model.safetensors"
+    save_file({name: x for name, x in load_file(file).items() if name != "embed_tokens.weight"}, file)
+    with pytest.raises(UserError, match=r"lacks the tensor embed_tokens\.weight, and the target's has another width"):
+        load_head(tmp_path / "head", target)

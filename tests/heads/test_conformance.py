@@ -9,27 +9,64 @@ import torch
 
 from draftsmith.heads import eagle_base, eagle_drafter, medusa
 from draftsmith.heads.conformance import CHECKS, Spec, run_conformance, tiny_target
+from draftsmith.heads.dflash_options import DFlashOptions
+from draftsmith.heads.draft_lm_options import DraftLmOptions
+from draftsmith.heads.dspark_options import DSparkOptions
 from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle3 import Eagle3Head
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.eagle_drafter import EagleDrafter
 from draftsmith.heads.export import LAYOUTS
+from draftsmith.heads.hydra_options import HydraOptions
+from draftsmith.heads.medusa2_options import Medusa2Options
 from draftsmith.heads.medusa_drafter import MedusaDrafter
 from draftsmith.heads.medusa_options import MedusaOptions
+from draftsmith.heads.peagle_options import PEagleOptions
 from draftsmith.heads.registry import METHODS
 
 VOCAB = torch.arange(0, 96, 2)
 SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
+    "dflash": (
+        "dflash",
+        DFlashOptions(layer_ids=[0, 1, 2], block_size=4, num_layers=2, mask_token_id=0, anchors=6),
+        None,
+    ),
+    "dspark": (
+        "dspark",
+        DSparkOptions([1, 2], 48, block_size=3, num_layers=1, mask_token_id=0, anchors=6, markov_rank=8),
+        VOCAB,
+    ),
     "eagle3": ("eagle3", Eagle3Options(layer_ids=[0, 1, 2], ttt_steps=3, draft_vocab_size=48), VOCAB),
     "eagle3, norms": (
         "eagle3",
         Eagle3Options(layer_ids=[1, 2], ttt_steps=2, norm_before_residual=True, fc_norm=True, norm_output=True),
         None,
     ),
+    "draft model": ("draft_model", DraftLmOptions(num_hidden_layers=1, hidden_size=16), None),
+    "draft model of the target's layers": ("draft_model", DraftLmOptions(layers_from_target=[0, 2]), None),
+    "eagle3, layers, width, window": (
+        "eagle3",
+        Eagle3Options([0, 1, 2], 48, 3, num_hidden_layers=3, hidden_size=24, train_embeddings=True, sliding_window=7),
+        VOCAB,
+    ),
     "eagle1": ("eagle1", Eagle1Options(fc_bias=True, qkv_bias=True), None),
+    "hydra": ("hydra", HydraOptions(num_heads=3), None),
+    "hydra++": ("hydra", HydraOptions(3, 4, tie_blocks=True, prefix_attention=True, dropout=0.2), None),
+    "hydra, the target's projection": (
+        "hydra",
+        HydraOptions(2, 2, prefix_attention=True, original_lm_head=True, lm_head_bias=False),
+        None,
+    ),
     "medusa": ("medusa", MedusaOptions(num_heads=3), None),
     "medusa, the target's projection": ("medusa", MedusaOptions(2, 2, original_lm_head=True), None),
+    "medusa2": ("medusa2", Medusa2Options(num_heads=3, lora_r=8), None),
+    "medusa2, the projection too": (
+        "medusa2",
+        Medusa2Options(2, original_lm_head=True, target_modules=["q_proj", "down_proj"], tune_lm_head=True),
+        None,
+    ),
+    "peagle": ("peagle", PEagleOptions([0, 1, 2], 48, depths=4, num_hidden_layers=2), VOCAB),
     "another package's": ("bigram", None, None),
 }
 

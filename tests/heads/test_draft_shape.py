@@ -1,4 +1,9 @@
-"""EAGLE-3's embeddings of its own and its output projection of low rank: trained, stored, exported, started from."""
+"""EAGLE-3's shapes: embeddings of its own, an output projection of low rank, several layers, a width of its own, a sliding
+window; trained, stored, exported, started from."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,6 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.contender import make_contender
+from draftsmith.eval.trees import StaticTree
+from draftsmith.heads import training_pass
+from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import load_head, save_head
 from draftsmith.heads.conformance import Spec, run_conformance, tiny_target
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options, build
@@ -17,6 +26,9 @@ from draftsmith.heads.target import Target
 from draftsmith.heads.warm_start import adopt_options, restart
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import llama_oracle as oracle
 
 LAYERS = (1, 3, 5)
 VOCAB = torch.arange(0, 160, 2)
@@ -183,3 +195,171 @@ def test_a_rank_that_saves_nothing_is_refused():
         Eagle3Options(lm_head_rank=0)
     with pytest.raises(UserError, match=r"head\.lm_head_rank is 64, but the output projection is 80 by 64"):
         make_head(make_target(), lm_head_rank=64)
+
+
+WIDTH = {"hidden_size": 32, "train_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPES = {
+    "three layers": {"num_hidden_layers": 3},
+    "a width of its own": WIDTH,
+    "a window": {"sliding_window": 4},
+    "all of them": {**WIDTH, "num_hidden_layers": 2, "sliding_window": 5, "norm_output": True, "fc_norm": True},
+}
+
+
+def norms_that_matter(head: Eagle3Head) -> Eagle3Head:
+    for name, parameter in head.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return head
+
+
+@torch.no_grad()
+def dense_steps(head: Eagle3Head, ids: Tensor, aux: Tensor, t: int, steps: int) -> list[Tensor]:
+    """The logits of row t of one document at each step, by passes over all rows up to it and what was drafted since: what
+    decoding does, written out. Rows of drafted tokens read the last layer's output at their own place."""
+    hidden = oracle.fuse(head, aux[: t + 1])
+    found = []
+    for step in range(steps):
+        length = t + 1 + step
+        sees = torch.ones(length, length, dtype=torch.bool).tril()
+        if head.window is not None:
+            sees &= ~torch.ones(length, length, dtype=torch.bool).tril(-head.window)
+        embedded = head.embed_tokens.weight.double()[ids[1 : length + 1]]
+        out = oracle.run(head, oracle.Rows(embedded, hidden, torch.arange(length), sees))[-1:]
+        found.append(oracle.logits(head, out)[0])
+        fed = oracle.norm(out, head.norm.weight, head.config.rms_norm_eps) if head.options.norm_output else out
+        hidden = torch.cat([hidden, fed])
+    return found
+
+
+def check_against_dense(head: Eagle3Head, target: Target) -> None:
+    documents, compared = documents_of(target), 0
+    batch = pack(target, documents, LAYERS)
+    L = batch.ids.shape[1]
+    tables = [dict(zip(s.rows.tolist(), s.logits.detach(), strict=True)) for s in head(batch, 3).steps]
+    for flat in supervised_rows(batch, 2).flatten().nonzero().flatten().tolist()[::3]:
+        b, at = divmod(flat, L)
+        inside = batch.document[b] == batch.document[b, at]
+        expected = dense_steps(head, batch.ids[b][inside], batch.aux[b][inside], int(batch.position[b, at]), 3)
+        for table, logits_W in zip(tables, expected, strict=True):
+            torch.testing.assert_close(table[flat].double(), logits_W, atol=2e-4, rtol=2e-4)
+            compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_training_pass_is_that_of_a_dense_mask(shape):
+    target = make_target()
+    check_against_dense(norms_that_matter(make_head(target, **SHAPES[shape])), target)
+
+
+def test_a_layer_that_forgets_what_was_drafted_is_found(monkeypatch):
+    real = training_pass._Keys.add
+
+    def add(self: training_pass._Keys, k: Tensor, v: Tensor) -> training_pass._Keys:
+        return real(replace(self, own_k=self.own_k[:0], own_v=self.own_v[:0]), k, v)
+
+    monkeypatch.setattr(training_pass._Keys, "add", add)
+    target = make_target()
+    with pytest.raises(AssertionError, match="not close"):
+        check_against_dense(norms_that_matter(make_head(target, num_hidden_layers=3)), target)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_trained_stored_and_exported(shape, tmp_path):
+    target = make_target()
+    head = train(make_head(target, **SHAPES[shape]), target)
+    before = make_head(target, **SHAPES[shape])
+    assert all(
+        not torch.equal(p, q)
+        for (_, p), (_, q) in zip(head.named_parameters(), before.named_parameters(), strict=True)
+        if p.requires_grad
+    )
+    save_head(head, tmp_path / "head", target)
+    assert same(logits(load_head(tmp_path / "head", target), target), logits(head, target))
+    for layout in ("eagle3", "eagle3_speculators"):
+        export_head(head, target, tmp_path / layout, layout=layout, dtype="float32", num_speculative_tokens=3)
+        again = load_head(tmp_path / layout, target)
+        assert same(logits(again, target), logits(head, target))
+        kept = ("num_hidden_layers", "sliding_window", "hidden_size")
+        assert [getattr(again.options, key) for key in kept] == [getattr(head.options, key) for key in kept]
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ("three layers", r"head\.num_hidden_layers above 1, and llama\.cpp knows one draft layer"),
+        ("a window", r"head\.sliding_window, and llama\.cpp lets the draft see all tokens, in silence"),
+    ],
+)
+def test_what_llama_cpp_cannot_serve_is_refused(shape, words, tmp_path):
+    target = make_target()
+    with pytest.raises(UserError, match=words):
+        export_head(make_head(target, **SHAPES[shape]), target, tmp_path / "out", layout="eagle3_llama_cpp")
+
+
+def test_a_width_of_its_own_is_written_for_engines():
+    target = make_target()
+    head = make_head(target, **WIDTH)
+    assert head.embed_tokens.weight.shape == (160, 32)
+    assert head.fc.weight.shape == (32, 3 * 64)
+    files = convert_head(head, target, layout="eagle3", num_speculative_tokens=3)
+    assert (files.config["hidden_size"], files.config["target_hidden_size"]) == (32, 64)
+    assert files.tensors[EMBEDDING].shape == (160, 32)
+
+
+def test_a_window_is_written_where_engines_read_it():
+    target = make_target()
+    head = make_head(target, num_hidden_layers=2, sliding_window=9)
+    config = convert_head(head, target, layout="eagle3", num_speculative_tokens=3).config
+    assert (config["sliding_window"], config["layer_types"]) == (9, ["sliding_attention"] * 2)
+    layer = convert_head(head, target, layout="eagle3_speculators", num_speculative_tokens=3).config
+    assert layer["transformer_layer_config"]["layer_types"] == ["sliding_attention"] * 2
+    assert "layer_types" not in convert_head(make_head(target), target, layout="eagle3").config
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"hidden_size": 32},
+            r"head\.hidden_size is 32 and the target's is 64, .*: set head\.train_embeddings to true",
+        ),
+        ({"hidden_size": 32, "train_embeddings": True, "train_lm_head": False}, r"set head\.train_lm_head to true"),
+        ({"hidden_size": 0}, r"head\.hidden_size is 0"),
+        ({"hidden_size": 30, "train_embeddings": True}, "do not fit a hidden size of 30"),
+        ({"num_hidden_layers": 0}, r"head\.num_hidden_layers is 0"),
+        ({"sliding_window": 2}, r"head\.sliding_window is 2, less than the 3 tokens of a draft"),
+    ],
+)
+def test_shapes_that_cannot_be_are_one_sentence(options, words):
+    with pytest.raises(UserError, match=words) as told:
+        make_head(make_target(), **options)
+    assert "\n" not in str(told.value)
+
+
+def test_drafts_longer_than_the_window_are_one_sentence():
+    target = make_target()
+    head = make_head(target, sliding_window=4)
+    with pytest.raises(UserError, match=r"Drafts of 5 tokens do not fit into head\.sliding_window 4: draft fewer"):
+        head(pack(target, documents_of(target), LAYERS), 5)
+
+
+def test_a_recipe_that_asks_for_longer_drafts_gets_what_fits_into_the_window():
+    """Found out in the evaluation, the mistake would have cost the training."""
+    head = make_head(make_target(), sliding_window=4)
+    chain = make_contender("eagle3", head, 7, 8)
+    assert (chain.num_speculative_tokens, chain.max_k) == (4, 4)
+    assert make_contender("eagle3", make_head(make_target()), 7, 8).max_k == 8
+    with pytest.raises(UserError, match="5 deep but eagle3 drafts 4 tokens at most: take one of depth 4 or less"):
+        make_contender("eagle3", head, 7, 8, tree=StaticTree.of("deep", [[0] * k for k in range(1, 6)]))
+
+
+def test_a_warm_start_keeps_the_shape():
+    target = make_target()
+    head = train(make_head(target, **WIDTH, num_hidden_layers=2), target)
+    options = adopt_options(Eagle3Options(num_hidden_layers=2, train_embeddings=True), head, target, "x")
+    assert options.hidden_size == 32
+    for name, value in (("hidden_size", 16), ("sliding_window", 9)):
+        with pytest.raises(UserError, match=rf"head\.{name} is {value}, but"):
+            adopt_options(Eagle3Options(num_hidden_layers=2, **{name: value}), head, target, "x")

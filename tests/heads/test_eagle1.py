@@ -176,7 +176,7 @@ def test_training_logits_are_those_of_cached_decoding():
         """What a decoder does: all true rows in one call, then one row per drafted token."""
         cache: list[Tensor] = []
 
-        def update(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        def update(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             cache[:] = (torch.cat([a, b], 2) for a, b in zip(cache, (k, v), strict=True)) if cache else (k, v)
             return cache[0], cache[1]
 

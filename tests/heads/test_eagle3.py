@@ -35,7 +35,7 @@ class ListCache:
     def __init__(self) -> None:
         self.k = self.v = None
 
-    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self.k = k if self.k is None else torch.cat([self.k, k], 2)
         self.v = v if self.v is None else torch.cat([self.v, v], 2)
         return self.k, self.v

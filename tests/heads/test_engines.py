@@ -13,18 +13,40 @@ from draftsmith.heads.contracts import ModelFiles
 from draftsmith.heads.engine_start import Serving, start
 from draftsmith.heads.engines import ENGINES, RULES, WATCH, obstacle, rules_for
 from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import METHODS, served_method
 from draftsmith.heads.target import Target
 from draftsmith.heads.tensor_parallel import check_split, split_obstacle
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from exports import make_eagle1, make_eagle3, make_medusa, make_target
+from exports import (
+    LLAMA3,
+    VOCAB,
+    make_dflash,
+    make_draft_model,
+    make_dspark,
+    make_eagle1,
+    make_eagle3,
+    make_hydra,
+    make_medusa,
+    make_peagle,
+    make_target,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "export.md"
 
 
 def biased(target: Target) -> Target:
     target.head.bias = torch.ones(160)
+    return target
+
+
+def scaled(target: Target) -> Target:
+    target.config.rope_parameters = LLAMA3
+    return target
+
+
+def capped(target: Target) -> Target:
+    target.head.softcap = 30.0
     return target
 
 
@@ -56,6 +78,18 @@ HEADS = {
     "layer 0 among head.layer_ids": lambda t: make_eagle3(t, layer_ids=(0, 3, 5)),
     "a single layer in head.layer_ids": lambda t: make_eagle3(t, layer_ids=(3,)),
     "input embeddings that were trained": trained_embeddings,
+    "head.num_hidden_layers above 1": lambda t: make_eagle3(t, num_hidden_layers=2),
+    "head.sliding_window": lambda t: make_eagle3(t, sliding_window=9),
+    "head.hidden_size other than the target's": lambda t: make_eagle3(t, hidden_size=32, train_embeddings=True),
+    "P-EAGLE's head.hidden_size other than the target's": lambda t: make_peagle(
+        t, hidden_size=32, train_embeddings=True
+    ),
+    "P-EAGLE's head.fc_norm": lambda t: make_peagle(t, fc_norm=True),
+    "a draft vocabulary of its own": lambda t: make_dflash(t, VOCAB),
+    "a target with another RoPE scaling than linear or YaRN, for DFlash": lambda t: make_dflash(scaled(t)),
+    "a target with another RoPE scaling than linear or YaRN, for DSpark": lambda t: make_dspark(scaled(t)),
+    "a target whose output projection has a bias, a scale or a softcap, for DFlash": lambda t: make_dflash(capped(t)),
+    "a target whose output projection has a bias, a scale or a softcap, for DSpark": lambda t: make_dspark(biased(t)),
     "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),
     "input embeddings of its own": foreign,
     "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),
@@ -66,8 +100,24 @@ HEADS = {
     "head.original_lm_head, for a target whose output projection has a bias": lambda t: make_medusa(
         biased(t), original_lm_head=True
     ),
+    "head.num_layers above 2 without head.tie_blocks": lambda t: make_hydra(t, num_layers=3),
+    "a prefix layer of other sizes than the target's layers": lambda t: make_hydra(
+        t, prefix_attention=True, num_key_value_heads=4
+    ),
+    "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap": lambda t: (
+        make_hydra(biased(t), original_lm_head=True)
+    ),
 }
-PLAIN = {"eagle1": make_eagle1, "eagle3": make_eagle3, "medusa": make_medusa}
+PLAIN = {
+    "dflash": make_dflash,
+    "dspark": make_dspark,
+    "draft_model": make_draft_model,
+    "eagle1": make_eagle1,
+    "eagle3": make_eagle3,
+    "hydra": make_hydra,
+    "medusa": make_medusa,
+    "peagle": make_peagle,
+}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: f"{rule.engine}-{rule.layouts[0]}-{rule.what}")
@@ -79,11 +129,11 @@ def test_every_rule_finds_its_head_and_says_what_to_do(rule, tmp_path):
         if rule.refused:
             words = f"The layout {layout} cannot hold this head: .*{ENGINES[rule.engine].title} .*; .+\\.$"
             with pytest.raises(UserError, match=words) as caught:
-                export_head(head, target, tmp_path / "out", layout=layout)
+                export_head(head, target, tmp_path / "out", layout=layout, num_speculative_tokens=3)
             assert f"{rule.why}; {rule.instead}." in str(caught.value)
             assert not list(tmp_path.iterdir())
         else:
-            files = convert_head(head, target, layout=layout)
+            files = convert_head(head, target, layout=layout, num_speculative_tokens=3)
             assert rule in [r for r in rules_for(layout, rule.engine) if r.found(files, target)]
             assert len({*LAYOUTS[layout].engines} - {rule.engine}) >= 1
 
@@ -98,7 +148,7 @@ def test_engines_and_layouts_fit_together():
     for entry in (*RULES, *WATCH):
         assert all(entry.engine in LAYOUTS[layout].engines for layout in entry.layouts), entry
     refusing = {rule.engine for rule in RULES if rule.refused}
-    assert refusing <= {"vllm", "sglang", "llama_cpp", "tgi", "medusa_original"}
+    assert refusing <= {"vllm", "sglang", "llama_cpp", "tgi", "medusa_original", "hydra_original"}
 
 
 def alternatives() -> list[tuple[str, str]]:
@@ -189,7 +239,16 @@ def table(*rows: tuple[str, ...]) -> str:
 
 
 def layouts_table() -> str:
-    names = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa"}
+    names = {
+        "dflash": "DFlash",
+        "dspark": "DSpark",
+        "draft_model": "draft model",
+        "eagle1": "EAGLE-1",
+        "eagle3": "EAGLE-3",
+        "peagle": "P-EAGLE",
+        "hydra": "Hydra",
+        "medusa": "Medusa",
+    }
     rows = []
     for name, layout in LAYOUTS.items():
         default = " (default)" if name == default_layout(layout.method) else ""
@@ -228,7 +287,7 @@ def test_the_page_shows_the_tables_as_they_are(text):
 
 
 def test_every_method_can_be_exported_and_started():
-    assert {layout.method for layout in LAYOUTS.values()} == set(METHODS)
+    assert {layout.method for layout in LAYOUTS.values()} == {served_method(name) for name in METHODS} == set(PLAIN)
     for name, layout in LAYOUTS.items():
         for engine in layout.engines:
             assert start(engine, name, Serving("draft", "target", 3, layer_ids=(1, 2, 3), heads=3))

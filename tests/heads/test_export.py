@@ -125,7 +125,7 @@ MUTANTS: dict[str, tuple[Mutation, str]] = {
     "attention bias": (lambda t, c: t.update({"midlayer.self_attn.q_proj.bias": torch.zeros(64)}), "no such tensor"),
     "model prefix": (lambda t, c: t.update({"model.norm.weight": t.pop("norm.weight")}), "no such tensor"),
     "engine-unknown prefix": (lambda t, c: t.update({"layers.0.hidden_norm.weight": t.pop("midlayer.hidden_norm.weight")}), "no such tensor"),
-    "second layer": (lambda t, c: c.update(num_hidden_layers=2), "num_hidden_layers: expected 1"),
+    "second layer": (lambda t, c: c.update(num_hidden_layers=2), r"tensor layers\.1\..*: expected shape .*, got nothing"),
     "mixed dtypes": (lambda t, c: t.update({"norm.weight": t["norm.weight"].half()}), r"norm\.weight: expected torch\.float32"),
     "dtype of config": (lambda t, c: c.update(torch_dtype="bfloat16"), "torch_dtype: expected 'float32', the dtype of the tensors, got 'bfloat16'"),
     "flag left out": (lambda t, c: c.pop("norm_before_residual"), "norm_before_residual: .*got nothing"),

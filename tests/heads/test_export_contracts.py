@@ -16,7 +16,18 @@ from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, expor
 from draftsmith.heads.registry import METHODS, TRAINED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from exports import make_eagle1, make_eagle3, make_medusa, make_target
+from exports import (
+    VOCAB,
+    make_dflash,
+    make_draft_model,
+    make_dspark,
+    make_eagle1,
+    make_eagle3,
+    make_hydra,
+    make_medusa,
+    make_peagle,
+    make_target,
+)
 
 OTHER: dict[type, Any] = {str: "other", int: 7, bool: None, list: ["other"], dict: {"other": 1}, float: 0.5}
 
@@ -26,9 +37,20 @@ def files_for(layout: str) -> ModelFiles:
     target = make_target()
     if LAYOUTS[layout].method == "medusa":
         return convert_head(make_medusa(target), target, layout=layout)
+    if LAYOUTS[layout].method == "hydra":
+        return convert_head(make_hydra(target, num_layers=2, prefix_attention=True), target, layout=layout)
+    if LAYOUTS[layout].method == "draft_model":
+        return convert_head(make_draft_model(target), target, layout=layout)
+    if LAYOUTS[layout].method in ("dflash", "dspark"):
+        make = make_dflash if LAYOUTS[layout].method == "dflash" else make_dspark
+        vocab = None if layout == "dflash_llama_cpp" else VOCAB
+        return convert_head(make(target, vocab), target, layout=layout, include_embeddings=True)
     if LAYOUTS[layout].method == "eagle1":
         head = make_eagle1(target, qkv_bias=True, fc_bias=layout == "eagle1_sglang")
         return convert_head(head, target, layout=layout, include_embeddings=True)
+    if LAYOUTS[layout].method == "peagle":
+        head = make_peagle(target, norm_before_residual=True, sliding_window=9, fc_norm=layout == "peagle")
+        return convert_head(head, target, layout=layout, include_embeddings=True, num_speculative_tokens=4)
     flags = {} if layout == "eagle3_llama_cpp" else {"fc_norm": True, "norm_output": True}
     head = make_eagle3(target, norm_before_residual=True, **flags)
     return convert_head(head, target, layout=layout, include_embeddings=True, num_speculative_tokens=4)
@@ -87,7 +109,7 @@ def test_every_tensor_is_checked(layout):
     files = files_for(layout)
     for name, value in files.tensors.items():
         less = {other: kept for other, kept in files.tensors.items() if other != name}
-        if name == "embed_tokens.weight" and layout != "eagle3_speculators":
+        if name == "embed_tokens.weight" and not layout.endswith("_speculators"):
             validate(replace(files, tensors=less), LAYOUTS[layout].contract)
         else:
             refused(
@@ -97,8 +119,8 @@ def test_every_tensor_is_checked(layout):
         refused(layout, replace(files, tensors=short), f"tensor {name}", f"got {[len(value) - 1, *value.shape[1:]]}")
         double = {**files.tensors, name: value.to(torch.float64)}
         refused(layout, replace(files, tensors=double), f"tensor {name}", "got torch.float64")
-    more = {**files.tensors, "model.norm.weight": torch.ones(64)}
-    refused(layout, replace(files, tensors=more), "model.norm.weight: expected no such tensor")
+    more = {**files.tensors, "model.layers.0.norm.weight": torch.ones(64)}
+    refused(layout, replace(files, tensors=more), "model.layers.0.norm.weight: expected no such tensor")
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name].method == "eagle3"])
@@ -131,13 +153,19 @@ def test_a_rule_is_one_sentence():
 
 def test_every_method_has_layouts_of_its_own():
     assert {name: layouts_for(name) for name in METHODS} == {
+        "dflash": ["dflash", "dflash_llama_cpp"],
+        "draft_model": ["draft_model"],
+        "dspark": ["dspark", "dspark_llama_cpp"],
         "eagle1": ["eagle1", "eagle1_sglang"],
         "eagle3": ["eagle3", "eagle3_llama_cpp", "eagle3_speculators"],
+        "hydra": ["hydra"],
         "medusa": ["medusa", "medusa_tgi", "medusa_vllm"],
+        "medusa2": ["medusa", "medusa_tgi", "medusa_vllm"],
+        "peagle": ["peagle", "peagle_speculators"],
     }
-    assert [default_layout(name) for name in TRAINED] == ["eagle1", "eagle3", "medusa"]
+    assert {name: default_layout(name) for name in TRAINED if default_layout(name) != name} == {"medusa2": "medusa"}
     assert all(name == layout.contract.name for name, layout in LAYOUTS.items())
-    assert layouts_for("hydra") == []
+    assert layouts_for("mtp") == []
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,29 @@ from draftsmith.heads.engines import ENGINES, watch_for
 from draftsmith.heads.export import LAYOUTS, export_head
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from exports import make_eagle1, make_eagle3, make_medusa, make_target
+from exports import (
+    make_dflash,
+    make_draft_model,
+    make_dspark,
+    make_eagle1,
+    make_eagle3,
+    make_hydra,
+    make_medusa,
+    make_peagle,
+    make_target,
+)
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "export.md"
-MAKE = {"eagle1": make_eagle1, "eagle3": make_eagle3, "medusa": make_medusa}
+MAKE = {
+    "dflash": make_dflash,
+    "dspark": make_dspark,
+    "draft_model": make_draft_model,
+    "eagle1": make_eagle1,
+    "eagle3": make_eagle3,
+    "hydra": make_hydra,
+    "medusa": make_medusa,
+    "peagle": make_peagle,
+}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -49,7 +68,7 @@ def write(folder: Path, layout: str, **options) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
     place, target = tmp_path / "an export's", str(tmp_path / "my target")
-    text = write(place, layout, tensor_parallel=2 if layout != "medusa" else 1)
+    text = write(place, layout, tensor_parallel=1 if layout in ("hydra", "medusa") else 2)
     assert not text.startswith("---"), "converters would read it as metadata"
     found = commands(text)
     for engine in LAYOUTS[layout].engines:
@@ -60,27 +79,43 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
     assert {word for words in found for word in words if "my target" in word} <= {target}
     for words in found:
         if "--speculative-config" in words:
-            method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa_vllm": "medusa"}[layout]
-            tokens = 3 if layout == "medusa_vllm" else 5
+            method = {
+                "dflash": "dflash",
+                "draft_model": "draft_model",
+                "dspark": "dspark",
+                "eagle1": "eagle",
+                "eagle3": "eagle3",
+                "medusa_vllm": "medusa",
+                "peagle": "eagle3",
+            }[layout]
+            tokens = 3 if layout in ("medusa_vllm", "dflash", "dspark") else 5
             config = json.loads(after(words, "--speculative-config"))
+            assert config.pop("parallel_drafting", False) == (layout == "peagle")
             assert config == {"method": method, "model": str(place), "num_speculative_tokens": tokens}
             assert words[:3] == ["vllm", "serve", target]
             assert after(words, "--tensor-parallel-size") == "2"
         if "--speculative-algorithm" in words:
-            assert after(words, "--speculative-algorithm") == {"eagle1_sglang": "EAGLE", "eagle3": "EAGLE3"}[layout]
+            assert (
+                after(words, "--speculative-algorithm")
+                == {
+                    "draft_model": "STANDALONE",
+                    "eagle1_sglang": "EAGLE",
+                    "eagle3": "EAGLE3",
+                }[layout]
+            )
             assert after(words, "--speculative-num-steps") == "5"
             assert after(words, "--speculative-num-draft-tokens") == "6"
             assert after(words, "--tp-size") == "2"
         if words[0] == "text-generation-launcher":
             assert (after(words, "--speculate"), after(words, "--num-shard")) == ("3", "2")
     for block in blocks(text, "yaml"):
-        assert yaml.safe_load(block)["speculative_config"] == {
-            "decoding_type": "Eagle3",
-            "max_draft_len": 5,
-            "speculative_model": str(place),
-            "eagle3_layers_to_capture": [0, 2, 4],
+        own = {
+            "draft_model": {"decoding_type": "DraftTarget"},
+            "eagle3": {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 2, 4]},
         }
-    assert bool(blocks(text, "yaml")) == (layout == "eagle3")
+        expected = {"max_draft_len": 5, "speculative_model": str(place), **own[layout]}
+        assert yaml.safe_load(block)["speculative_config"] == expected
+    assert bool(blocks(text, "yaml")) == (layout in ("draft_model", "eagle3"))
 
 
 def test_llama_cpp_converts_both_in_the_dtype_of_the_export(tmp_path):
@@ -139,6 +174,11 @@ def test_a_readme_alone_is_not_replaced(tmp_path):
 
 MY_MODEL, EAGLE3, FIVE = "models/my-model", "runs/eagle3-my-model/export/eagle3", 5
 SHOWN = {
+    ("vllm", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("sglang", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("tensorrt_llm", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("llama_cpp", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("transformers", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
     ("vllm", "eagle1"): Serving("published/export/eagle1", MY_MODEL, FIVE),
     ("vllm", "eagle3"): Serving(EAGLE3, MY_MODEL, FIVE),
     ("vllm", "eagle3_speculators"): Serving(f"{EAGLE3}_speculators", MY_MODEL, FIVE),

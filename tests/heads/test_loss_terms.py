@@ -85,8 +85,13 @@ def test_confidence_learns_the_acceptance_rate_and_leaves_the_law_alone(target, 
     assert float(found[0] - found[3]) == pytest.approx(expected, rel=1e-4)
     assert float(found[2] - found[3]) == pytest.approx(expected / 4, rel=1e-3)
     assert torch.equal(found[0], found[1])
-    (found[0] - found[3]).backward()
+    (found[0] - found[3]).backward(retain_graph=True)
     assert all(step.logits.grad is not None and step.logits.grad.abs().max() < 1e-6 for step in output.steps)
+    # At weight 0 there is a gradient too, of nothing: processes that train together wait for all of them.
+    for step in output.steps:
+        step.confidence.grad = None
+    found[3].backward()
+    assert all(step.confidence.grad is not None and not bool(step.confidence.grad.any()) for step in output.steps)
 
 
 def test_confidence_is_best_where_it_is_the_acceptance_rate(target, batch):

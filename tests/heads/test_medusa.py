@@ -237,7 +237,7 @@ def test_losslessness_of_several_drafters_is_checked_by_name() -> None:
 def test_a_tree_deeper_than_the_heads_is_refused() -> None:
     _, head = trained()
     deep = StaticTree.of("deep", [[0] * n for n in range(1, 6)])
-    with pytest.raises(UserError, match="The tree deep is 5 deep but medusa has 4 heads"):
+    with pytest.raises(UserError, match="The tree deep is 5 deep but medusa drafts 4 tokens at most"):
         make_contender("medusa", head, 4, 8, tree=deep)
 
 

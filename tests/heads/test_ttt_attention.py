@@ -26,11 +26,13 @@ def make_inputs(needed: Tensor, *, heads: int, groups: int, diagonal: int, dtype
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("diagonal", [0, 1, 4])
-@pytest.mark.parametrize("bucket", [1, 32], ids=["alone", "grouped"])
-def test_equals_the_oracle_in_value_and_every_gradient(bucket, heads, groups, diagonal, dtype, tolerance, monkeypatch):
+@pytest.mark.parametrize(("bucket", "window"), [(1, None), (32, None), (32, 1), (1, 4), (32, 4)])
+def test_equals_the_oracle_in_value_and_every_gradient(
+    bucket, window, heads, groups, diagonal, dtype, tolerance, monkeypatch
+):
     monkeypatch.setattr(row_plan, "BUCKET", bucket)
     needed = needed_rows()
-    plan = plan_rows(DOCUMENTS, needed)
+    plan = plan_rows(DOCUMENTS, needed).within(window)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=dtype)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     fast, slow = ttt_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)
@@ -43,15 +45,16 @@ def test_equals_the_oracle_in_value_and_every_gradient(bucket, heads, groups, di
         torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=4 * tolerance, rtol=4 * tolerance)
 
 
-def test_the_oracle_is_plain_attention_of_each_document_alone():
+@pytest.mark.parametrize("window", [None, 4])
+def test_the_oracle_is_plain_attention_of_each_document_alone(window):
     needed = DOCUMENTS >= 0
     q, k, v, k_own, v_own = make_inputs(needed, heads=2, groups=2, diagonal=2, dtype=torch.float32)
-    out = eager_ttt_attention(q, k, v, k_own, v_own, plan_rows(DOCUMENTS, needed), 0.5)
+    out = eager_ttt_attention(q, k, v, k_own, v_own, plan_rows(DOCUMENTS, needed).within(window), 0.5)
     index = needed.flatten().nonzero().flatten().tolist()
     L = DOCUMENTS.shape[1]
     for r, flat in enumerate(index):
         b, t = divmod(flat, L)
-        keys = [j for j in range(t + 1) if DOCUMENTS[b, j] == DOCUMENTS[b, t]]
+        keys = [j for j in range(t + 1) if DOCUMENTS[b, j] == DOCUMENTS[b, t]][-(window or L) :]
         all_k = torch.cat([k[b, keys], k_own[:, r]])
         all_v = torch.cat([v[b, keys], v_own[:, r]])
         weights = torch.einsum("hd,nhd->hn", q[r] * 0.5, all_k).softmax(-1)
@@ -111,26 +114,29 @@ def test_packed_documents_stand_end_to_end():
 class GpuKernel:
     """What a GPU's flash kernels compute, in plain operations, with their signatures and layouts."""
 
-    def probabilities(self, q, k, lse_HT, starts, scale):
-        """[H, T, T] exp(score - lse), 0 outside a document and after the query."""
+    def scores(self, q, k, starts, scale, window_size_left=-1, window_size_right=-1):
+        """[H, T, T], -inf outside a document, after the query, and further before it than the window."""
+        assert window_size_right == (-1 if window_size_left == -1 else 0)
         number = torch.arange(len(q))
         document = torch.searchsorted(starts[1:].contiguous(), number, right=True)
         seen = (document[:, None] == document) & (number[:, None] >= number)
+        if window_size_left >= 0:
+            seen &= number[:, None] - number <= window_size_left
         scores = torch.einsum("thd,shd->hts", q.float(), k.float()) * scale
-        return scores.masked_fill(~seen, -torch.inf), seen
+        return scores.masked_fill(~seen, -torch.inf)
 
-    def forward(self, q, k, v, starts, starts_k, longest, longest_k, dropout, causal, debug, *, scale):
+    def forward(self, q, k, v, starts, starts_k, longest, longest_k, dropout, causal, debug, *, scale, **window):
         assert q.dtype == k.dtype == v.dtype != torch.float32
         assert (starts.dtype, dropout, causal, debug) == (torch.int32, 0.0, True, False)
         assert longest == longest_k == int(starts.diff().max())
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1).float() for x in (k, v))
-        scores, _ = self.probabilities(q, k, None, starts, scale)
+        scores = self.scores(q, k, starts, scale, **window)
         lse_HT = scores.logsumexp(-1)
         out = torch.einsum("hts,shd->thd", (scores - lse_HT[..., None]).exp(), v)
         return out.to(q.dtype), lse_HT, torch.zeros(2, dtype=torch.uint64), q.new_empty(0), q.new_empty(0)
 
     def backward(
-        self, grad, q, k, v, out, lse_HT, starts, starts_k, longest, longest_k, dropout, causal, *state, scale
+        self, grad, q, k, v, out, lse_HT, starts, starts_k, longest, longest_k, dropout, causal, *state, scale, **window
     ):
         assert grad.dtype == q.dtype == k.dtype == v.dtype == out.dtype != torch.float32
         assert lse_HT.dtype == torch.float32
@@ -138,7 +144,7 @@ class GpuKernel:
         assert len(state) == 2
         P = q.shape[1] // k.shape[1]
         k_all, v_all = (x.repeat_interleave(P, 1).float() for x in (k, v))
-        scores, _ = self.probabilities(q, k_all, lse_HT, starts, scale)
+        scores = self.scores(q, k_all, starts, scale, **window)
         p = (scores - lse_HT[..., None]).exp()
         delta = (grad.float() * out.float()).sum(-1).T
         d_s = p * (torch.einsum("thd,shd->hts", grad.float(), v_all) - delta[..., None]) * scale
@@ -150,14 +156,15 @@ class GpuKernel:
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("diagonal", [0, 1, 4])
-def test_the_gpus_packed_way_equals_the_oracle(heads, groups, diagonal, monkeypatch):
+@pytest.mark.parametrize("window", [None, 1, 4])
+def test_the_gpus_packed_way_equals_the_oracle(window, heads, groups, diagonal, monkeypatch):
     """On a CPU with the kernels written out: tests/gpu runs the same with the kernels themselves."""
     kernel = GpuKernel()
     monkeypatch.setattr(causal_kernels, "_gpu_forward", kernel.forward)
     monkeypatch.setattr(causal_kernels, "_gpu_backward", kernel.backward)
     monkeypatch.setattr(causal_kernels, "_on_cpu", lambda x: False)
     needed = needed_rows()
-    plan = plan_rows(DOCUMENTS, needed)
+    plan = plan_rows(DOCUMENTS, needed).within(window)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     fast, slow = merged_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)

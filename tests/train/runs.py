@@ -19,10 +19,17 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+BLOCK: dict[str, Any] = {"layer_ids": [2, 4, 6], "block_size": 4, "mask_token_id": 0, "num_layers": 2, "anchors": 3}
 HEADS: dict[str, dict[str, Any]] = {
+    "dflash": BLOCK,
+    "draft_model": {"num_hidden_layers": 1},
+    "dspark": {**BLOCK, "markov_rank": 4},
     "eagle1": {"aligned_passes": 2, "noise": 0.1},
     "eagle3": {"layer_ids": [2, 4, 6], "ttt_steps": 3},
+    "hydra": {"num_heads": 3, "prefix_attention": True, "dropout": 0.2},
     "medusa": {"num_heads": 3},
+    "medusa2": {"num_heads": 3, "lora_r": 4, "lora_dropout": 0.2},
+    "peagle": {"layer_ids": [2, 4, 6], "depths": 3, "num_hidden_layers": 2, "mask_token_id": 0},
 }
 
 

@@ -125,3 +125,26 @@ def test_acceptance_at_chance_is_warned_of(target: Target, tmp_path: Path, capsy
         head.get_parameter("lm_head.weight").zero_()
     train(make_recipe(lr=0.0, epochs=1, evaluations=1), target, head, make_data(target), tmp_path)
     assert "guessing the most common token" in capsys.readouterr().err
+
+
+def test_the_clock_counts_reading_and_no_evaluation(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that batches move by 1 and evaluations by 1000: a head that reads what must be computed first pays for it."""
+    now = [0.0]
+    read, evaluate = loop.MicroBatches.__getitem__, loop.evaluate_heldout
+
+    def slow_read(self, index):
+        now[0] += 1.0
+        return read(self, index)
+
+    def slow_evaluation(*given):
+        now[0] += 1000.0
+        return evaluate(*given)
+
+    monkeypatch.setattr(loop.MicroBatches, "__getitem__", slow_read)
+    monkeypatch.setattr(loop, "evaluate_heldout", slow_evaluation)
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    train(make_recipe(max_steps=3), target, make_head(target), make_data(target), tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["train_seconds"] == summary["step"] == 3

@@ -1,0 +1,249 @@
+"""The page of the comparison of drafters: docs/results/drafters/README.md, made from the result files beside it alone.
+
+What the tables show is said in findings.md beside them, which stands on top of the page where it is there.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.files import write_text
+
+_AGAIN = """
+## Making it again
+
+```bash
+python scripts/bench_drafters.py --store runs/drafters/store --runs runs/drafters
+```
+
+It trains what is not trained yet, and goes on where it was stopped; `--only NAME`, `--no-train` and `--no-decode` do a part.
+`speculators-eagle3` is the EAGLE-3 of the speculators package, at that package's own defaults, in an environment of its own;
+[speculators_eagle3.py](../../../eval/rivals/speculators_eagle3.py) says what is its own and what had to be ours:
+
+```bash
+python -m venv rival
+rival/bin/pip install torch transformers openai datasets httpx -c constraints.txt
+rival/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings python-dotenv
+python scripts/bench_drafters.py --store runs/drafters/store --runs runs/drafters --rival-jobs
+for job in runs/drafters/speculators-eagle3-*/job.json; do
+    OMP_NUM_THREADS=1 rival/bin/python eval/rivals/speculators_eagle3.py "$job"
+done
+```
+
+The store is there once a drafter of ours was trained (`--only eagle3`).
+"""
+
+
+PAGE, FINDINGS = "README.md", "findings.md"
+LENGTHS = ("3", "5", "7")
+Entry = dict[str, Any]
+
+_INTRO = """# Drafters side by side
+
+Every drafter learned from the same answers of the same target, with the same number of supervised tokens (one that is trained
+in two stages has them in both together), and is measured on the same prompts; made by `scripts/bench_drafters.py`, which writes this page from the result files beside it.
+
+- `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
+  (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
+  is what the drafter was decoded with: all it can reach where that is limited (the block of a block drafter), else 5.
+- `ms per draft` is the median time of drafting K tokens in the middle of an answer, beside `target ms`, one pass of the target
+  over one token. `speedup` is measured: decoding with the drafter and with the target alone in turns, one request at a time;
+  the median of several repeats, and behind it the lowest and the highest.
+- `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
+  counts as if all of it had gone at the pace of its last part.
+- A drafter that was trained at several learning rates stands here with its best (the longest tau at temperature 1, K 5); all of
+  them are in the last table but one.
+"""
+
+
+def write_page(folder: Path, order: Sequence[str]) -> Path:
+    """Write the page of a folder of result files, in this order of their names; return its path."""
+    write_text(folder / PAGE, render(folder, order))
+    return folder / PAGE
+
+
+def render(folder: Path, order: Sequence[str]) -> str:
+    """Return the page. Drafters without a result file are left out; one of another name comes last."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
+    rank = {name: place for place, name in enumerate(order)}
+    entries = sorted(found, key=lambda entry: (rank.get(entry["name"], len(rank)), entry["name"]))
+    findings = folder / FINDINGS
+    said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
+    parts = [_INTRO, said]
+    if entries:
+        parts += ["## Overview\n\n", overview(entries), "\n## Beside " + entries[0]["name"] + "\n\n", beside(entries)]
+        parts += ["\n## tau per slice\n\n", slices(entries), "\n## Learning rates\n\n", rates(entries)]
+        parts += ["\n## Files\n\n", files(entries)]
+    parts.append(_AGAIN)
+    return "\n".join([parts[0], "".join(parts[1:])]).rstrip() + "\n"
+
+
+def best_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the run with the longest simulated tau at the highest temperature and the middle draft length."""
+
+    def tau(run: dict[str, Any]) -> float:
+        return run["simulated"][max(run["simulated"], key=float)]["tau"][_compared_at(run)]["overall"]["value"]
+
+    return max(runs, key=tau)
+
+
+def _compared_at(run: dict[str, Any]) -> str:
+    """The draft length at which a run is held against others: 5, or as many as it reaches."""
+    found = next(iter(run["simulated"].values()))["tau"]
+    return "5" if "5" in found else max(found, key=int)
+
+
+def best(entry: Entry) -> Entry:
+    """The run of a drafter that stands in the tables."""
+    return best_run(entry["runs"])
+
+
+def overview(entries: Sequence[Entry]) -> str:
+    """A row per drafter: size, training, cost, tau at both temperatures, measured speedup."""
+    temperatures = _temperatures(entries)
+    head = ["drafter", "parameters", "training", "own K", "ms per draft", "target ms"]
+    for t in temperatures:
+        head += [f"tau T={t}, K 5", f"tau T={t}, own K", f"decoded T={t}", f"speedup T={t}"]
+    lines = []
+    for entry in entries:
+        run, decoded = best(entry), (entry["decoded"] or {}).get("at", {})
+        some: Entry = next(iter(decoded.values()), {})
+        cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", _minutes(run["training"]["seconds"])]
+        cells += [str(run["K"]), _number(some.get("draft_ms")), _number(some.get("target_ms"))]
+        for t in temperatures:
+            tau, at = run["simulated"].get(t, {}).get("tau", {}), decoded.get(t, {})
+            own = tau.get(str(run["K"]))
+            cells += [_tau(tau.get("5")), _tau(own), _number(at.get("tau")), _speedup(at)]
+        lines.append(cells)
+    texts = [
+        f"{entry['name']} {at['equal']} of {at['checked']}"
+        for entry in entries
+        for at in ((entry["decoded"] or {}).get("at", {}).get("0", {}),)
+        if at.get("checked")
+    ]
+    told = f"\nGreedy texts that are those of the target alone: {', '.join(texts)}.\n" if texts else ""
+    return _table(head, lines) + told
+
+
+def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
+    """tau over that of the first drafter at K 5 (a drafter that reaches less at what it reaches), with its interval: prompts
+    are drawn for both alike, so that it is narrower than the two intervals tell."""
+    temperatures = _temperatures(entries)
+    first = best(entries[0])
+    lines = []
+    for entry in entries[1:]:
+        run = best(entry)
+        cells = [_name(entry, run), _compared_at(run)]
+        for t in temperatures:
+            pair = (run["simulated"].get(t), first["simulated"].get(t))
+            same = pair[0] and pair[1] and run["inputs"] == first["inputs"]
+            cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"], draws) if same else "–")
+        lines.append(cells)
+    ours = f"{entries[0]['name']}'s at K {_compared_at(first)}"
+    return _table(["drafter", "K", *(f"tau over {ours}, T={t}" for t in temperatures)], lines)
+
+
+def _ratio(theirs: Entry, ours: Entry, draws: int) -> str:
+    """The ratio of two tau and its 95% interval over prompts."""
+    counts = np.array([theirs["tokens"], theirs["rounds"], ours["tokens"], ours["rounds"]])
+    picks = np.random.default_rng(0).integers(0, counts.shape[1], (draws, counts.shape[1]))
+    sums, whole = counts[:, picks].sum(2), counts.sum(1)
+    if not (whole > 0).all() or not (sums > 0).all():
+        return "–"
+    low, high = np.percentile(sums[0] / sums[1] / (sums[2] / sums[3]), [2.5, 97.5])
+    value = whole[0] / whole[1] / (whole[2] / whole[3])
+    return f"{value - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]"
+
+
+def slices(entries: Sequence[Entry]) -> str:
+    """A row per drafter, temperature and K."""
+    names = [name for name in _scopes(entries) if name != "overall"]
+    lines = []
+    for entry in entries:
+        run = best(entry)
+        for t, found in run["simulated"].items():
+            for k in sorted({*LENGTHS, str(run["K"])}, key=int):
+                scopes = found["tau"].get(k)
+                if scopes is not None:
+                    cells = [_number((scopes.get(name) or {}).get("value")) for name in names]
+                    lines.append([_name(entry, run), t, k, *cells, _interval(scopes["overall"])])
+    return _table(["drafter", "T", "K", *names, "overall"], lines)
+
+
+def rates(entries: Sequence[Entry]) -> str:
+    """A row per training."""
+    temperatures = _temperatures(entries)
+    head = ["run", "learning rate", "Muon's", "steps", "tokens", "supervised", "training"]
+    lines = []
+    for entry in entries:
+        for run in entry["runs"]:
+            one = run["training"]
+            muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
+            cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}", f"{one['tokens'] / 1e6:.2f}M"]
+            cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", _minutes(one["seconds"])]
+            lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
+    return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
+
+
+def files(entries: Sequence[Entry]) -> str:
+    """How every file was made."""
+    lines = []
+    for entry in entries:
+        made = [*entry["runs"], *([entry["decoded"]] if entry["decoded"] else [])]
+        last = max(made, key=lambda one: one["date"])
+        processor = f"{last['hardware']['gpu'] or last['hardware']['cpu']}, {last['hardware']['threads']} thread(s)"
+        recipe = f"`{entry['recipe']}`" if entry["recipe"] else best(entry)["training"]["settings"]["trainer"]
+        name = f"{entry['name']}.json"
+        commit = (last["commit"] or "–")[:9]
+        lines.append([f"[{name}]({name})", recipe, f"`{last['command']}`", commit, last["date"], processor])
+    return _table(["file", "trained by", "last command", "commit", "date", "processor"], lines)
+
+
+def _temperatures(entries: Sequence[Entry]) -> list[str]:
+    return sorted({t for entry in entries for run in entry["runs"] for t in run["simulated"]}, key=float)
+
+
+def _scopes(entries: Iterable[Entry]) -> list[str]:
+    runs = [run for entry in entries for run in entry["runs"]]
+    found = (found for run in runs for at in run["simulated"].values() for found in at["tau"].values())
+    return sorted({name for scopes in found for name in scopes})
+
+
+def _name(entry: Entry, run: Entry) -> str:
+    return entry["name"] + (" (tuned target)" if run["tuned"] else "")
+
+
+def _tau(scopes: Entry | None) -> str:
+    return "–" if scopes is None else _interval(scopes["overall"])
+
+
+def _interval(found: Entry) -> str:
+    value, interval = found["value"], found["interval"]
+    if value is None:
+        return "–"
+    return f"{value:.2f}" + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _speedup(at: Entry) -> str:
+    value, spread = at.get("speedup"), at.get("speedup_spread")
+    if value is None:
+        return "–"
+    if spread is None or at["repeats"] < 2:
+        return f"{value:.2f}×, once"
+    return f"{value:.2f}× ({spread[0]:.2f} to {spread[1]:.2f})"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

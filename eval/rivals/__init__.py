@@ -1,0 +1,1 @@
+"""Trainers of other projects, run by their own Python beside ours."""

@@ -1,0 +1,52 @@
+"""The switches that block drafters (DFlash, DSpark) have in common, apart from the heads so that reading a recipe imports no
+model code."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from draftsmith.errors import UserError
+
+SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """The `head:` section of a recipe. Dimensions left out are the target's."""
+
+    TRAINING: ClassVar = frozenset({"anchors"})
+
+    layer_ids: list[int] | None = None
+    """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""
+    draft_vocab_size: int | None = None
+    """W, how many of the target's tokens the head can draft; null: all of them."""
+    block_size: int = 16
+    """Slots of a block: the last token of the text and, behind it, a mask for every further slot."""
+    mask_token_id: int | None = None
+    """The token that stands for what is not drafted yet, one that no text has; null: the tokenizer's mask token, a reserved
+    one, or one that only pads."""
+    num_layers: int = 5
+    """Decoder layers."""
+    anchors: int = 512
+    """Of each document so many of its tokens begin a block in a training pass, drawn anew in every epoch; all of them if it
+    has fewer."""
+    intermediate_size: int | None = None
+    """Width of the feed-forward layers; null: the target's."""
+    num_attention_heads: int | None = None
+    """Query heads; null: the target's."""
+    num_key_value_heads: int | None = None
+    """Key/value heads; null: the target's."""
+    head_dim: int | None = None
+    """Size of a head; null: the target's."""
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise UserError(f"head.block_size is {self.block_size}: it must be at least 2, a token and a mask.")
+        for name in ("num_layers", "anchors"):
+            if getattr(self, name) < 1:
+                raise UserError(f"head.{name} is {getattr(self, name)}: it must be at least 1.")
+        for name in SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
+        if self.mask_token_id is not None and self.mask_token_id < 0:
+            raise UserError(f"head.mask_token_id is {self.mask_token_id}: give the id of a token, from 0.")

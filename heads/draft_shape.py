@@ -1,0 +1,87 @@
+"""What EAGLE-3 and P-EAGLE let a recipe choose of a draft's shape, apart from the heads so that reading a recipe imports no
+model code."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from draftsmith.errors import UserError
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """The common part of the `head:` section. Dimensions left out are the target's."""
+
+    TRAINING: ClassVar[frozenset[str]] = frozenset({"train_lm_head", "train_embeddings"})
+    NEUTRAL: ClassVar[dict[str, Any]] = {
+        "train_embeddings": False,
+        "lm_head_rank": None,
+        "num_hidden_layers": 1,
+        "hidden_size": None,
+        "sliding_window": None,
+    }
+    """Fields that came later, at the values that change nothing: heads trained without them are not out of date."""
+
+    layer_ids: list[int] | None = None
+    """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""
+    draft_vocab_size: int | None = None
+    """W, how many of the target's tokens the head can draft; null: all of them."""
+    norm_before_residual: bool = field(default=False, kw_only=True)
+    """The residual of the first layer is the normalised hidden state instead of the raw one."""
+    norm_before_fc: bool = field(default=False, kw_only=True)
+    """One RMSNorm over all aux streams together before they are fused."""
+    fc_norm: bool = field(default=False, kw_only=True)
+    """One RMSNorm per aux stream before they are fused (EAGLE-3.1); llama.cpp cannot serve it."""
+    train_lm_head: bool = field(default=True, kw_only=True)
+    """Train the output projection; false keeps it at the target's rows."""
+    train_embeddings: bool = field(default=False, kw_only=True)
+    """Train input embeddings of the head's own, which start as the target's; false shares the target's. They are stored
+    and exported; SGLang and TensorRT-LLM take the target's all the same."""
+    lm_head_rank: int | None = field(default=None, kw_only=True)
+    """Rank of the output projection, which is then two thin matrices, multiplied out for engines; null: one full matrix."""
+    num_hidden_layers: int = field(default=1, kw_only=True)
+    """Decoder layers: the first reads tokens and states, those above it are plain Llama layers; llama.cpp, SGLang and
+    TensorRT-LLM serve one."""
+    hidden_size: int | None = field(default=None, kw_only=True)
+    """Width of the draft; null: the target's. With another one nothing of the target's can be taken over: embeddings and
+    output projection start from nothing and must both be trained."""
+    sliding_window: int | None = field(default=None, kw_only=True)
+    """How many tokens a row of the draft sees, itself the last of them; null: all so far. vLLM serves it."""
+    intermediate_size: int | None = field(default=None, kw_only=True)
+    """Width of the feed-forward layer; null: the target's."""
+    num_attention_heads: int | None = field(default=None, kw_only=True)
+    """Query heads; null: the target's."""
+    num_key_value_heads: int | None = field(default=None, kw_only=True)
+    """Key/value heads; null: the target's."""
+    head_dim: int | None = field(default=None, kw_only=True)
+    """Size of a head; null: the target's."""
+
+    @property
+    def steps(self) -> int:
+        """The steps (or depths) that the head is trained on."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        if self.norm_before_fc and self.fc_norm:
+            raise UserError("head.norm_before_fc and head.fc_norm are both true: choose one way to normalise.")
+        if self.num_hidden_layers < 1:
+            raise UserError(f"head.num_hidden_layers is {self.num_hidden_layers}: it must be at least 1.")
+        if self.lm_head_rank is not None and self.lm_head_rank < 1:
+            raise UserError(
+                f"head.lm_head_rank is {self.lm_head_rank}: it must be at least 1, or null for a full matrix."
+            )
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            self._at_least_one(name)
+        self._at_least_one("draft_vocab_size")
+
+    def _at_least_one(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is not None and value < 1:
+            raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
+
+    def check_window(self) -> None:
+        """Raise UserError where the steps do not fit into the sliding window."""
+        if self.sliding_window is not None and self.sliding_window < self.steps:
+            raise UserError(
+                f"head.sliding_window is {self.sliding_window}, less than the {self.steps} tokens of a draft: choose a larger "
+                "one, or null."
+            )

@@ -1,0 +1,8 @@
+"""Every drafter on the same target, data and budget: `python scripts/bench_drafters.py --store DIR --runs DIR`."""
+
+import sys
+
+from draftsmith.drafters_bench import main
+
+if __name__ == "__main__":
+    sys.exit(main())

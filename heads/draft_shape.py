@@ -45,7 +45,8 @@ class DraftShape:
     """Width of the draft; null: the target's. With another one nothing of the target's can be taken over: embeddings and
     output projection start from nothing and must both be trained."""
     sliding_window: int | None = field(default=None, kw_only=True)
-    """How many tokens a row of the draft sees, itself the last of them; null: all so far. vLLM serves it."""
+    """How many tokens a row of the draft sees, itself the last of them, and drafts have at most; null: all so far. vLLM
+    serves it."""
     intermediate_size: int | None = field(default=None, kw_only=True)
     """Width of the feed-forward layer; null: the target's."""
     num_attention_heads: int | None = field(default=None, kw_only=True)

@@ -77,20 +77,22 @@ def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[Step
     further = [(weight, row_loss(replace(spec, kind=kind))) for kind, weight in spec.also.items() if weight]
     sure = 1.0 if spec.confidence_weight is None else spec.confidence_weight
 
-    def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
+    def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher, kept_R: Tensor) -> Tensor:
         weight, feature_weight = spec.term_weights(step.feature is not None, tuned)
         loss_R = weight * base(log_q_RW, teacher)
         for share, loss in further:
             loss_R = loss_R + share * loss(log_q_RW, teacher)
-        if step.confidence is not None:
-            # At weight 0 too: processes that train together need a gradient of every parameter.
-            loss_R = loss_R + sure * confidence_loss(step.confidence, log_q_RW, teacher)
         if spec.top_k_weight:
             loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
         if feature_weight and step.feature is not None:
             state_RH = batch.last.flatten(0, 1)[step.rows + 1 + step.offset].float()
             distance_RH = F.smooth_l1_loss(step.feature.float(), state_RH, reduction="none")
             loss_R = loss_R + feature_weight * distance_RH.mean(-1)
+        loss_R = loss_R * kept_R
+        if step.confidence is not None:
+            # Of dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
+            # every parameter.
+            loss_R = loss_R + sure * confidence_loss(step.confidence, log_q_RW, teacher)
         return loss_R
 
     return loss_of
@@ -181,12 +183,13 @@ def _step_sums(
     top1_R: Tensor,
     weight_R: Tensor | None,
     draft_vocab: Tensor | None,
-    loss_of: Callable[[StepOutput, Tensor, Teacher], Tensor],
+    loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
 ) -> _StepSums:
     log_q_RW = torch.log_softmax(step.logits, -1, dtype=torch.float32)
     best_R = draft_index(top1_R, draft_vocab)
     kept_R = (best_R >= 0).to(log_q_RW.dtype)
-    loss = (loss_of(step, log_q_RW, teacher) * (kept_R if weight_R is None else kept_R * weight_R)).sum()
+    loss_R = loss_of(step, log_q_RW, teacher, kept_R)
+    loss = (loss_R if weight_R is None else loss_R * weight_R).sum()
     with torch.no_grad():
         correct = (log_q_RW.argmax(-1) == best_R).sum()  # in fp32: several times faster than in bf16
         overlap = log_q_RW.exp()

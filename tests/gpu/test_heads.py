@@ -127,11 +127,11 @@ def test_a_store_is_written_from_the_gpu(tmp_path):
 @pytest.mark.parametrize("method", sorted(set(OPTIONS) - {"draft_model", "medusa2"}))
 def test_checkpoint_and_export_come_back(method, tmp_path):
     target = make_target()
-    head = make_head(target, method)
+    head = make_head(target, method).eval()
     batch = make_batch(target).to(DEVICE)
     save_head(head, tmp_path / "head", target)
     layout = default_layout(method)
     export_head(head, target, tmp_path / "export", dtype="float32")
-    for again in (load_head(tmp_path / "head", target), LAYOUTS[layout].load(tmp_path / "export", target)):
+    for again in (load_head(tmp_path / "head", target), LAYOUTS[layout].load(tmp_path / "export", target).eval()):
         for ours, theirs in zip(head(batch, 3).steps, again(batch, 3).steps, strict=True):
             torch.testing.assert_close(theirs.logits, ours.logits)

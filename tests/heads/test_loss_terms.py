@@ -94,6 +94,22 @@ def test_confidence_learns_the_acceptance_rate_and_leaves_the_law_alone(target, 
     assert all(step.confidence.grad is not None and not bool(step.confidence.grad.any()) for step in output.steps)
 
 
+def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, batch):
+    """Their drafts fail, which is what a confidence is to know; their laws learn nothing."""
+    whole, vocab = random_output(batch, 1, confident=True), torch.arange(0, 160, 2)
+    output = HeadOutput(tuple(replace(s, logits=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
+    (step,) = output.steps
+    dropped = batch.top1.flatten()[step.rows + 1] % 2 == 1
+    assert dropped.any()
+    assert not dropped.all()
+    head_loss(output, batch, target.head, vocab, LossSpec()).loss_sum.backward()
+    assert step.confidence is not None
+    assert step.confidence.grad is not None
+    assert step.logits.grad is not None
+    assert (step.confidence.grad != 0).all()
+    assert torch.equal(step.logits.grad.abs().sum(1) == 0, dropped)
+
+
 def test_confidence_is_best_where_it_is_the_acceptance_rate(target, batch):
     """The loss is lowest, and flat, at the log-odds of the rate itself."""
     step = random_output(batch, 1).steps[0]

@@ -137,10 +137,10 @@ class Eagle1Cost(EagleCost):
 
 
 @dataclass(frozen=True)
-class MedusaCost:
-    """Medusa: residual blocks on the last hidden state, and a projection onto the whole vocabulary."""
+class HeadsCost:
+    """What drafters of several heads on the last hidden state have in common."""
 
-    options: MedusaOptions
+    options: Any
     target: TargetShape
 
     aux_layers = 0
@@ -157,6 +157,13 @@ class MedusaCost:
     def logit_bytes(self) -> int:
         """The target's projection gives fp32 logits, the heads' own bf16 ones."""
         return 4 if self.options.original_lm_head else 2
+
+
+@dataclass(frozen=True)
+class MedusaCost(HeadsCost):
+    """Medusa: residual blocks on the last hidden state, and a projection onto the whole vocabulary."""
+
+    options: MedusaOptions
 
     @property
     def matrices(self) -> int:

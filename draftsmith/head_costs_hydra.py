@@ -3,32 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from draftsmith.head_costs import HeadsCost
 from draftsmith.heads.hydra_options import HydraOptions
-from draftsmith.target_shape import TargetShape
 
 
 @dataclass(frozen=True)
-class HydraCost:
+class HydraCost(HeadsCost):
     """Hydra: residual blocks on the last hidden state and the tokens before, projections onto the whole vocabulary, and
     perhaps one decoder layer over the states."""
 
     options: HydraOptions
-    target: TargetShape
-
-    aux_layers = 0
-
-    @property
-    def steps(self) -> int:
-        return self.options.num_heads
-
-    @property
-    def draft_vocab(self) -> int:
-        return self.target.vocab
-
-    @property
-    def logit_bytes(self) -> int:
-        """The target's projection gives fp32 logits, the heads' own bf16 ones."""
-        return 4 if self.options.original_lm_head else 2
 
     @property
     def _later(self) -> int:

@@ -7,6 +7,8 @@ Shapes: B rows, m nodes of one level with children, K drafted tokens, H target h
 a head reads.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,35 +19,18 @@ from draftsmith.eval.sampling import draw, draw_children, law
 from draftsmith.eval.trees import StaticTree
 from draftsmith.heads.hydra import HydraHead
 from draftsmith.heads.prefix_layer import PrefixCache
+from draftsmith.heads.static_drafter import StaticDrafter
 
 
-class HydraDrafter:
+class HydraDrafter(StaticDrafter):
     """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
-    likely tokens of each head given the path to them, or (drawn) of tokens sampled from it without replacement.
-
-    num_speculative_tokens: heads used. tree: at most that deep. greedy_drafts: a chain of argmaxes at every temperature.
-    """
+    likely tokens of each head given the path to them, or (drawn) of tokens sampled from it without replacement."""
 
     name = "hydra"
-    layer_ids: tuple[int, ...] = ()
+    head: HydraHead
 
-    def __init__(
-        self,
-        head: HydraHead,
-        num_speculative_tokens: int,
-        *,
-        tree: StaticTree | None = None,
-        drawn: bool = False,
-        greedy_drafts: bool = False,
-    ) -> None:
-        assert tree is not None or not drawn
-        assert 1 <= num_speculative_tokens <= head.options.num_heads
-        assert tree is None or tree.depth <= num_speculative_tokens
-        self.head = head.eval()
-        self.num_speculative_tokens = num_speculative_tokens
-        self.tree, self.drawn = tree, drawn
-        self.max_nodes = 1 + (num_speculative_tokens if tree is None else len(tree.choices))
-        self.greedy_drafts = greedy_drafts
+    def __init__(self, head: HydraHead, num_speculative_tokens: int, **shape: Any) -> None:
+        super().__init__(head, num_speculative_tokens, **shape)
         self._cache: PrefixCache | None = None
 
     def start(self, rows: int, capacity: int) -> None:

@@ -69,8 +69,10 @@ def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
     return partial(checkpoint, wide[spec.kind], use_reentrant=False, preserve_rng_state=False)
 
 
-def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[StepOutput, Tensor, Teacher], Tensor]:
-    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher) -> [R]: those of the logits, and where they
+def _row_terms(
+    spec: LossSpec, batch: TrainBatch, tuned: bool
+) -> Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor]:
+    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R]: those of the logits, and where they
     have a weight that of the confidence, of the target's likeliest tokens and of the features. tuned: whether the head
     tunes the target."""
     base = row_loss(spec)

@@ -13,27 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.cache import Slots, build_mask
 from draftsmith.eval.draft import Fresh, chain_above, numbers
-from draftsmith.heads.eagle_layer import EagleAttention, EagleLayer, RMSNorm, Rotary, rotate
+from draftsmith.heads.eagle_layer import PlainLayer, RMSNorm, Rotary, rotate
 from draftsmith.heads.row_plan import plan_rows
 from draftsmith.heads.ttt_attention import ttt_attention
 
 CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class _Layer(EagleLayer):
-    """A Llama layer: what it has in common with EAGLE's is everything behind the attention."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn = EagleAttention(config, config.hidden_size)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class PrefixLayer(nn.Module):
@@ -42,7 +30,7 @@ class PrefixLayer(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        self.layers = nn.ModuleList([_Layer(config)])
+        self.layers = nn.ModuleList([PlainLayer(config)])
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Rotary(config)
 
@@ -73,9 +61,9 @@ class PrefixLayer(nn.Module):
         return self.norm(layer.leave(attended.transpose(1, 2), last_BnH))
 
     @property
-    def _layer(self) -> _Layer:
+    def _layer(self) -> PlainLayer:
         layer = self.layers[0]
-        assert isinstance(layer, _Layer)
+        assert isinstance(layer, PlainLayer)
         return layer
 
 

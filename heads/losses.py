@@ -72,9 +72,9 @@ def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
 def _row_terms(
     spec: LossSpec, batch: TrainBatch, tuned: bool
 ) -> Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor]:
-    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R]: those of the logits, and where they
-    have a weight that of the confidence, of the target's likeliest tokens and of the features. tuned: whether the head
-    tunes the target."""
+    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R]: those of
+    the logits, and where they have a weight that of the confidence, of the target's likeliest tokens and of the features.
+    tuned: whether the head tunes the target."""
     base = row_loss(spec)
     further = [(weight, row_loss(replace(spec, kind=kind))) for kind, weight in spec.also.items() if weight]
     sure = 1.0 if spec.confidence_weight is None else spec.confidence_weight

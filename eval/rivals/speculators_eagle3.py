@@ -17,9 +17,10 @@ What had to be ours: the loop, as its Trainer sends everything to a GPU, step fo
 flex, which has no backward on a CPU, and the eager form of the loss in place of Triton's; full attention in place of a
 window of 2048, which no sample is longer than; aux layers, draft vocabulary, steps and learning rate, from the job. A step
 of it is one packed row of `total_seq_len` tokens; attention over dense masks costs a CPU the square of that, so a step is
-taken over shorter rows here, each weighted by its supervised tokens, which makes the loss that of the one long row. The
-store has the state y behind the target's final norm (weight w) where speculators wants the one before it: the norm of
-y / w, times w, is y again, as the norm does not see the scale that it took away.
+taken over shorter rows here, each weighted by its supervised tokens, which makes the loss of its first step that of the one long
+row (the means of later steps are over slightly other numbers of rows). The store has the state y behind the target's final norm
+(weight w) where speculators wants the one before it: the norm of y / w, times w, is y again, as the norm does not see the
+scale that it took away.
 """
 
 import json

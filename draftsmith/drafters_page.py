@@ -54,6 +54,7 @@ in two stages has them in both together), and is measured on the same prompts; m
   the median of several repeats, and behind it the lowest and the highest.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
+- Ours are the heads with the best held-out tau of their run; speculators keeps none, so its head is that of the last step.
 - A drafter that was trained at several learning rates stands here with its best (the longest tau at temperature 1, K 5); all of
   them are in the last table but one.
 """

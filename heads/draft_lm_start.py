@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_lm_options import SIZES, DraftLmOptions
-from draftsmith.heads.layer_config import LAYER_KEYS, LONGEST_CONTEXT, rope_parameters
+from draftsmith.heads.layer_config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
 from draftsmith.heads.pretrained import open_model
 from draftsmith.heads.shared_tokens import check_same_tokens
 from draftsmith.heads.target import Target
@@ -98,12 +98,7 @@ def _new_config(options: DraftLmOptions, target: Target) -> LlamaConfig:
     width, theirs = options.intermediate_size, getattr(config, "intermediate_size", None)
     if width is None and not isinstance(theirs, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")
-    if heads % groups or D % 2 or H % heads:
-        raise UserError(
-            f"{heads} heads, {groups} key/value heads and head_dim {D} do not fit a hidden size of {H}: set "
-            "head.num_attention_heads to a divisor of it, head.num_key_value_heads to a divisor of that, and head.head_dim "
-            "to an even number."
-        )
+    check_heads(heads, groups, D, H)
     tied = getattr(target.model.config, "tie_word_embeddings", False)
     return LlamaConfig(
         vocab_size=target.vocab_size,

@@ -57,12 +57,7 @@ def derive_layer_config(sizes: LayerSizes, target: Target) -> LlamaConfig:
     width = sizes.intermediate_size or getattr(config, "intermediate_size", None)
     if not isinstance(width, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")
-    if heads % groups or head_dim % 2 or H % heads:
-        raise UserError(
-            f"{heads} heads, {groups} key/value heads and head_dim {head_dim} do not fit a hidden size of {H}: set "
-            "head.num_attention_heads to a divisor of it, head.num_key_value_heads to a divisor of that, and "
-            "head.head_dim to an even number."
-        )
+    check_heads(heads, groups, head_dim, H)
     return LlamaConfig(
         vocab_size=V,
         hidden_size=H,
@@ -75,6 +70,16 @@ def derive_layer_config(sizes: LayerSizes, target: Target) -> LlamaConfig:
         rms_norm_eps=_norm_epsilon(config),
         rope_parameters=rope_parameters(config),
     )
+
+
+def check_heads(heads: int, groups: int, head_dim: int, hidden_size: int) -> None:
+    """Raise UserError where the sizes of an attention do not fit together."""
+    if heads % groups or head_dim % 2 or hidden_size % heads:
+        raise UserError(
+            f"{heads} heads, {groups} key/value heads and head_dim {head_dim} do not fit a hidden size of {hidden_size}: set "
+            "head.num_attention_heads to a divisor of it, head.num_key_value_heads to a divisor of that, and "
+            "head.head_dim to an even number."
+        )
 
 
 def describe_layer_config(config: LlamaConfig) -> dict[str, Any]:

@@ -245,6 +245,6 @@ def test_a_method_without_formulas_is_refused(target: Target, monkeypatch: pytes
     monkeypatch.setitem(METHODS, "new", Method("module", "module:Options"))
     with pytest.raises(
         UserError,
-        match=r"no formula for the method 'new' yet: a plan can be made for .*eagle1, eagle3, .*medusa",
+        match=f"no formula for the method 'new' yet: a plan can be made for {', '.join(n for n in METHODS if n != 'new')}",
     ):
         head_cost("new", None, shape_of(target.model.config, 2))

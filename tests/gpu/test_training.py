@@ -61,7 +61,8 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
 @pytest.mark.parametrize("method", OPTIONS)
 def test_a_head_learns_in_bf16(method, tmp_path):
     lines = run(DEVICE, method, tmp_path, precision="bf16")
-    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    # EAGLE-1 learns states beside tokens, through noise.
+    assert lines[-1]["loss"] < (0.7 if method == "eagle1" else 0.6) * lines[0]["loss"]
     assert max(line["tau"]["overall"] for line in lines if "tau" in line) > 1.1
 
 

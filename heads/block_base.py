@@ -28,6 +28,7 @@ from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_sup
 from draftsmith.heads.block_layer import BlockLayer
 from draftsmith.heads.block_options import BlockOptions
 from draftsmith.heads.eagle_layer import RMSNorm, Rotary, rotate
+from draftsmith.heads.final_norm import start_norm
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.mask_token import choose_mask_token
 from draftsmith.heads.row_plan import plan_rows
@@ -185,7 +186,7 @@ Head = TypeVar("Head", bound=BlockHead)
 
 
 def build_block_head(kind: type[Head], options: BlockOptions, target: Target, draft_vocab: Tensor | None) -> Head:
-    """Return an untrained fp32 head of a kind for `target`.
+    """Return an untrained fp32 head of a kind for `target`, its final norm the target's.
 
     draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layers that the target does not have, a
     mask token outside its vocabulary, a block longer than its context, and dimensions that do not fit together.
@@ -197,7 +198,9 @@ def build_block_head(kind: type[Head], options: BlockOptions, target: Target, dr
     assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
     options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
     with torch.device(target.device):
-        return kind(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
+        head = kind(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
+    start_norm(head.norm, target)
+    return head
 
 
 def check_block(options: BlockOptions, target: Target) -> None:

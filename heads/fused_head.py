@@ -16,8 +16,10 @@ from draftsmith.heads.draft_shape import DraftShape
 from draftsmith.heads.eagle3_layer import Eagle3Layer
 from draftsmith.heads.eagle_base import EagleHead
 from draftsmith.heads.eagle_layer import PlainLayer, RMSNorm, Rotary
+from draftsmith.heads.final_norm import start_norm
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.low_rank import LowRankLinear
+from draftsmith.heads.probe import probe_ids
 from draftsmith.heads.target import Target
 
 _EMBEDDING_SPREAD = 0.02
@@ -90,6 +92,14 @@ class FusedHead(EagleHead):
             )
         return self.fc(aux)
 
+    def lr_factor(self, name: str) -> float:
+        """Small weights of `fc`, see `start`, are trained at as small a rate."""
+        if name != "fc.weight" or self.options.norm_before_residual:
+            return 1.0
+        weight = self.fc.weight.detach()
+        # torch starts a linear layer uniformly up to 1 / sqrt(fan-in), of this spread.
+        return min(1.0, float(weight.square().mean().sqrt()) * (3 * self.fc.in_features) ** 0.5)
+
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
         layer = self.layers[0]
@@ -126,8 +136,8 @@ Head = TypeVar("Head", bound=FusedHead)
 
 
 def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Tensor | None) -> Head:
-    """Return an untrained fp32 head for `target`, its lm_head the target's rows of the draft vocabulary, or what of low rank
-    comes closest to them; one of another width starts at random.
+    """Return an untrained fp32 head for `target`, its final norm the target's and its lm_head the target's rows of the draft
+    vocabulary, or what of low rank comes closest to them; one of another width starts at random.
 
     draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layer ids that the target
     does not have and for dimensions that do not fit together.
@@ -141,8 +151,11 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
     _check_sizes(options, config, target, target.vocab_size if vocab is None else len(vocab))
     with torch.device(target.device):
         head = kind(options, config, layer_ids, target.embedding, vocab)
+    if not options.norm_before_residual:
+        _shrink_streams(head, target)
     if not head.shares_width(target.hidden_size):
         return head
+    start_norm(head.norm, target)
     weight = target.head.weight if vocab is None else target.head.weight[vocab]
     if isinstance(head.lm_head, LowRankLinear):
         head.lm_head.approximate(weight)
@@ -150,6 +163,17 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
     with torch.no_grad():
         head.lm_head.weight.copy_(weight)
     return head
+
+
+@torch.no_grad()
+def _shrink_streams(head: FusedHead, target: Target) -> None:
+    """Scale `fc` so that fused streams have an RMS of one, as what the layers add to them has.
+
+    Raw streams grow from layer to layer, to an RMS of tens and more, beside which a layer that starts at random says nothing
+    for a long time. Their median over some random tokens is taken, as single tokens have states a thousand times larger.
+    """
+    aux = target.forward(probe_ids(target), layer_ids=head.layer_ids).aux
+    head.fc.weight.div_(head.fuse(aux).square().mean(-1).sqrt().median().clamp_min(1e-6))
 
 
 def _check_sizes(options: DraftShape, config: LlamaConfig, target: Target, draft_tokens: int) -> None:

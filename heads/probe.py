@@ -26,7 +26,7 @@ def check_target(target: "Target") -> None:
     from `output_hidden_states` (not checked where the model gives none), the base model's final state is not what the
     lm_head reads, or the logits follow no rule that we know.
     """
-    model, ids = target.model, _probe_ids(target)
+    model, ids = target.model, probe_ids(target)
     every_layer = tuple(range(target.num_layers))
     try:
         truth = model(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -34,7 +34,7 @@ def check_target(target: "Target") -> None:
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise _refusal(target, f"its base model does not run by itself ({line})") from error
-    if not _close(seen.last[0, :-1], seen.last[1, :-1], loose=True):
+    if not is_close(seen.last[0, :-1], seen.last[1, :-1], loose=True):
         raise UserError(
             f"The target {target.path} ({target.model_type}) lets later tokens change earlier ones, as an "
             "encoder-only model does: choose a decoder-only causal language model."
@@ -45,17 +45,17 @@ def check_target(target: "Target") -> None:
     streams = seen.aux.unflatten(-1, (target.num_layers, target.hidden_size))
     if hidden_states is not None and len(hidden_states) == target.num_layers + 1:
         for k in every_layer:
-            if not _close(streams[..., k, :], hidden_states[k]):
+            if not is_close(streams[..., k, :], hidden_states[k]):
                 raise _refusal(target, f"the stream entering layer {k} is not its hidden_states[{k}]")
     for scale, softcap in _head_rules(target.config):
         target.head.scale, target.head.softcap = scale, softcap
-        if _close(target.head.logits(seen.last), truth.logits):
+        if is_close(target.head.logits(seen.last), truth.logits):
             return
     raise _refusal(target, "its logits are not the lm_head's product under any known scale or softcap")
 
 
-def _probe_ids(target: "Target") -> Tensor:
-    """[2, n] ids away from both ends of the vocabulary, where special tokens live; rows differ in the last one."""
+def probe_ids(target: "Target") -> Tensor:
+    """Return [2, n] ids away from both ends of the vocabulary, where special tokens live; rows differ in the last one."""
     vocab = target.embedding.shape[0]
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(vocab // 4, max(vocab // 2, vocab // 4 + 2), (PROBE_TOKENS,), generator=generator)
@@ -80,7 +80,7 @@ def _head_rules(config: Any) -> Iterator[tuple[float, float | None]]:
     yield from itertools.product([*scales, 1.0], softcaps)
 
 
-def _close(ours: Tensor, theirs: Tensor, loose: bool = False) -> bool:
+def is_close(ours: Tensor, theirs: Tensor, loose: bool = False) -> bool:
     """Equal up to rounding in the dtype of `theirs`, relative to its largest entry."""
     if ours.shape != theirs.shape:
         return False

@@ -1,18 +1,22 @@
-"""The target's final norm, measured from what it does, and drafters that start with it."""
+"""What drafters start with of a target: its final norm, measured from what it does, and streams of a known size."""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.dflash import build as build_dflash
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import build as build_eagle3
 from draftsmith.heads.final_norm import final_norm_weight
 from draftsmith.heads.target import Target
+from draftsmith.recipe import TrainSpec
+from draftsmith.train.optimizers import build_optimizers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import tiny_model
@@ -73,3 +77,49 @@ def test_drafters_start_with_it() -> None:
     assert bool((build_eagle3(narrow, target, None).norm.weight == 1.0).all())
     other = build_eagle3(Eagle3Options(), target_of("cohere"), None)
     assert bool((other.norm.weight == 1.0).all())
+
+
+def fused_rms(head: DraftHead, target: Target) -> float:
+    """The median RMS of fused streams over tokens that no start has seen."""
+    ids = torch.randint(3, target.vocab_size, (4, 32), generator=torch.Generator().manual_seed(7))
+    fused = head.fuse(target.forward(ids, layer_ids=head.layer_ids).aux)
+    return float(fused.detach().square().mean(-1).sqrt().median())
+
+
+def loud_target() -> Target:
+    """A target whose streams have an RMS of about 50."""
+    target = target_of("llama")
+    with torch.no_grad():
+        target.embedding.normal_(std=50.0)
+    return target
+
+
+@pytest.mark.parametrize("options", [{}, {"hidden_size": 32, "train_embeddings": True}], ids=["same", "narrow"])
+def test_fused_streams_start_at_one_and_learn_in_proportion(options: dict[str, Any]) -> None:
+    """Otherwise the layer would say nothing beside them; a small matrix at the full rate would be overwritten at once."""
+    target = loud_target()
+    head = build_eagle3(Eagle3Options(layer_ids=[1, 3, 5], **options), target, None)
+    assert fused_rms(head, target) == pytest.approx(1.0, rel=0.2)
+    factor = head.lr_factor("fc.weight")
+    assert factor < 0.1
+    assert head.lr_factor("lm_head.weight") == 1.0
+    spec = TrainSpec(epochs=1, optimizer="muon", lr=1e-3, muon_lr=1e-2)
+    rates = {
+        id(parameter): group["lr"]
+        for optimizer in build_optimizers(head, spec)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert rates[id(head.fc.weight)] == pytest.approx(1e-2 * factor)
+    assert rates[id(head.layers[0].self_attn.q_proj.weight)] == pytest.approx(1e-2)
+    with torch.no_grad():
+        head.fc.weight.mul_(1000.0)
+    assert head.lr_factor("fc.weight") == 1.0
+
+
+def test_a_residual_that_is_normalised_needs_no_scale() -> None:
+    """Then the layer sees streams of one RMS whatever theirs is."""
+    target = loud_target()
+    head = build_eagle3(Eagle3Options(layer_ids=[1, 3, 5], norm_before_residual=True), target, None)
+    assert fused_rms(head, target) > 5.0
+    assert head.lr_factor("fc.weight") == 1.0

@@ -155,7 +155,7 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
         _shrink_streams(head, target)
     if not head.shares_width(target.hidden_size):
         return head
-    start_norm(head.norm, target)
+    start_norm(head.norm, target, target.head.scale)
     weight = target.head.weight if vocab is None else target.head.weight[vocab]
     if isinstance(head.lm_head, LowRankLinear):
         head.lm_head.approximate(weight)

@@ -14,6 +14,7 @@ from draftsmith.heads.dflash import build as build_dflash
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import build as build_eagle3
 from draftsmith.heads.final_norm import final_norm_weight
+from draftsmith.heads.probe import check_target
 from draftsmith.heads.target import Target
 from draftsmith.recipe import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
@@ -77,6 +78,17 @@ def test_drafters_start_with_it() -> None:
     assert bool((build_eagle3(narrow, target, None).norm.weight == 1.0).all())
     other = build_eagle3(Eagle3Options(), target_of("cohere"), None)
     assert bool((other.norm.weight == 1.0).all())
+
+
+def test_a_scale_of_the_targets_logits_is_part_of_it() -> None:
+    """Granite divides its logits by 4; a projection with its rows does not, unless it is a block drafter's, which is its own."""
+    target = target_of("granite")
+    check_target(target)
+    weight = target.decoder.norm.weight.detach()
+    eagle3 = build_eagle3(Eagle3Options(), target, None)
+    torch.testing.assert_close(eagle3.norm.weight.detach(), weight / 4, atol=1e-4, rtol=1e-4)
+    dflash = build_dflash(DFlashOptions(mask_token_id=3), target, None)
+    torch.testing.assert_close(dflash.norm.weight.detach(), weight, atol=1e-4, rtol=1e-4)
 
 
 def fused_rms(head: DraftHead, target: Target) -> float:

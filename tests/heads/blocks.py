@@ -6,7 +6,6 @@ from functools import cache
 from math import exp
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
@@ -19,7 +18,6 @@ from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.noise import row_key
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tally import Tally
 from draftsmith.eval.teacher_forced import to_sample
 from draftsmith.heads.block_base import BlockHead
 from draftsmith.heads.loss_spec import LossSpec
@@ -125,11 +123,3 @@ def trained(method: str, temperature: float = 0.0, vocab: bool = False) -> tuple
         (scored.loss_sum / loss_divisor(batch, LOSSES[method], head)).backward()
         optimizer.step()
     return target, head.eval(), batch
-
-
-def assert_same(decoded: Tally, simulated: Tally, drafted: bool = True) -> None:
-    """Hold what was decoded against what was simulated of it, to the last token."""
-    assert (decoded.tokens, decoded.rounds) == (simulated.tokens, pytest.approx(simulated.rounds, abs=1e-9))
-    assert decoded.accepted_K.tolist() == pytest.approx(simulated.accepted_K.tolist())
-    assert decoded.reached_K.tolist() == pytest.approx(simulated.reached_K.tolist())
-    assert not drafted or decoded.drafted == pytest.approx(simulated.drafted)

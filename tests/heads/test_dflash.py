@@ -12,8 +12,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.eval.contender import make_contender
-from draftsmith.eval.decode import Generation, decode_batch
-from draftsmith.eval.draft import TargetAlone
+from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.noise import SAMPLE, uniforms
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import tally_generation, total
@@ -31,7 +30,8 @@ from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.heads.mask_token import choose_mask_token
 from draftsmith.heads.row_sample import sample_rows
 from draftsmith.heads.target import Target
-from tests.heads.blocks import LOSSES, assert_same, make_head, make_target, packed, requests, slow_states, trained
+from tests.decoding import assert_same, decode_like_alone
+from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
 
 VOCAB = torch.arange(0, 160, 3)
 KINDS: dict[str, dict[str, Any]] = {
@@ -197,13 +197,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, vocab: boo
     target, head, _ = trained("dflash", vocab=vocab)
     c = make_contender("dflash", head, 3, 8, tree=tree)
     k = c.num_speculative_tokens
-    asked = [replace(r, max_new_tokens=2 + 4 * i) for i, r in enumerate(requests(6))]
-    found: list[Generation] = []
-    for start in range(0, len(asked), batch):
-        group = asked[start : start + batch]
-        alone = decode_batch(target, TargetAlone(), group, Sampling()).generations
-        found += (drafted := decode_batch(target, c.make(k), group, Sampling()).generations)
-        assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    found = decode_like_alone(target, lambda: c.make(k), requests(6), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
     simulated = simulate_generations(target, head, found, Sampling(), k, tree=tree).tallies
     assert decoded.accepted_K[-1] > 0

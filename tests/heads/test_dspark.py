@@ -13,8 +13,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.eval.contender import make_contender
-from draftsmith.eval.decode import Generation, decode_batch
-from draftsmith.eval.draft import TargetAlone
+from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.simulate import chain_acceptance
 from draftsmith.eval.tally import tally_generation, total
@@ -27,7 +26,8 @@ from draftsmith.heads.dspark_drafter import DSparkDrafter
 from draftsmith.heads.losses import head_loss, loss_divisor
 from draftsmith.lineup import at_temperature, make_lineup
 from draftsmith.recipe_file import parse_recipe
-from tests.heads.blocks import LOSSES, assert_same, make_head, make_target, packed, requests, slow_states, trained
+from tests.decoding import assert_same, decode_like_alone
+from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
 
 VOCAB = torch.arange(0, 160, 3)
 
@@ -142,13 +142,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, threshold:
     """With a threshold all but the number of drafted tokens: behind a wrong token a draft goes on as no text tells."""
     target, head, _ = trained("dspark") if threshold is None else cautious(threshold)
     k = 4
-    asked = [replace(r, max_new_tokens=2 + 4 * i) for i, r in enumerate(requests(6))]
-    found: list[Generation] = []
-    for start in range(0, len(asked), batch):
-        group = asked[start : start + batch]
-        alone = decode_batch(target, TargetAlone(), group, Sampling()).generations
-        found += (drafted := decode_batch(target, DSparkDrafter(head, k), group, Sampling()).generations)
-        assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    found = decode_like_alone(target, lambda: DSparkDrafter(head, k), requests(6), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
     simulated = total([t[k - 1] for t in simulate_generations(target, head, found, Sampling(), k).tallies], k)
     assert decoded.accepted_K[-1] > 0 or threshold == 0.7

@@ -15,11 +15,11 @@ from draftsmith.data.extract import compute_features
 from draftsmith.data.packing import collate
 from draftsmith.errors import UserError
 from draftsmith.eval.contender import make_contender
-from draftsmith.eval.decode import Generation, Request, decode_batch
+from draftsmith.eval.decode import Request, decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.noise import DROP, kept
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tally import Tally, tally_generation, total
+from draftsmith.eval.tally import tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations, to_sample
 from draftsmith.eval.trees import StaticTree
 from draftsmith.heads import hydra, prefix_layer
@@ -32,6 +32,7 @@ from draftsmith.heads.losses import head_loss
 from draftsmith.heads.prefix_layer import PrefixCache, PrefixLayer
 from draftsmith.heads.target import Target
 from tests.batches import documents_of, pack
+from tests.decoding import assert_same, decode_like_alone
 from tests.models import tiny_model
 
 BUSH = StaticTree.of("bush", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]])
@@ -285,13 +286,6 @@ def trained(prefix_attention: bool, temperature: float = 0.0) -> tuple[Target, H
     return target, head.eval()
 
 
-def assert_same(decoded: Tally, simulated: Tally) -> None:
-    assert (decoded.tokens, decoded.rounds) == (simulated.tokens, pytest.approx(simulated.rounds, abs=1e-9))
-    assert decoded.accepted_K.tolist() == pytest.approx(simulated.accepted_K.tolist())
-    assert decoded.reached_K.tolist() == pytest.approx(simulated.reached_K.tolist())
-    assert decoded.drafted == pytest.approx(simulated.drafted)
-
-
 @pytest.mark.parametrize("tree", [None, BUSH], ids=["chain", "bush"])
 @pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
 @pytest.mark.parametrize("batch", [1, 4])
@@ -300,13 +294,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, prefix: bo
     target, head = trained(prefix)
     c = make_contender("hydra", head, 4, 8, tree=tree)
     k = c.num_speculative_tokens
-    asked = [replace(r, max_new_tokens=2 + 4 * i) for i, r in enumerate(requests(6))]
-    found: list[Generation] = []
-    for start in range(0, len(asked), batch):
-        group = asked[start : start + batch]
-        alone = decode_batch(target, TargetAlone(), group, Sampling()).generations
-        found += (drafted := decode_batch(target, c.make(k), group, Sampling()).generations)
-        assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    found = decode_like_alone(target, lambda: c.make(k), requests(6), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
     simulated = simulate_generations(target, head, found, Sampling(), k, tree=tree).tallies
     assert decoded.accepted_K[-1] > 0

@@ -1,6 +1,5 @@
 """Medusa: the heads against the paper's formula, the decoder against the training pass, and the simulator."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import torch.nn.functional as F
 
 from draftsmith.errors import UserError
 from draftsmith.eval.contender import make_contender
-from draftsmith.eval.decode import Generation, Request, decode_batch
+from draftsmith.eval.decode import Request, decode_batch
 from draftsmith.eval.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.lossless import check_lossless
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tally import Tally, tally_generation, total
+from draftsmith.eval.tally import tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.trees import PUBLISHED, StaticTree
 from draftsmith.eval.verify import Typical
@@ -27,6 +26,7 @@ from draftsmith.heads.medusa_drafter import MedusaDrafter
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.target import Target
 from tests.batches import documents_of, pack
+from tests.decoding import assert_same, decode_like_alone
 from tests.models import tiny_model
 
 BUSH = StaticTree.of("bush", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]])
@@ -152,26 +152,13 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(tree: StaticTree | Non
     target, head = trained()
     c = make_contender("medusa", head, 4, 8, tree=tree)
     k = c.num_speculative_tokens
-    asked = [replace(r, max_new_tokens=2 + 4 * i) for i, r in enumerate(requests(10))]
-    found: list[Generation] = []
-    for start in range(0, len(asked), batch):
-        group = asked[start : start + batch]
-        alone = decode_batch(target, TargetAlone(), group, Sampling()).generations
-        found += (drafted := decode_batch(target, c.make(k), group, Sampling()).generations)
-        assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    found = decode_like_alone(target, lambda: c.make(k), requests(10), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
     simulated = total(
         [t[k - 1] for t in simulate_generations(target, head, found, Sampling(), k, tree=tree).tallies], k
     )
     assert decoded.accepted_K[-1] > 0 or tree is PUBLISHED["medusa_63"]
     assert_same(decoded, simulated)
-
-
-def assert_same(decoded: Tally, simulated: Tally) -> None:
-    assert (decoded.tokens, decoded.rounds) == (simulated.tokens, pytest.approx(simulated.rounds, abs=1e-9))
-    assert decoded.accepted_K.tolist() == pytest.approx(simulated.accepted_K.tolist())
-    assert decoded.reached_K.tolist() == pytest.approx(simulated.reached_K.tolist())
-    assert decoded.drafted == pytest.approx(simulated.drafted)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

@@ -75,7 +75,9 @@ def render(folder: Path, order: Sequence[str]) -> str:
     said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
     parts = [_INTRO, said]
     if entries:
-        parts += ["## Overview\n\n", overview(entries), "\n## Beside " + entries[0]["name"] + "\n\n", beside(entries)]
+        parts += ["## Overview\n\n", overview(entries)]
+        if len(entries) > 1:
+            parts += ["\n## Beside " + entries[0]["name"] + "\n\n", beside(entries)]
         parts += ["\n## tau per slice\n\n", slices(entries), "\n## Learning rates\n\n", rates(entries)]
         parts += ["\n## Files\n\n", files(entries)]
     parts.append(_AGAIN)

@@ -167,13 +167,14 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
 
 @torch.no_grad()
 def _shrink_streams(head: FusedHead, target: Target) -> None:
-    """Scale `fc` so that fused streams have an RMS of one, as what the layers add to them has.
+    """Scale `fc` so that fused streams have an RMS of at most one, as what the layers add to them has.
 
     Raw streams grow from layer to layer, to an RMS of tens and more, beside which a layer that starts at random says nothing
     for a long time. Their median over some random tokens is taken, as single tokens have states a thousand times larger.
     """
     aux = target.forward(probe_ids(target), layer_ids=head.layer_ids).aux
-    head.fc.weight.div_(head.fuse(aux).square().mean(-1).sqrt().median().clamp_min(1e-6))
+    # Quieter ones stay so: louder, they learned worse.
+    head.fc.weight.div_(head.fuse(aux).square().mean(-1).sqrt().median().clamp_min(1.0))
 
 
 def _check_sizes(options: DraftShape, config: LlamaConfig, target: Target, draft_tokens: int) -> None:

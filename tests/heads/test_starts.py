@@ -129,6 +129,19 @@ def test_fused_streams_start_at_one_and_learn_in_proportion(options: dict[str, A
     assert head.lr_factor("fc.weight") == 1.0
 
 
+def test_quiet_streams_stay_as_they_are() -> None:
+    """Scaled up, the layer would say less beside them."""
+    target = target_of("llama")
+    with torch.no_grad():
+        target.embedding.mul_(1e-3)
+        for layer in target.decoder.layers:
+            layer.self_attn.o_proj.weight.mul_(1e-3)
+            layer.mlp.down_proj.weight.mul_(1e-3)
+    head = build_eagle3(Eagle3Options(layer_ids=[1, 3, 5]), target, None)
+    assert fused_rms(head, target) < 0.5
+    assert head.lr_factor("fc.weight") == pytest.approx(1.0, abs=0.02)
+
+
 def test_a_residual_that_is_normalised_needs_no_scale() -> None:
     """Then the layer sees streams of one RMS whatever theirs is."""
     target = loud_target()

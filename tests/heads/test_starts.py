@@ -1,7 +1,5 @@
 """What drafters start with of a target: its final norm, measured from what it does, and streams of a known size."""
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +16,7 @@ from draftsmith.heads.probe import check_target
 from draftsmith.heads.target import Target
 from draftsmith.recipe import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from models import tiny_model
+from tests.models import tiny_model
 
 
 def target_of(kind: str, dtype: torch.dtype = torch.float32) -> Target:

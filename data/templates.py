@@ -18,6 +18,17 @@ _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, Attri
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a target (a folder or a Hub name); UserError where it or its chat template is missing."""
+    tokenizer = read_tokenizer(path, trust_remote_code)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
+            "instruction-tuned model of the same family."
+        )
+    return tokenizer
+
+
+def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or by a Hub name, with a chat template or without; UserError where it is missing."""
     folder = Path(path).expanduser()
     if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
         raise UserError(f"There is no folder {path} to load a tokenizer from.")
@@ -35,11 +46,6 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         ) from error
     if not tokenizer.get_vocab():
         raise UserError(f"The tokenizer in {path} is empty: its vocabulary files are missing.")
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
-            "instruction-tuned model of the same family."
-        )
     return tokenizer
 
 

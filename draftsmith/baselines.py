@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
+from draftsmith.data.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.contender import Contender, draft_model_contender, prompt_lookup_contender
 from draftsmith.eval.draft_model import check_context
@@ -27,7 +26,7 @@ def make_baselines(session: Session, target: Target, longest: int) -> list[Conte
             found.append(prompt_lookup_contender(name, *lengths, max_ngram=ngram))
         else:
             model = load_draft_model(session, target, baseline.path)
-            check_context(model, longest + spec.max_k)
+            check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
             name = f"draft model {Path(model.path).name}"
             found.append(draft_model_contender(name, model, target.vocab_size, *lengths))
     return found
@@ -38,8 +37,8 @@ def load_draft_model(session: Session, target: Target, path: str) -> Target:
     if path == session.target_path:
         raise UserError(f"evaluate.baselines names the target {path} as its own draft model: take a smaller one.")
     check_path(path)
-    check_same_tokens(session.tokenizer, _load_tokenizer(path), path)
     try:
+        check_same_tokens(session.tokenizer, read_tokenizer(path), path)
         model = load_target(
             path,
             dtype=target.dtype_name,
@@ -60,13 +59,3 @@ def check_path(path: str) -> None:
             f"evaluate.baselines names the draft model {path}, but there is no such folder: give one, or a Hub name "
             "owner/model."
         )
-
-
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"evaluate.baselines names the draft model {path}, but no tokenizer could be loaded from it: give the folder of a "
-            "whole model, or a Hub name owner/model that can be reached."
-        ) from error

@@ -9,6 +9,7 @@ from typing import Any
 from draftsmith.baselines import make_baselines
 from draftsmith.errors import UserError
 from draftsmith.eval.contender import Contender, make_contender, tree_kind
+from draftsmith.eval.draft_model import check_context
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.trees import DynamicTree
 from draftsmith.heads.base import DraftHead
@@ -49,7 +50,10 @@ def digests(session: Session, head_folder: Path | None, lineup: list[Contender])
 def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int) -> list[Contender]:
     """Return a drafter for every head and way to draft that fits it, then the baselines. longest: tokens of the longest
     text that will be decoded. Raises UserError where a way fits no head, where the first head, the run's own, is left with
-    none, and where two have the same name."""
+    none, where that text is longer than a drafter reads, and where two have the same name."""
+    for name, head in heads.items():
+        if head.context_length is not None:
+            check_context(f"head {name}", head.context_length, longest + session.recipe.evaluate.max_k)
     for draft in session.recipe.evaluate.drafts:
         if unknown := [name for name in draft.heads if name not in heads]:
             raise UserError(

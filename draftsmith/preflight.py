@@ -21,8 +21,8 @@ from draftsmith.train.parallel import check_launch
 def preflight(session: Session, command: str, head: Path | None = None) -> list[str]:
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
-    Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary
-    and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it evaluates: also checks that the
+    Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary,
+    its context and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it evaluates: also checks that the
     prompts can be read, that the drafts fit the heads and the baselines the target, and returns the drafters' names; head:
     the folder of the one to measure, None for the run's. What takes no target is checked before it is loaded: the launch
     file, the prompts, heads and trees of the evaluation, and the data. An export checks itself before it writes.
@@ -48,7 +48,8 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         heads = load_heads(session, target, head)
     else:
         heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
-    longest = longest_text(make_requests(session, target)[0]) if recipe.evaluate.baselines else 0
+    limited = recipe.evaluate.baselines or any(one.context_length is not None for one in heads.values())
+    longest = longest_text(make_requests(session, target)[0]) if limited else 0
     return [contender.name for contender in make_lineup(session, heads, target, longest)]
 
 
@@ -74,6 +75,12 @@ def _check_start(session: Session) -> DraftHead:
         vocab = choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
     head = start_head(session, warm, vocab)
     recipe.train.loss.check_head(head)
+    length = min(recipe.data.max_length, target.context_length)
+    if head.context_length is not None and head.context_length < length:
+        raise UserError(
+            f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.context_length}: set "
+            f"data.max_length to {head.context_length}, or start from a model with a longer context."
+        )
     stored = recipe.features.layer_ids
     if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
         raise UserError(

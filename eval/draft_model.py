@@ -50,7 +50,9 @@ class DraftModel:
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the cache. Raises UserError where the texts do not fit the draft model's context."""
-        check_context(self.model, capacity + self.num_speculative_tokens)
+        check_context(
+            f"draft model {self.model.path}", self.model.context_length, capacity + self.num_speculative_tokens
+        )
         self._cache = KVCache.for_target(self.model, rows, capacity + self.num_speculative_tokens)
 
     def admit(self, prompts: Prompts) -> None:
@@ -160,10 +162,10 @@ def readable(model: Target, tokens: Tensor) -> Tensor:
     return tokens.clamp(max=model.vocab_size - 1)
 
 
-def check_context(model: Target, need: int) -> None:
-    """Raise UserError where `need` tokens are more than the draft model's context."""
-    if need > model.context_length:
+def check_context(name: str, context_length: int, need: int) -> None:
+    """Raise UserError where `need` tokens are more than the context of the drafter `name`."""
+    if need > context_length:
         raise UserError(
-            f"The draft model {model.path} reads at most {model.context_length} tokens, but the longest text with its "
-            f"draft has {need}: take one with a longer context, shorten the prompts or lower max_new_tokens."
+            f"The {name} reads at most {context_length} tokens, but the longest text with its draft has {need}: take one "
+            "with a longer context, shorten the prompts or lower max_new_tokens."
         )

@@ -107,7 +107,8 @@ class DraftHead(nn.Module, ABC):
     max_speculative_tokens: the longest draft, None where there is no limit. reads_target: it reads states of the target,
     not the text alone. served_tokens: how many tokens an engine must be told to draft, None where it may be any number up
     to the longest. outer: parts of the names of matrices that are no weights inside the head, which Muon leaves to AdamW.
-    steady: every draft is as long as asked for; otherwise a draft may end early.
+    steady: every draft is as long as asked for; otherwise a draft may end early. context_length: the longest text with its
+    draft that the head reads, in tokens; None where it is that of the target.
     """
 
     method: ClassVar[str]
@@ -122,6 +123,7 @@ class DraftHead(nn.Module, ABC):
     served_tokens: int | None = None
     steady: bool = True
     max_speculative_tokens: int | None = None
+    context_length: int | None = None
 
     @abstractmethod
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:

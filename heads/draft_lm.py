@@ -60,7 +60,7 @@ class DraftLmHead(DraftHead):
 
     def __init__(self, options: DraftLmOptions, config: LlamaConfig) -> None:
         super().__init__()
-        self.options, self.config = options, config
+        self.options, self.config, self.context_length = options, config, config.max_position_embeddings
         made = LlamaForCausalLM(config)
         self.model = made.model
         self.model.rotary_emb = Rotary(config)

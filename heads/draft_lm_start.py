@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
+from transformers import LlamaConfig
 
+from draftsmith.data.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_lm_options import SIZES, DraftLmOptions
 from draftsmith.heads.layer_config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
@@ -81,7 +82,7 @@ def check_tokens(path: str, folder: Path, target: Target) -> None:
         return
     ours, theirs = hash_tokenizer(target.directory), hash_tokenizer(folder)
     if ours is not None and theirs is not None and ours != theirs:
-        check_same_tokens(_tokenizer(target.path), _tokenizer(path), path)
+        check_same_tokens(read_tokenizer(target.path), read_tokenizer(path), path)
 
 
 def drop_tied(config: LlamaConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def _from_model(path: str, target: Target) -> Start:
         config = read_llama(opened.model.config, what, "take another one, or start from scratch")
         check_vocabulary(what, config.vocab_size, target)
         if target.directory is not None and hash_tokenizer(opened.directory) is None:
-            _tokenizer(path)  # says what is missing, and fetches a Hub model's
+            read_tokenizer(path)  # says what is missing, and fetches a Hub model's
         check_tokens(path, opened.directory, target)
     except UserError as error:
         raise UserError(f"head.init_from names a model that cannot be a draft for the target: {error}") from error
@@ -157,13 +158,3 @@ def _from_target(layers: list[int], target: Target) -> Start:
             parts[2] = place[parts[2]]
         tensors[".".join(parts)] = value.detach().float().clone()
     return config, drop_tied(config, tensors)
-
-
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"No tokenizer could be loaded from {path}, so that its tokens cannot be compared: give the folder of a whole "
-            "model, or a Hub name owner/model that can be reached."
-        ) from error

@@ -7,17 +7,20 @@ from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 
 from draftsmith.errors import UserError
 from draftsmith.eval.draft_model import DraftModel
 from draftsmith.eval.prompt_lookup import PromptLookup
 from draftsmith.eval.sampling import Sampling
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.eagle3 import build as build_eagle
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.medusa import build as build_medusa
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.lineup import at_temperature, make_lineup
+from draftsmith.preflight import preflight
 from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session
 from tests.helpers import tiny_tokenizer
@@ -164,7 +167,7 @@ def test_drafts_that_do_not_fit_the_heads_are_refused(
     [
         ("nowhere", "nowhere, but there is no such folder"),
         ("chat.jsonl", "but there is no such folder"),
-        ("empty", "empty, but no tokenizer could be loaded"),
+        ("empty", "cannot be used: No tokenizer could be loaded from .*empty"),
         ("target", "names the target .* as its own draft model"),
         ("other", r"other has another tokenizer than the target: id \d+ is 'new0' there and no token in the target"),
         ("short", "short reads at most 64 tokens, but the longest text with its draft has 104"),
@@ -182,6 +185,31 @@ def test_draft_models_that_do_not_fit_the_target_are_refused(
     with pytest.raises(UserError, match=said) as caught:
         lineup(session, workplace, heads, "{tree: chain}", f"{{kind: draft_model, path: {workplace / path}}}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_reads_less_than_the_longest_text_is_refused(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    small = load_head(workplace / "short", session.target)
+    assert (small.context_length, heads["medusa"].context_length) == (64, None)
+    asked = asking(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
+    both = heads | {"draft_model": small}
+    assert [c.name for c in make_lineup(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]
+    with pytest.raises(UserError, match=r"The head draft_model reads at most 64 tokens, but .* its draft has 65"):
+        make_lineup(asked, both, session.target, 61)
+
+
+def test_training_on_longer_samples_than_the_head_reads_is_refused(workplace: Path, tmp_path: Path) -> None:
+    recipe = yaml.safe_load((workplace / "recipe.yaml").read_text())
+    recipe |= {"method": "draft_model", "head": {"init_from": str(workplace / "short")}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = ["--recipe", str(tmp_path / "recipe.yaml"), "--output_dir", str(tmp_path / "run")]
+    with pytest.raises(
+        UserError, match=r"lets samples of 128 tokens through, but the head reads at most 64: set data\."
+    ):
+        preflight(Session(parse_recipe(words)), "train")
+    preflight(Session(parse_recipe([*words, "--data.max_length", "64"])), "train")
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_draft_models_of_one_name_are_refused(

@@ -31,9 +31,10 @@ def _told(args: argparse.Namespace, deepspeed_fields: list[str]) -> dict[str, st
     return {key: value for key, value in told.items() if os.environ.get(key) != value and key != "PYTHONPATH"}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return make_run(tmp_path_factory.mktemp("run"))
+@pytest.fixture(scope="module", params=["eagle3", "medusa2"])
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A head alone, and one that tunes its target, whose model is no part of what is sharded."""
+    return make_run(tmp_path_factory.mktemp("run"), request.param)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from draftsmith.eval.gate import Threshold
     from draftsmith.session import Session
 
+_HELP = ("-h", "--help")
 LAUNCHED = "DRAFTSMITH_LAUNCHED"
 """Set for the processes that --launch starts, which inherit that Ctrl-C is ignored."""
 
@@ -40,7 +41,7 @@ COMMANDS: dict[str, str] = {
 OPTIONS: dict[str, str] = {
     "--recipe FILE": "the recipe; --section.key VALUE overrides any of its keys",
     "--redo STAGE": "remove a stage (answers, features, train, evaluate, simulate, export) and make it again",
-    "--launch FILE": "run: train in processes of their own, with this configuration of accelerate",
+    "--launch FILE": "run, train: train in processes of their own, with this configuration of accelerate",
     "--no-decode": "evaluate: simulate only",
     "--head FOLDER": "evaluate, search-tree, export, doctor: this head instead of the run's best",
     "--fail-under T": "run, evaluate, report: exit with code 3 where a number is below its threshold, written\n"
@@ -73,9 +74,9 @@ def main(argv: list[str] | None = None) -> int:
     if LAUNCHED in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if not words or words[0] in ("-h", "--help"):
+        if not words or words[0] in _HELP or (words[0] in ("report", "doctor") and words[-1] in _HELP):
             print(USAGE)
-            print("\n`draftsmith COMMAND --help` lists every key of a recipe with its meaning.")
+            print("\n`draftsmith train --method METHOD --help` lists every key of a recipe with its meaning.")
             return 0 if words else 2
         if words[0] == "--version":
             import draftsmith
@@ -134,10 +135,7 @@ def _run(words: list[str]) -> int:
     drafters = preflight(session, "run")
     check_thresholds(session, thresholds, drafters, decode=True)
     if config:
-        stages.features_stage(session, stages.load_samples(session).samples)
-        if "train" in session.redo:
-            session.run.remove("train")
-        launching.launch(session.recipe.method, config[-1], words)
+        launching.train(session, config[-1], words)
     stages.train_stage(session)
     paths = _evaluate_and_show(session, decode=True, head=None)
     exported = export_stage(session) if layouts_for(session.recipe.method) else "none: no layout holds such heads"
@@ -174,11 +172,17 @@ def _extract(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
+    config = take(words, "--launch")
+    session = _session(words, "train")
+    from draftsmith import launching
     from draftsmith.preflight import preflight
     from draftsmith.stages import train_stage
 
-    session = _session(words, "train")
+    if config:
+        launching.check_config(session.recipe.train, config[-1])
     preflight(session, "train")
+    if config:
+        launching.train(session, config[-1], words)
     print(train_stage(session))
     return 0
 

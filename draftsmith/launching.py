@@ -1,14 +1,18 @@
-"""`draftsmith run --launch FILE`: training in processes of their own, as `accelerate launch` would start them."""
+"""`--launch FILE` of `draftsmith run` and `draftsmith train`: training in processes of their own, as `accelerate launch` would start them."""
 
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe import TrainSpec
+
+if TYPE_CHECKING:
+    from draftsmith.session import Session
 
 
 def check_config(spec: TrainSpec, config: str) -> None:
@@ -36,6 +40,17 @@ def find_script(method: str) -> Path:
     import draftsmith.train
 
     return Path(next(iter(draftsmith.train.__path__))) / find_method(method).launcher
+
+
+def train(session: "Session", config: str, words: list[str]) -> None:
+    """Make answers and hidden states here, then train in processes of their own. words: the command line's, which say the
+    recipe again."""
+    from draftsmith import stages
+
+    stages.features_stage(session, stages.load_samples(session).samples)
+    if "train" in session.redo:
+        session.run.remove("train")
+    launch(session.recipe.method, config, words)
 
 
 def launch(method: str, config: str, words: list[str]) -> None:

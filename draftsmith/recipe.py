@@ -176,7 +176,8 @@ class TrainSpec:
             require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "it must not be negative")
         two_scalers = self.precision == "fp16" and self.optimizer == "muon"
         require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
-        require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
+        two = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(two, "train.betas", self.betas, "AdamW takes two, each from 0 to below 1")
         require(0 <= self.warmup < 1, "train.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
 
 
@@ -185,7 +186,7 @@ class ExportSpec:
     """The directory that a serving engine loads."""
 
     layout: str | None = None
-    """Layout of the export, which says for which engine; None takes the method's first: eagle3 or medusa."""
+    """Layout of the export, which says for which engine; None takes the method's first (docs/export.md)."""
     dtype: Dtype = "auto"
     """Dtype of the exported weights; `auto` is the target's."""
     include_embeddings: bool = False
@@ -243,6 +244,11 @@ class Recipe:
     """The directory that a serving engine loads."""
     tracking: TrackingSpec = field(default_factory=TrackingSpec)
     """Weights & Biases."""
+
+    def __post_init__(self) -> None:
+        forks = self.features.source == "online" and self.train.workers > 0
+        reason = "the target cannot be forked for features.source: online: set it to 0"
+        require(not forks, "train.workers", self.train.workers, reason)
 
     @property
     def run_dir(self) -> Path:

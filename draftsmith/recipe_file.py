@@ -165,9 +165,6 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         keys = [action.dest for action in parser._actions]
         near = get_close_matches(key, keys, n=1) or [name for name in keys if name.endswith(f".{key}")]
         text = f"there is no key {key}" + (f", did you mean {near[0]}?" if near else "")
-        return (
-            f"{text} `draftsmith train --help` lists every key."
-            if near
-            else f"{text}; `draftsmith train --help` lists them."
-        )
+        command = f"`draftsmith train --method {parser.get_default('method')} --help`"
+        return f"{text} {command} lists every key." if near else f"{text}; {command} lists them."
     return text + "; see --help for every key and its type."

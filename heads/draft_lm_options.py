@@ -1,7 +1,6 @@
 """The switches of a draft model, apart from the model so that reading a recipe imports no model code."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from draftsmith.errors import UserError
 
@@ -21,8 +20,6 @@ SIZES = (
 class DraftLmOptions:
     """What a draft model is made of: a small Llama with the target's tokens and RoPE, which reads the text alone."""
 
-    TRAINING: ClassVar = frozenset({"init_from", "layers_from_target"})
-
     init_from: str | None = None
     """Folder or Hub name of a small Llama with the target's tokenizer to start from; its sizes and RoPE are its own."""
     layers_from_target: list[int] | None = None
@@ -36,7 +33,7 @@ class DraftLmOptions:
     num_attention_heads: int | None = None
     """Query heads; null: hidden_size / head_dim."""
     num_key_value_heads: int | None = None
-    """Key/value heads; null: the target's, or the largest number below that divides the query heads."""
+    """Key/value heads; null: the greatest common divisor of the query heads and the target's own."""
     head_dim: int | None = None
     """Size of a head; null: the target's."""
     tie_word_embeddings: bool | None = None

@@ -1,6 +1,7 @@
 """Serving engines as data: which ones, what they cannot compute of a head, and what to watch for when starting them.
 
-"run" engines serve trained heads in scripts/test_engines.sh; of "read" ones only the sources or the manual were read. A rule
+"run" engines serve trained heads in scripts/test_engines.sh; of "read" ones, and for the layouts in `READ`, only the
+sources or the manual were read. A rule
 is about a head that a layout's files could hold and an engine would not compute: it is refused where it is all that the
 layout is for, and named in the export's README where other engines serve the same files. Contracts (contracts.py) are
 about files alone.
@@ -67,6 +68,15 @@ ENGINES: dict[str, Engine] = {
     ),
     "speculators": Engine("speculators", "0.9.0", "read", "it serves nothing: it trains and evaluates further"),
 }
+
+
+READ = frozenset({("dspark", "vllm")})
+"""Layouts that an engine which is run elsewhere was not run with."""
+
+
+def was_run(layout: str, engine: str) -> bool:
+    """Whether the engine has served heads of that layout."""
+    return ENGINES[engine].checked == "run" and (layout, engine) not in READ
 
 
 def _layers(files: ModelFiles) -> list[int]:

@@ -7,7 +7,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.contracts import ModelFiles
 from draftsmith.heads.eagle3_export import target_reference
 from draftsmith.heads.engine_start import MISLEADING, Serving, start
-from draftsmith.heads.engines import ENGINES, obstacle, watch_for
+from draftsmith.heads.engines import ENGINES, obstacle, was_run, watch_for
 from draftsmith.heads.target import Target
 from draftsmith.heads.tensor_parallel import split_obstacle
 
@@ -94,9 +94,8 @@ def _section(exported: Exported, engine: str) -> str:
     lines = [f"### {known.title}", ""]
     if (why := _why_not(exported, engine)) is not None:
         return "\n".join([*lines, f"Not with this export: {known.title} {why}.", ""])
-    lines.append(
-        f"Held against {known.title} {known.version}{'' if known.checked == 'run' else ', read from its source'}.\n"
-    )
+    how = "" if was_run(exported.layout, engine) else ", read from its source"
+    lines.append(f"Held against {known.title} {known.version}{how}.\n")
     for snippet in start(engine, exported.layout, exported.serving):
         if snippet.file:
             lines.append(f"`{snippet.file}`:\n")

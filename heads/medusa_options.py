@@ -12,7 +12,8 @@ class MedusaOptions:
     num_heads: int = 5
     """Heads; head i predicts the token i + 2 places after the last one that the target has read."""
     num_layers: int = 1
-    """Residual blocks per head (TGI and vLLM serve one block with the original heads; more are rarely worth it)."""
+    """Residual blocks per head. More than one is served by vLLM, and by TGI where heads have projections of their own; the
+    layout `medusa` of the original code holds one."""
     original_lm_head: bool = False
     """All heads use the target's own output projection and train their blocks alone (the published v2 files); false
     gives each head a projection of its own, which starts as the target's."""

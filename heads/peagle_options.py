@@ -15,7 +15,7 @@ class PEagleOptions(DraftShape):
     NEUTRAL: ClassVar = {}
 
     depths: int = 8
-    """How many tokens the head is trained to draft at once, from 2 to 8."""
+    """How many tokens the head is trained to draft at once, from 2 to 8; it drafts more where more are asked for, untrained."""
     num_hidden_layers: int = field(default=4, kw_only=True)
     """Decoder layers: the first reads tokens and states, those above it are plain Llama layers."""
     mask_token_id: int | None = field(default=None, kw_only=True)

@@ -12,6 +12,7 @@ from transformers.utils import cached_file
 from draftsmith.errors import UserError
 from draftsmith.heads.fingerprint import read_spans, weight_files
 from draftsmith.heads.importers import is_head_config
+from draftsmith.heads.target_files import TOKENIZER_FILES
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -113,13 +114,23 @@ def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:
         )
 
 
+def _fetch_tokenizer(path: str) -> None:
+    """Fetch the tokenizer's files of a Hub model, those that there are: who reads the folder (its identity, mask tokens,
+    tokens to compare) must find the same whenever it looks."""
+    for name in TOKENIZER_FILES:
+        cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+
+
 def _weights_directory(path: str) -> Path:
-    """Return the folder that holds the target's safetensors (fetched from the Hub if need be), checked."""
+    """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be), checked."""
     folder = Path(path)
     if not folder.is_dir():
         try:
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if found := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+                    _fetch_tokenizer(path)
                     return Path(found).parent
         except OSError as error:
             raise UserError(f"Cannot fetch the weights of the target {path}: {_first_line(error)}") from error

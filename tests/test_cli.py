@@ -54,6 +54,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in COMMANDS)
+    for command in ("doctor", "report"):
+        assert main([command, "--help"]) == 0
+        assert capsys.readouterr().out == text
     assert main([]) == 2
     capsys.readouterr()
     assert main(["--version"]) == 0

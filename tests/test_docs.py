@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("shared-target.md", "README.md")]
 REASONS = ("a GPU", "the Hub", "an engine", "an account", "trained heads")
 PATH = r"(?<![\w./-])(?:recipes|train|scripts|runs|models)/[\w./-]*\w(?![\w./*-])"
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 LANGUAGES = ("bash", "yaml", "json", "jsonl", "text", "python")
 
 # Sizes that a page gives for a real model, at the measure of the miniature one; nothing else of a recipe is changed.
@@ -178,6 +179,7 @@ def check_marked(line: str) -> None:
             json.loads(word)
     if words[0] == "draftsmith":
         assert words[1] in COMMANDS
+        assert "--launch" not in words or words[1] in ("run", "train"), line
         rest = words[2:]
     elif words[:2] == ["accelerate", "launch"]:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -232,6 +234,22 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
             told += text
             expected = 0 if left else block.exit_code
             assert code == expected, f"{where}: {line} ended with {code}:\n{text[-3000:]}"
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_the_commands_in_a_recipes_comments_are_commands(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("recipes", "train", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    comments = recipe.read_text(encoding="utf-8").replace(" \\\n#", "")
+    for run in re.findall(r"\bruns/[\w.-]+", comments):
+        (tmp_path / run).mkdir(parents=True, exist_ok=True)
+    found = re.findall(r"^# +((?:draftsmith|accelerate launch) .+)$", comments, re.MULTILINE)
+    assert found or recipe.stem.endswith(("tiny", "shared-target")), "how a full-size recipe is run"
+    for line in found:
+        check_marked(line.replace("RECIPE", "recipes/eagle3/tiny.yaml"))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)

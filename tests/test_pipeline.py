@@ -196,13 +196,17 @@ def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path
     assert (run / "answers.jsonl").stat().st_mtime_ns == (finished / "answers.jsonl").stat().st_mtime_ns
 
 
-def test_run_launches_training_in_processes_of_their_own(workplace: Path, finished: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_training_is_launched_in_processes_of_their_own(
+    command: str, workplace: Path, finished: Path, tmp_path: Path
+) -> None:
     """`--launch` goes through accelerate and leaves the same head."""
     run = tmp_path / "launched"
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns("train", "evaluation", "export"))
     config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
     words = ["--launch", config, "--evaluate.repeats", "1", "--evaluate.temperatures", "[0.0]"]
-    assert main(["run", *options(workplace, run), *words]) == 0
+    assert main([command, *options(workplace, run), *words]) == 0
+    assert (run / "evaluation").exists() == (command == "run")
     assert digests(run)["train/metrics.jsonl"] == digests(finished)["train/metrics.jsonl"]
 
 

@@ -88,6 +88,12 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
         (["--recipe", TINY, "--data.sources", "a.jsonl"], "data.sources is 'a.jsonl', which is not a list"),
         (["--recipe", TINY, "--train.optimizer", "sgd"], r"not one of \['adamw', 'muon'\]"),
         (["--recipe", TINY, "--answers.repetition_penalty", "0"], r"answers\.repetition_penalty is 0\.0"),
+        (["--recipe", TINY, "--head.ttt_step", "2"], r"`draftsmith train --method eagle3 --help` lists every key"),
+        (["--recipe", TINY, "--train.betas", "[0.9, 1.0]"], r"train\.betas is .*each from 0 to below 1"),
+        (
+            ["--recipe", TINY, "--features.source", "online", "--train.workers", "2"],
+            r"train\.workers is 2: .* set it to 0",
+        ),
         (["--recipe", TINY, "--evaluate.min_p", "2"], r"evaluate\.min_p is 2\.0"),
         (["--recipe", TINY, "--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperature is -1\.0"),
         (

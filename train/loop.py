@@ -88,8 +88,6 @@ class _Run:
             folder,
         )
         self.train_steps = self.head.train_steps
-        if self.recipe.features.source == "online" and self.spec.workers:
-            raise UserError("train.workers must be 0 with features.source: online, as the target cannot be forked.")
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(schedule.epoch(e)) // schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)

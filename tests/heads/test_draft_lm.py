@@ -307,7 +307,9 @@ def test_a_model_that_exists_is_trained_further(place: Path, target: Target, tmp
     assert (named.config.hidden_size, named.config.num_hidden_layers, named.lm_head) == (32, 2, None)
     save_head(named, tmp_path / "native", target)
     warm = load_head(tmp_path / "native", target)
-    options = adopt_options(DraftLmOptions(layers_from_target=[0]), warm, target, "native")
+    with pytest.raises(UserError, match=r"head.layers_from_target is \[0\], but the head .* has null: set"):
+        adopt_options(DraftLmOptions(layers_from_target=[0]), warm, target, "native")
+    options = adopt_options(DraftLmOptions(init_from=str(place / "small")), warm, target, "native")
     assert (options.hidden_size, options.tie_word_embeddings) == (32, True)
     assert same(restart(warm, options, target), named)
     with pytest.raises(UserError, match=r"head.hidden_size is 64, but the head that train.warm_start names"):

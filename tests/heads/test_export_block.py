@@ -77,7 +77,9 @@ def test_engines_are_told_the_whole_block(tmp_path: Path) -> None:
     target = make_target()
     for method, tokens in (("dflash", 3), ("dspark", 3)):
         path = export_head(MAKE[method](target), target, tmp_path / method, layout=method, num_speculative_tokens=2)
-        assert f'"num_speculative_tokens": {tokens}' in (path / "README.md").read_text()
+        text = (path / "README.md").read_text()
+        assert f'"num_speculative_tokens": {tokens}' in text
+        assert (", read from its source." in text) == (method == "dspark"), "which vLLM was not run with"
         path = export_head(MAKE[method](target), target, tmp_path / f"{method}-c", layout=f"{method}_llama_cpp")
         text = (path / "README.md").read_text()
         assert f"--spec-type draft-{method}" in text

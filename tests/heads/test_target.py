@@ -10,8 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, DynamicCache, T5Config
 
 from draftsmith.errors import UserError
+from draftsmith.heads import pretrained
 from draftsmith.heads.fingerprint import fingerprint_directory
 from draftsmith.heads.target import Target, TargetHead, load_target
+from draftsmith.heads.target_files import TOKENIZER_FILES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import KINDS, save_tiny_target, tiny_model
@@ -25,6 +27,18 @@ def random_ids(rows: int = 2, tokens: int = 24) -> torch.Tensor:
 
 def memory_target(kind: str = "llama", **overrides: object) -> Target:
     return Target(tiny_model(kind, **overrides), path="memory", fingerprint="none")
+
+
+def test_a_hub_targets_tokenizer_is_fetched_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cached_file(path: str, name: str, **options: bool) -> str | None:
+        asked.append(name)
+        return str(tmp_path / name) if name == "model.safetensors" else None
+
+    monkeypatch.setattr(pretrained, "cached_file", cached_file)
+    assert pretrained._weights_directory("owner/model") == tmp_path
+    assert asked == ["model.safetensors", *TOKENIZER_FILES]
 
 
 @pytest.mark.parametrize("kind", KINDS)

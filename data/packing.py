@@ -5,6 +5,7 @@ Shapes: B rows, L tokens, A aux layers, Ht target hidden size.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from draftsmith.errors import UserError
 Row = list[int]
 Batch = list[Row]
 
-# Samples are packed among this many neighbours of the shuffled order: enough for rows to fill up, and few
+# Samples are packed among at most this many neighbours of the shuffled order: enough for rows to fill up, and few
 # enough that the order stays random.
 _WINDOW = 1024
 
@@ -37,8 +38,11 @@ def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: in
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator).tolist()
     packed: list[Row] = []
-    for start in range(0, len(order), _WINDOW):
-        filled = _best_fit(order[start : start + _WINDOW], lengths, row_tokens)
+    # Windows of one size: a last one of a few samples would be a batch of hardly any.
+    count = -(-len(order) // _WINDOW)
+    edges = [len(order) * number // count for number in range(count + 1)] if count else []
+    for start, end in pairwise(edges):
+        filled = _best_fit(order[start:end], lengths, row_tokens)
         # Longest first would put the long samples of a window into its first batches.
         packed += [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
     return [packed[start : start + rows] for start in range(0, len(packed), rows)]

@@ -153,6 +153,7 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
                 "K": contender.num_speculative_tokens,
                 "tuned": contender.verifier is not None,
                 "simulated": measure.simulated(contender),
+                **({"heldout_tau": measure.heldout_tau(one)} if len(subject.run_names) > 1 else {}),
                 **_facts(),
             }
             save()

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.features import FeatureSource
+from draftsmith.data.packing import Batch
 from draftsmith.drafters_training import Trained
 from draftsmith.eval.answers import Generation, Request
 from draftsmith.eval.contender import Contender, make_contender
@@ -26,7 +28,8 @@ from draftsmith.evaluator import Evaluator
 from draftsmith.files import fingerprint, write_json
 from draftsmith.heads.target import Target
 from draftsmith.session import Session, say
-from draftsmith.stages import head_digest, load_best
+from draftsmith.stages import features_stage, head_digest, load_best, load_samples, split_samples
+from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 
 LENGTHS = (3, 5, 7)
 """Draft lengths of the tables."""
@@ -64,17 +67,35 @@ class Measure:
         """Identifies what drafters are measured on and how, the drafter apart."""
         prompts = [(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in self.requests]
         facts = (self.target.fingerprint, self.target.dtype_name, prompts, self.session.recipe.seed, self.spec.repeats)
-        return fingerprint([*facts, self.spec.temperatures, self.spec.num_speculative_tokens])
+        laws = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
+        return fingerprint([*facts, laws, self.spec.num_speculative_tokens, self.spec.batch])
 
     def contender(self, name: str, run: Trained) -> Contender:
-        """Return the drafter that a trained head makes: a head that reaches only so far drafts as far as it reaches (a
-        block drafter its block), another one as far as the recipe says."""
+        """Return the drafter that a trained head makes: a block drafter drafts its block, another one as far as the recipe
+        says, or as far as it reaches."""
         head = load_best(self.session, self.target, run.folder, warn=self.session.warn)
         head = head.deployed(self.target).to(self.target.dtype)
         verifier = head.verifier(self.target)
-        k = head.max_speculative_tokens or self.spec.num_speculative_tokens
+        asked = self.spec.num_speculative_tokens
+        k = head.served_tokens or min(asked, head.max_speculative_tokens or asked)
         tuned = None if verifier is self.target else verifier
         return make_contender(name, head, k, max(k, *LENGTHS), verifier=tuned)
+
+    @cached_property
+    def _heldout(self) -> tuple[FeatureSource, list[Batch]]:
+        samples, spec = load_samples(self.session).samples, self.session.recipe.train
+        _, places = split_samples(self.session, samples)
+        source = features_stage(self.session, samples)
+        return source, make_heldout_batches(source, places, spec.row_tokens, spec.rows)
+
+    def heldout_tau(self, run: Trained) -> float:
+        """Return a head's tau at K = PAIRED on the answers that no training saw: what one of several learning rates is chosen
+        by, so that the prompts of the tables choose nothing."""
+        recipe, target = self.session.recipe, self.session.target
+        head = load_best(self.session, target, run.folder, warn=self.session.warn).float().eval()
+        data, spec = self._heldout, recipe.train
+        sampling = recipe.answers.sampling
+        return evaluate_heldout(head, *data, spec.row_tokens, target.head, spec.loss, sampling, PAIRED).tau
 
     def digest(self, run: Trained) -> str:
         """Identify a trained head."""

@@ -48,15 +48,16 @@ in two stages has them in both together), and is measured on the same prompts; m
 
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
-  is what the drafter was decoded with: all it can reach where that is limited (the block of a block drafter), else 5.
+  is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer, beside `target ms`, one pass of the target
   over one token. `speedup` is measured: decoding with the drafter and with the target alone in turns, one request at a time;
   the median of several repeats, and behind it the lowest and the highest.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
 - Ours are the heads with the best held-out tau of their run; speculators keeps none, so its head is that of the last step.
-- A drafter that was trained at several learning rates stands here with its best (the longest tau at temperature 1, K 5); all of
-  them are in the last table but one.
+- A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
+  answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one. The others
+  were trained at one rate, chosen in short trials or taken from a relative.
 """
 
 
@@ -85,12 +86,8 @@ def render(folder: Path, order: Sequence[str]) -> str:
 
 
 def best_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the longest simulated tau at the highest temperature and the middle draft length."""
-
-    def tau(run: dict[str, Any]) -> float:
-        return run["simulated"][max(run["simulated"], key=float)]["tau"][_compared_at(run)]["overall"]["value"]
-
-    return max(runs, key=tau)
+    """Return the run with the longest tau on held-out answers, which a single one need not have."""
+    return max(runs, key=lambda run: run.get("heldout_tau", 0.0))
 
 
 def _compared_at(run: dict[str, Any]) -> str:
@@ -179,7 +176,7 @@ def slices(entries: Sequence[Entry]) -> str:
 def rates(entries: Sequence[Entry]) -> str:
     """A row per training."""
     temperatures = _temperatures(entries)
-    head = ["run", "learning rate", "Muon's", "steps", "tokens", "supervised", "training"]
+    head = ["run", "learning rate", "Muon's", "steps", "tokens", "supervised", "training", "held-out tau"]
     lines = []
     for entry in entries:
         for run in entry["runs"]:
@@ -187,6 +184,7 @@ def rates(entries: Sequence[Entry]) -> str:
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", _minutes(one["seconds"])]
+            cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
     return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
 

@@ -13,7 +13,7 @@ from draftsmith.heads.export import convert_head, layouts_for
 from draftsmith.heads.option_fields import draft_vocab_size_of
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.lineup import beside_folder, load_beside, load_heads, make_lineup
-from draftsmith.session import Session
+from draftsmith.session import Session, say
 from draftsmith.starting import load_warm, start_head, warm_folder
 from draftsmith.train.parallel import check_launch
 
@@ -40,7 +40,7 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         warm_folder(session)
     if evaluating:
         _check_evaluation(session)
-    untrained = _check_start(session) if making else None
+    untrained = _check_start(session, exporting=command == "run") if making else None
     if not evaluating:
         return []
     target = session.target
@@ -66,7 +66,7 @@ def _check_evaluation(session: Session) -> None:
             check_path(baseline.path)
 
 
-def _check_start(session: Session) -> DraftHead:
+def _check_start(session: Session, exporting: bool) -> DraftHead:
     """Return the head that training starts from, held against what is stored and exported."""
     recipe, target = session.recipe, session.target
     size = draft_vocab_size_of(session.head_options)
@@ -88,5 +88,10 @@ def _check_start(session: Session) -> DraftHead:
         )
     check_adapter(recipe, head)
     if layouts_for(recipe.method) or recipe.export.layout:
-        convert_head(head, target, **export_options(recipe, recipe.method))
+        try:
+            convert_head(head, target, **export_options(recipe, recipe.method))
+        except UserError as error:
+            if exporting or recipe.export.layout is not None:
+                raise
+            say(f"warning: such heads can be trained and measured, but not exported: {error}")
     return head

@@ -14,13 +14,18 @@ def _scaled_rope(files: ModelFiles, _: Target) -> bool:
     return files.config["rope_parameters"]["rope_type"] not in ("default", "linear", "yarn")
 
 
+def _biased(_: ModelFiles, target: Target) -> bool:
+    """A scale or a softcap leaves the most likely token what it is, which is all that vLLM takes of DFlash's logits."""
+    return target.head.bias is not None
+
+
 def _more_than_a_matrix(_: ModelFiles, target: Target) -> bool:
     own = target.head
     return own.bias is not None or own.scale != 1.0 or own.softcap is not None
 
 
 _TITLES = {"dflash": "DFlash", "dspark": "DSpark"}
-_MEASURE = "measure it with draftsmith evaluate"
+_MEASURE = "train it with draftsmith train and export.layout null, and measure it with draftsmith evaluate"
 
 BLOCK_RULES: tuple[Rule, ...] = (
     Rule("llama_cpp", ("dflash_llama_cpp",), "a draft vocabulary of its own", "has no converter for it", "export the layout dflash for "
@@ -28,9 +33,12 @@ BLOCK_RULES: tuple[Rule, ...] = (
     *(Rule("llama_cpp", (f"{method}_llama_cpp",), f"a target with another RoPE scaling than linear or YaRN, for {title}", "leaves "
            "the scaling out where it converts this draft, in silence", f"export the layout {method} for vLLM", _scaled_rope)
       for method, title in _TITLES.items()),
+    Rule("vllm", ("dflash",), "a target whose output projection has a bias, for DFlash", "takes the bare matrix for the drafts",
+         _MEASURE, _biased),
     *(Rule(engine, (layout,), f"a target whose output projection has a bias, a scale or a softcap, for {title}", "takes the bare "
            "matrix for the drafts", _MEASURE, _more_than_a_matrix)
-      for method, title in _TITLES.items() for engine, layout in (("vllm", method), ("llama_cpp", f"{method}_llama_cpp"))),
+      for engine, layout, title in (("llama_cpp", "dflash_llama_cpp", "DFlash"), ("vllm", "dspark", "DSpark"),
+                                    ("llama_cpp", "dspark_llama_cpp", "DSpark"))),
 )  # fmt: skip
 
 BLOCK_WATCH: tuple[Watch, ...] = (

@@ -23,18 +23,24 @@ class BlockAttention(EagleAttention):
 
     def query(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., N, D], normalised, not yet rotated."""
-        return self.q_norm(super().query(x))
+        return _normalise(self.q_norm, super().query(x))
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., H] -> two of [..., G, D], the keys normalised, not yet rotated."""
         keys, values = super().key_value(x)
-        return self.k_norm(keys), values
+        return _normalise(self.k_norm, keys), values
 
     def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., H] -> queries and keys, [..., N + G, D], and values [..., G, D], in one product."""
         turning, values = super().together(x)
         queries, keys = turning.split((turning.shape[-2] - values.shape[-2], values.shape[-2]), -2)
         return torch.cat([self.q_norm(queries), self.k_norm(keys)], -2), values
+
+
+def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
+    """The norm in the dtype of the projection: under autocast its fp32 weights would make the states fp32 again, which a
+    GPU's attention kernel does not take."""
+    return norm(x).to(x.dtype)
 
 
 class BlockLayer(EagleLayer):

@@ -99,8 +99,7 @@ def _attend(attention: LlamaAttention, x_TH: Tensor, cos: Tensor, sin: Tensor, p
     q, k, v = (
         project(x_TH).unflatten(-1, (-1, D)) for project in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    # Under autocast the states are fp32 and the projections half precision, which a GPU's kernel asks for.
-    q, k = (rotate(y, cos.to(y.dtype), sin.to(y.dtype)) for y in (q, k))
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     none = k.new_empty(0, *k.shape)  # diagonal keys are EAGLE-3's
     return attention.o_proj(ttt_attention(q, k[None], v[None], none, none, plan, attention.scaling).flatten(-2))
 

@@ -44,7 +44,9 @@ class RMSNorm(LlamaRMSNorm):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., heads, D] by cos, sin [..., D], as `apply_rotary_pos_emb` does for a query and a key together."""
+    """Rotate [..., heads, D] by cos, sin [..., D], in its own dtype, as `apply_rotary_pos_emb` does for a query and a key
+    together."""
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
 
 

@@ -16,12 +16,15 @@ from draftsmith.heads.target import Target
 
 
 @torch.no_grad()
-def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> None:
+def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
     """Let the weight [Ht] of a draft's final norm start as the target's; one of another width, or a target whose norm is of
-    another kind, leaves it as it is. scale: of the target's logits, where the draft's projection has none of its own."""
+    another kind, leaves it as it is. scale: of the target's logits, where the draft's projection has none of its own.
+    Returns what is left of it for the projection: 1 where the norm has it."""
     weight, found = norm.weight, final_norm_weight(target)
-    if found is not None and isinstance(weight, Tensor) and weight.shape == found.shape:
-        weight.copy_(found * scale)
+    if found is None or not isinstance(weight, Tensor) or weight.shape != found.shape:
+        return scale
+    weight.copy_(found * scale)
+    return 1.0
 
 
 @torch.no_grad()

@@ -155,8 +155,8 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
         _shrink_streams(head, target)
     if not head.shares_width(target.hidden_size):
         return head
-    start_norm(head.norm, target, target.head.scale)
-    weight = target.head.weight if vocab is None else target.head.weight[vocab]
+    left = start_norm(head.norm, target, target.head.scale)
+    weight = (target.head.weight if vocab is None else target.head.weight[vocab]).detach() * left
     if isinstance(head.lm_head, LowRankLinear):
         head.lm_head.approximate(weight)
         return head

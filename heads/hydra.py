@@ -194,8 +194,11 @@ def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> 
     with torch.device(target.device):
         head = HydraHead(options, config, target.embedding, target.head)
         for projection in head.hydra_lm_head:
+            assert isinstance(projection, Projection)
             if projection.weight is not None:
-                projection.weight = nn.Parameter(target.head.weight.detach().float().clone())
+                projection.weight = nn.Parameter(target.head.weight.detach().float() * target.head.scale)
+                if projection.bias is not None and target.head.bias is not None:
+                    projection.bias.data.copy_(target.head.bias * target.head.scale)
     return head
 
 

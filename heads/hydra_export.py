@@ -107,7 +107,7 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
 
 
 def _sizes(head: HydraHead) -> dict[str, int]:
-    sizes = {"H": head.hidden_size, "V": head.vocab_size}
+    sizes = {"H": head.hidden_size, "V": head.vocab_size, "blocks": len(head.blocks(0))}
     if (layer := head.config) is not None:
         sizes["I"] = layer.intermediate_size
         sizes["ND"] = layer.num_attention_heads * layer.head_dim

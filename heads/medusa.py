@@ -104,9 +104,9 @@ Head = TypeVar("Head", bound=MedusaHead)
 
 
 def start_as_the_target(head: Head) -> Head:
-    """Give projections of their own the weights of the target's, and return the head."""
+    """Give projections of their own the weights of the target's, with the scale of its logits, and return the head."""
     for lm_head in head.lm_heads:
-        lm_head.weight = nn.Parameter(head.target_head.weight.detach().float().clone())
+        lm_head.weight = nn.Parameter(head.target_head.weight.detach().float() * head.target_head.scale)
     return head
 
 

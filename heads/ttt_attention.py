@@ -31,6 +31,9 @@ def ttt_attention(
     of steps 1..S of each needed row (S may be 0). All are rotated already; `scale` multiplies the scores.
     """
     dtype, inputs = q_RHD.dtype, (q_RHD, k_BLGD, v_BLGD, k_SRGD, v_SRGD)
+    if not len(q_RHD):
+        # All inputs still take part, so that every parameter behind them has its gradient of zero.
+        return q_RHD + torch.stack([x.sum().to(dtype) for x in inputs[1:]]).sum() * 0
     if q_RHD.device.type == "cpu":
         # fp32 whatever the autocast: on CPUs the kernel is faster in it than in bf16 up to about 500 tokens.
         q, k, v, own_k, own_v = (x.float() for x in inputs)

@@ -12,11 +12,13 @@ import yaml
 from draftsmith import drafters_bench
 from draftsmith.data.features import FeatureStore
 from draftsmith.drafters_bench import OUTPUT, main, parse
+from draftsmith.drafters_measure import Measure
 from draftsmith.drafters_page import best_run, render
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_seconds
 from draftsmith.errors import UserError
 from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, vocab_maps
+from draftsmith.session import Session
 from tests.workplace import make_workplace
 
 RIVAL = Subject("rival", rates=(0.1, 0.2))
@@ -81,12 +83,24 @@ def test_the_best_run_is_decoded_too(results: dict[str, dict]) -> None:
     entry = results["eagle3"]
     best, at = best_run(entry["runs"]), entry["decoded"]["at"]["0"]
     assert entry["decoded"]["head"] == best["head"]
+    assert best["heldout_tau"] == max(run["heldout_tau"] for run in entry["runs"]) > 1.0
+    assert "heldout_tau" not in results["medusa"]["runs"][0], "there is nothing to choose"
     assert at["equal"] == at["checked"] == 4
     assert min(at["draft_ms"], at["target_ms"], at["speedup"]) > 0
     found = best["simulated"]["0"]["tau"]["3"]
     assert set(found) == {"overall", "chat", "code"}
     assert at["tau"] == pytest.approx(at["tau_simulated"])
     assert at["tau"] == pytest.approx(found["overall"]["value"]), "decoding finds what was simulated"
+
+
+@pytest.mark.parametrize("word", ["--evaluate.top_p=0.9", "--evaluate.repetition_penalty=2.0", "--evaluate.batch=8"])
+def test_what_was_measured_otherwise_is_measured_again(word: str, workplace: Path, results: dict[str, dict]) -> None:
+    def inputs(*further: str) -> str:
+        bench = Bench(workplace / "store", workplace / "runs", further, root=workplace)
+        recipe = bench.recipe(TINY[0], f"--output_dir={workplace / 'runs' / 'evaluation'}")
+        return Measure(Session(recipe), workplace / "runs" / "answers").inputs
+
+    assert inputs() == results["eagle3"]["runs"][0]["inputs"] != inputs(word)
 
 
 def test_runs_learn_as_much_as_the_budget_says(workplace: Path, results: dict[str, dict]) -> None:
@@ -219,7 +233,9 @@ def make_run(name: str, tau: float, rounds: list[float], **changed) -> dict:
 
 
 def write_entries(folder: Path) -> None:
-    runs = [make_run("a-lr1", 2.0, [5.0, 15.0]), make_run("a-lr2", 2.5, [5.0, 15.0])]
+    # What is longest on the prompts was not chosen.
+    taus = {"a-lr1": (2.0, 1.9), "a-lr2": (2.5, 2.2), "a-lr3": (2.7, 2.1)}
+    runs = [make_run(name, tau, [5.0, 15.0]) | {"heldout_tau": held} for name, (tau, held) in taus.items()]
     at = {"draft_ms": 1.5, "target_ms": 4.0, "tau": 2.51, "speedup": 1.25, "equal": 3, "checked": 4}
     once = {**at, "equal": None, "checked": None, "speedup": 1.5, "speedup_spread": [1.5, 1.5], "repeats": 1}
     decoded = {"at": {"0": at | {"speedup_spread": [1.2, 1.31], "repeats": 3}, "1": once}, **make_run("", 1, [1, 1])}
@@ -251,7 +267,8 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| c | 5 | – | – |" in page
     assert "| a | 0 | 5 | 2.50 | 2.50 [2.40, 2.70] |" in page
     assert "| a | 0 | 7 |" not in page, "what was not measured has no row"
-    assert {"a-lr1", "a-lr2", "b-1", "c-1"} <= set(rows)
+    assert {"a-lr1", "a-lr2", "a-lr3", "b-1", "c-1"} <= set(rows)
+    assert "| 1.90 | 2.00 [1.90, 2.20] |" in rows["a-lr1"]
     assert "[a.json](a.json) | `recipes/a.yaml`" in page
     assert "[b.json](b.json) | other 1.0" in page
     assert page.index("| a | 2.50M") < page.index("| b (tuned target) | 2.50M") < page.index("| c | 2.50M")

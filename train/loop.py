@@ -80,13 +80,8 @@ class _Run:
     ) -> None:
         self.recipe, self.spec = recipe, recipe.train
         self.accelerator, self.model, self.head, self.optimizers = accelerator, model, head, optimizers
-        self.target, self.target_head, self.data, self.schedule, self.folder = (
-            target,
-            target_head,
-            data,
-            schedule,
-            folder,
-        )
+        self.target, self.target_head, self.data = target, target_head, data
+        self.schedule, self.folder = schedule, folder
         self.train_steps = self.head.train_steps
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(schedule.epoch(e)) // schedule.window for e in range(self.spec.epochs)]
@@ -220,10 +215,7 @@ class _Run:
             rows += count_rows(batch) * counts
         divisor, rows = accelerator.reduce([divisor, rows], "sum")
         if rows == 0:
-            raise UserError(
-                "A whole optimizer step holds no supervised row: the answers are empty or masked out; look at them with "
-                "`draftsmith inspect`."
-            )
+            return self._pass_over(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
         sums = StepSums.zeros(self.train_steps, device)
@@ -266,6 +258,17 @@ class _Run:
             **tuned_facts(tuned),
         }
         return record, progress
+
+    def _pass_over(self, progress: Progress) -> "tuple[dict[str, Any], Progress]":
+        """A step without a supervised row, such as a single document whose answer is one token, changes nothing. Raises
+        UserError where a whole epoch has none."""
+        progress = replace(progress, step=progress.step + 1)
+        if not progress.rows and progress.step >= min(self.epoch_steps[0], self.total):
+            raise UserError(
+                "A whole epoch holds no supervised row: the answers are empty or masked out; look at them with "
+                "`draftsmith inspect`."
+            )
+        return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
         """Look at the held-out answers; keep the head if its tau is the best so far."""
@@ -312,4 +315,5 @@ class _Run:
 
 def _postfix(record: dict[str, Any], progress: Progress, speed: float) -> str:
     tau = f"tau {progress.best_tau:.2f} " if progress.best_tau else ""
-    return f"loss {record['loss']:.3f} acc {record['accuracy'][0]:.2f} {tau}{speed:.0f} tok/s"
+    learned = f"loss {record['loss']:.3f} acc {record['accuracy'][0]:.2f} " if "loss" in record else ""
+    return f"{learned}{tau}{speed:.0f} tok/s"

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftsmith.data import packing
 from draftsmith.data.batch import Features
 from draftsmith.data.packing import _best_fit, collate, plan_batches
 from draftsmith.errors import UserError
@@ -72,6 +73,17 @@ def test_epochs_and_seeds_differ_and_order_is_random():
     # Padding is small.
     used, rows = sum(lengths), sum(len(batch) for batch in plans[0, 0])
     assert used / (rows * 64) > 0.97
+
+
+@pytest.mark.parametrize("count", [0, 1, 1024, 1025, 2049, 6145])
+def test_windows_are_of_one_size(count, monkeypatch):
+    """A last one of a single sample would be a batch, and so an optimizer step, of that alone."""
+    seen = []
+    monkeypatch.setattr(packing, "_best_fit", lambda samples, *rest: seen.append(len(samples)) or [list(samples)])
+    plan_batches([1] * count, row_tokens=50, rows=2, seed=0, epoch=0)
+    assert sum(seen) == count
+    assert max(seen, default=0) <= 1024
+    assert max(seen, default=0) - min(seen, default=0) <= 1
 
 
 def test_sample_that_does_not_fit_is_refused():

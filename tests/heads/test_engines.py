@@ -88,6 +88,7 @@ HEADS = {
     "a draft vocabulary of its own": lambda t: make_dflash(t, VOCAB),
     "a target with another RoPE scaling than linear or YaRN, for DFlash": lambda t: make_dflash(scaled(t)),
     "a target with another RoPE scaling than linear or YaRN, for DSpark": lambda t: make_dspark(scaled(t)),
+    "a target whose output projection has a bias, for DFlash": lambda t: make_dflash(biased(t)),
     "a target whose output projection has a bias, a scale or a softcap, for DFlash": lambda t: make_dflash(capped(t)),
     "a target whose output projection has a bias, a scale or a softcap, for DSpark": lambda t: make_dspark(biased(t)),
     "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),

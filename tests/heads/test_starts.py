@@ -13,9 +13,11 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import build as build_eagle3
 from draftsmith.heads.final_norm import final_norm_weight
 from draftsmith.heads.probe import check_target
+from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 from draftsmith.recipe import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
+from tests.gpu.support import OPTIONS
 from tests.models import tiny_model
 
 
@@ -85,6 +87,25 @@ def test_a_scale_of_the_targets_logits_is_part_of_it() -> None:
     torch.testing.assert_close(eagle3.norm.weight.detach(), weight / 4, atol=1e-4, rtol=1e-4)
     dflash = build_dflash(DFlashOptions(mask_token_id=3), target, None)
     torch.testing.assert_close(dflash.norm.weight.detach(), weight, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["granite", "cohere"])
+@pytest.mark.parametrize("method", ["medusa", "medusa2", "hydra", "eagle3", "peagle"])
+def test_own_projections_start_with_that_scale(kind: str, method: str) -> None:
+    """What the target's rows make of a state, those of a new head make of the same one: their norms apart, which Cohere's, that
+    subtracts the mean, has not in common with a draft's."""
+    target = target_of(kind)
+    head = find_method(method).build(OPTIONS[method], target, None)
+    state = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    if method.startswith("medusa"):
+        found = head.lm_heads[1](state)
+    elif method == "hydra":
+        found = head.hydra_lm_head[1](state, target.head)
+    else:
+        found = head.lm_head(state)
+        if kind == "granite":  # whose norm has the scale
+            found = found * (head.norm.weight / target.decoder.norm.weight).detach().mean()
+    torch.testing.assert_close(found, target.head.logits(state), atol=1e-4, rtol=1e-3)
 
 
 def fused_rms(head: DraftHead, target: Target) -> float:

@@ -119,6 +119,26 @@ def test_empty_masks_and_broken_losses_are_said(target: Target, tmp_path: Path) 
         train(make_recipe(), target, head, make_data(target), tmp_path / "b")
 
 
+def test_a_step_without_a_supervised_row_changes_nothing(target: Target, tmp_path: Path) -> None:
+    """An answer of one token has a root and nothing to draft behind it."""
+    data = make_data(target)
+    texts = [data.source.get(place, LAYERS) for place in range(24)]
+    cut = [
+        Tokenized(x.ids, x.mask & (torch.arange(len(x.ids)) == 3) if i < 16 else x.mask, x.sample_id, x.slice)
+        for i, x in enumerate(texts)
+    ]
+    some = TrainData(OnlineSource(target, cut, LAYERS), data.train, data.heldout)
+    recipe = make_recipe(rows=1, row_tokens=24, epochs=2, clip=0.0)
+    train(recipe, target, make_head(target), some, tmp_path / "some")
+    lines = [json.loads(line) for line in (tmp_path / "some" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert sum("loss" in line for line in lines) == 8, "four samples, twice"
+    tokens = [0, *(line["tokens"] for line in lines)]
+    assert all(
+        (later > earlier) == ("loss" in line) for earlier, later, line in zip(tokens, tokens[1:], lines, strict=False)
+    )
+
+
 def test_acceptance_at_chance_is_warned_of(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     head = make_head(target)
     with torch.no_grad():

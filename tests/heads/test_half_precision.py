@@ -1,0 +1,49 @@
+"""Under autocast to half precision, as a GPU trains, attention gets what its flash kernel takes."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.heads.registry import find_method
+from draftsmith.heads.ttt_attention import plan_rows, ttt_attention
+from tests.batches import documents_of, pack
+from tests.gpu.support import OPTIONS, make_target
+
+CALLERS = [
+    import_module(f"draftsmith.heads.{name}") for name in ("block_base", "draft_lm", "prefix_layer", "training_pass")
+]
+
+
+@pytest.mark.parametrize("method", sorted(set(OPTIONS) - {"medusa", "medusa2"}))
+def test_queries_and_keys_reach_the_attention_in_half_precision(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32 it would fall back to whole matrices of scores, in silence."""
+    seen: set[torch.dtype] = set()
+
+    def note(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, *rest: Any) -> Tensor:
+        seen.update(x.dtype for x in (q, k, v) + ((own_k, own_v) if len(own_k) else ()))
+        return ttt_attention(q, k, v, own_k, own_v, *rest)
+
+    for caller in CALLERS:
+        monkeypatch.setattr(caller, "ttt_attention", note)
+    target = make_target("cpu")
+    head = find_method(method).build(OPTIONS[method], target, None).train()
+    batch = pack(target, documents_of(target), head.layer_ids)
+    with torch.autocast("cpu", torch.bfloat16):
+        head(batch, head.train_steps)
+    assert seen == {torch.bfloat16}
+
+
+def test_no_rows_cost_nothing_and_leave_gradients_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.heads.ttt_attention.merged_attention", None)
+    monkeypatch.setattr("draftsmith.heads.ttt_attention.eager_ttt_attention", None)
+    documents = torch.zeros(1, 6, dtype=torch.int64)
+    plan = plan_rows(documents, torch.zeros(1, 6, dtype=torch.bool))
+    shapes = ((0, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8), (3, 0, 2, 8), (3, 0, 2, 8))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    out = ttt_attention(*inputs, plan, 0.5)
+    assert out.shape == (0, 4, 8)
+    out.sum().backward()
+    assert all(x.grad is not None and not x.grad.any() for x in inputs)

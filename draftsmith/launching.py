@@ -1,4 +1,4 @@
-"""`--launch FILE` of `draftsmith run` and `draftsmith train`: training in processes of their own, as `accelerate launch` would start them."""
+"""`--launch FILE` of `draftsmith run` and `train`: training in processes of their own, as `accelerate launch` starts them."""
 
 import os
 import signal

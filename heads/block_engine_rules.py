@@ -15,7 +15,8 @@ def _scaled_rope(files: ModelFiles, _: Target) -> bool:
 
 
 def _biased(_: ModelFiles, target: Target) -> bool:
-    """A scale or a softcap leaves the most likely token what it is, which is all that vLLM takes of DFlash's logits."""
+    """A scale or a softcap leaves the most likely token what it is, which is all that vLLM takes of DFlash's logits unless it
+    is told to sample its drafts."""
     return target.head.bias is not None
 
 

@@ -1,10 +1,9 @@
 """Serving engines as data: which ones, what they cannot compute of a head, and what to watch for when starting them.
 
 "run" engines serve trained heads in scripts/test_engines.sh; of "read" ones, and for the layouts in `READ`, only the
-sources or the manual were read. A rule
-is about a head that a layout's files could hold and an engine would not compute: it is refused where it is all that the
-layout is for, and named in the export's README where other engines serve the same files. Contracts (contracts.py) are
-about files alone.
+sources or the manual were read. A rule is about a head that a layout's files could hold and an engine would not compute: it
+is refused where it is all that the layout is for, and named in the export's README where other engines serve the same files.
+Contracts (contracts.py) are about files alone.
 """
 
 from collections.abc import Callable

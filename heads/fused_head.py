@@ -156,7 +156,7 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
     if not head.shares_width(target.hidden_size):
         return head
     left = start_norm(head.norm, target, target.head.scale)
-    weight = (target.head.weight if vocab is None else target.head.weight[vocab]).detach() * left
+    weight = (target.head.weight if vocab is None else target.head.weight[vocab]).detach().float() * left
     if isinstance(head.lm_head, LowRankLinear):
         head.lm_head.approximate(weight)
         return head

@@ -74,14 +74,14 @@ class _BlockCost:
 
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
         """In bf16, and fp32 inside norms. Per position the streams (2*A*H) and the fused state with its norm (10*H); per
-        layer what keys and values read (4*H), the keys' norm and rotation, and values (16*G*D). Per slot of a block and
+        layer what keys and values read (4*H), the keys' norm and rotation, and values (10*G*D). Per slot of a block and
         layer two norms and what they read (20*H), what q, k, v, o, gate, up and down read; gate, up, their activation and
-        product (8*I); queries with norm and rotation and the attention's output (20*N*D), keys and values (20*G*D), the
+        product (8*I); queries with norm and rotation and the attention's output (12*N*D), keys and values (10*G*D), the
         attention's log-sum-exp (4*N). Per row and step the state that makes logits (16*H)."""
         H, (ND, GD, FF, D) = self.target.hidden, self._inner
         M, S, R = self.options.num_layers, self.options.block_size, max(rows)
-        context = positions * (2 * self.aux_layers * H + 10 * H + M * (4 * H + 16 * GD))
-        blocks = R * S * M * (26 * H + 8 * FF + 20 * ND + 20 * GD + 4 * ND / D)
+        context = positions * (2 * self.aux_layers * H + 10 * H + M * (4 * H + 10 * GD))
+        blocks = R * S * M * (26 * H + 8 * FF + 12 * ND + 10 * GD + 4 * ND / D)
         return context + blocks + 16 * H * sum(rows)
 
 

@@ -5,7 +5,6 @@ Shapes: B rows, L tokens, A aux layers, Ht target hidden size.
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,13 +35,11 @@ def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: in
             "row length, or lower max_length so that long samples are dropped or truncated before."
         )
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(lengths), generator=generator).tolist()
+    order = torch.randperm(len(lengths), generator=generator)
     packed: list[Row] = []
     # Windows of one size: a last one of a few samples would be a batch of hardly any.
-    count = -(-len(order) // _WINDOW)
-    edges = [len(order) * number // count for number in range(count + 1)] if count else []
-    for start, end in pairwise(edges):
-        filled = _best_fit(order[start:end], lengths, row_tokens)
+    for window in order.tensor_split(max(1, -(-len(order) // _WINDOW))):
+        filled = _best_fit(window.tolist(), lengths, row_tokens)
         # Longest first would put the long samples of a window into its first batches.
         packed += [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
     return [packed[start : start + rows] for start in range(0, len(packed), rows)]

@@ -108,6 +108,15 @@ def test_own_projections_start_with_that_scale(kind: str, method: str) -> None:
     torch.testing.assert_close(found, target.head.logits(state), atol=1e-4, rtol=1e-3)
 
 
+def test_hydras_bias_starts_as_the_targets() -> None:
+    model = tiny_model("llama")
+    model.lm_head.bias = nn.Parameter(torch.linspace(-1.0, 1.0, model.config.vocab_size))
+    target = Target(model, path="tiny", fingerprint="tiny")
+    head = find_method("hydra").build(OPTIONS["hydra"], target, None)
+    state = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(head.hydra_lm_head[0](state, target.head), target.head.logits(state))
+
+
 def fused_rms(head: DraftHead, target: Target) -> float:
     """The median RMS of fused streams over tokens that no start has seen."""
     ids = torch.randint(3, target.vocab_size, (4, 32), generator=torch.Generator().manual_seed(7))

@@ -55,6 +55,8 @@ in two stages has them in both together), and is measured on the same prompts; m
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
 - Ours are the heads with the best held-out tau of their run; speculators keeps none, so its head is that of the last step.
+- The size of an optimizer step is each recipe's own (the last table but one). speculators takes 8,192 tokens by default, here half
+  of that; `eagle3-4096` is our EAGLE-3 with steps as large.
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
   answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one. The others
   were trained at one rate, chosen in short trials or taken from a relative.
@@ -176,13 +178,24 @@ def slices(entries: Sequence[Entry]) -> str:
 def rates(entries: Sequence[Entry]) -> str:
     """A row per training."""
     temperatures = _temperatures(entries)
-    head = ["run", "learning rate", "Muon's", "steps", "tokens", "supervised", "training", "held-out tau"]
+    head = [
+        "run",
+        "learning rate",
+        "Muon's",
+        "steps",
+        "tokens a step",
+        "tokens",
+        "supervised",
+        "training",
+        "held-out tau",
+    ]
     lines = []
     for entry in entries:
         for run in entry["runs"]:
             one = run["training"]
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
-            cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}", f"{one['tokens'] / 1e6:.2f}M"]
+            cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
+            cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", _minutes(one["seconds"])]
             cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])

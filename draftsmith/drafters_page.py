@@ -55,8 +55,7 @@ in two stages has them in both together), and is measured on the same prompts; m
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
 - Ours are the heads with the best held-out tau of their run; speculators keeps none, so its head is that of the last step.
-- The size of an optimizer step is each recipe's own (the last table but one). speculators takes 8,192 tokens by default, here half
-  of that; `eagle3-4096` is our EAGLE-3 with steps as large.
+- speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
   answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one. The others
   were trained at one rate, chosen in short trials or taken from a relative.

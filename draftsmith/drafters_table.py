@@ -47,12 +47,8 @@ class Subject:
         return path.is_file() and yaml.safe_load(path.read_text(encoding="utf-8"))["method"] in trained_names()
 
 
-_LARGE_STEPS = ("--train.rows=4", "--train.lr=0.004", "--train.muon_lr=0.03", "--train.final_lr=0.1")
-"""Steps as large as those that the other package takes here, with rates for them."""
-
 SUBJECTS = (
     Subject("eagle3", "recipes/eagle3/shared-target.yaml", factors=(0.5, 1.0, 2.0)),
-    Subject("eagle3-4096", "recipes/eagle3/shared-target.yaml", factors=(0.5, 1.0, 2.0), overrides=_LARGE_STEPS),
     Subject("speculators-eagle3", rates=(0.001, 0.003, 0.01)),
     Subject("eagle3.1", "recipes/eagle3/eagle3.1-shared-target.yaml"),
     Subject("peagle", "recipes/peagle/shared-target.yaml"),

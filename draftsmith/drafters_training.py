@@ -22,10 +22,6 @@ from draftsmith.session import Session, say
 BUDGET = 3_000_000
 """Supervised tokens of a training."""
 
-RIVAL_STEP_TOKENS = 4096
-"""Tokens of a step where speculators trains: half of its default (`total_seq_len` 8192), since so small a budget is better
-spent on more steps. Those of ours are what their recipes say."""
-
 _SUMS = ("seconds", "tokens", "supervised_tokens", "steps")
 """What a training of two stages took is the sum of both."""
 
@@ -195,7 +191,7 @@ def _imported(folder: Path, name: str) -> Trained | None:
 
 def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[str, Any]]:
     """Return the jobs that eval/rivals/speculators_eagle3.py trains, by run: the documents, the draft vocabulary, the layers,
-    the TTT steps and the epochs that `ours` is trained with."""
+    the steps and the epochs that `ours` is trained with."""
     recipe = bench.recipe(ours)
     session = Session(recipe)
     samples = stages.load_samples(session).samples
@@ -209,7 +205,7 @@ def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[
         "train": [samples[place].sample_id for place in places],
         "ttt_steps": session.head_options.ttt_steps,
         "epochs": epochs_for(bench.budget, supervised(samples, places)),
-        "step_tokens": RIVAL_STEP_TOKENS,
+        "step_tokens": recipe.train.row_tokens * recipe.train.rows * recipe.train.accumulation,
         "row_tokens": max(len(samples[place].ids) for place in places),
         "dtype": "float32",
         "checkpoint_minutes": recipe.train.checkpoint_minutes,

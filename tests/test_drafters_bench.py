@@ -189,7 +189,7 @@ def test_the_rivals_job_has_our_split_and_vocabulary(workplace: Path, results: d
     assert torch.equal(torch.arange(len(vocab)) + d2t, vocab)
     assert torch.equal(t2d.nonzero().flatten(), vocab)
     assert len(job["train"]) == len(set(job["train"])) == 70
-    assert (job["ttt_steps"], job["step_tokens"]) == (3, 4096)
+    assert (job["ttt_steps"], job["step_tokens"]) == (3, 256)
     epoch = results["eagle3"]["runs"][0]["training"]["supervised_tokens"] / job["epochs"]
     masks = {sample: mask.sum() for sample, mask in _masks(workplace).items()}
     assert sum(masks[name] for name in job["train"]) == epoch

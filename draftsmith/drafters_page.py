@@ -68,16 +68,11 @@ def write_page(folder: Path, order: Sequence[str]) -> Path:
     return folder / PAGE
 
 
-def read_entries(folder: Path, order: Sequence[str]) -> list[Entry]:
-    """Return the result files of a folder in this order of their names; one of another name comes last."""
+def render(folder: Path, order: Sequence[str]) -> str:
+    """Return the page. Drafters without a result file are left out; one of another name comes last."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     rank = {name: place for place, name in enumerate(order)}
-    return sorted(found, key=lambda entry: (rank.get(entry["name"], len(rank)), entry["name"]))
-
-
-def render(folder: Path, order: Sequence[str]) -> str:
-    """Return the page. Drafters without a result file are left out."""
-    entries = read_entries(folder, order)
+    entries = sorted(found, key=lambda entry: (rank.get(entry["name"], len(rank)), entry["name"]))
     findings = folder / FINDINGS
     said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
     parts = [_INTRO, said]
@@ -105,21 +100,6 @@ def _compared_at(run: dict[str, Any]) -> str:
 def best(entry: Entry) -> Entry:
     """The run of a drafter that stands in the tables."""
     return best_run(entry["runs"])
-
-
-def headline(entries: Sequence[Entry]) -> str:
-    """A row per drafter with what a README has room for: size, tau and speedup with the drafter's own draft length."""
-    temperatures = _temperatures(entries)
-    head = ["drafter", "parameters", "K", *(f"{what} T={t}" for t in temperatures for what in ("tau", "speedup"))]
-    lines = []
-    for entry in entries:
-        run, decoded = best(entry), (entry["decoded"] or {}).get("at", {})
-        cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
-        for t in temperatures:
-            tau = run["simulated"].get(t, {}).get("tau", {}).get(str(run["K"]))
-            cells += [_tau(tau), _speedup(decoded.get(t, {}))]
-        lines.append(cells)
-    return _table(head, lines)
 
 
 def overview(entries: Sequence[Entry]) -> str:
@@ -197,17 +177,8 @@ def slices(entries: Sequence[Entry]) -> str:
 def rates(entries: Sequence[Entry]) -> str:
     """A row per training."""
     temperatures = _temperatures(entries)
-    head = [
-        "run",
-        "learning rate",
-        "Muon's",
-        "steps",
-        "tokens a step",
-        "tokens",
-        "supervised",
-        "training",
-        "held-out tau",
-    ]
+    head = ["run", "learning rate", "Muon's", "steps", "tokens a step", "tokens", "supervised", "training"]
+    head.append("held-out tau")
     lines = []
     for entry in entries:
         for run in entry["runs"]:

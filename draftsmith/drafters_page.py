@@ -178,7 +178,6 @@ def rates(entries: Sequence[Entry]) -> str:
     """A row per training."""
     temperatures = _temperatures(entries)
     head = ["run", "learning rate", "Muon's", "steps", "tokens a step", "tokens", "supervised", "training"]
-    head.append("held-out tau")
     lines = []
     for entry in entries:
         for run in entry["runs"]:
@@ -189,7 +188,7 @@ def rates(entries: Sequence[Entry]) -> str:
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", _minutes(one["seconds"])]
             cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
-    return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
+    return _table([*head, "held-out tau", *(f"tau T={t}, K 5" for t in temperatures)], lines)
 
 
 def files(entries: Sequence[Entry]) -> str:

@@ -258,6 +258,7 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| 2.50M | 2 min | 5 | 1.50 | 4.00 | 2.50 [2.40, 2.70] |" in page
     assert "| 2.51 | 1.25× (1.20 to 1.31) |" in page
     assert "| 2.51 | 1.50×, once |" in page
+    assert "| 1,500 | 3,333 | 5.00M | 3.00M |" in page, "steps, tokens of each, and of all"
     assert "a 3 of 4." in page
     # Half the tokens per round on every prompt, so the interval has no width; other prompts are not compared.
     assert "| drafter | K | tau over a's at K 5, T=0 | tau over a's at K 5, T=1 |" in page

@@ -10,7 +10,8 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.differences import compare
 from draftsmith.heads.eagle3_export import target_reference
-from draftsmith.heads.export import convert_head, default_layout, export_head, layouts_for, replaced_files
+from draftsmith.heads.engine_start import SERVE_ADAPTERS, Adapter
+from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head, layouts_for, replaced_files
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.record import read_record, warnings_for
 from draftsmith.heads.target import Target
@@ -38,10 +39,18 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
 
 
 def check_adapter(recipe: Recipe, head: DraftHead) -> None:
-    """Raise UserError where the recipe says how an adapter is exported, and `head` has none."""
+    """Raise UserError where the recipe says how an adapter is exported, and `head` has none, or nothing serves them."""
     asked = recipe.export.adapter
     if asked is not None and not head.tunes:
         raise UserError(f"export.adapter is {asked!r}, but {head.method} heads come with no adapter: leave it out.")
+    if asked == "keep" and head.tunes:
+        layout = export_options(recipe, head.method)["layout"]
+        serve = [name for name in layouts_for(head.method) if not SERVE_ADAPTERS.isdisjoint(LAYOUTS[name].engines)]
+        if layout not in serve:
+            raise UserError(
+                f"export.adapter is 'keep', but no engine that reads the layout {layout!r} drafts for a target with an "
+                f"adapter: set export.layout to {' or '.join(serve)}, or leave export.adapter out."
+            )
 
 
 def export_stage(session: Session, head_folder: Path | None = None) -> Path:
@@ -73,7 +82,8 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     if tuned is not None:
         made_for = tuned.write(session.target)
         say(f"export: {tuned.folder}")
-    export_head(head, target, destination, made_for=made_for, beside="" if tuned is None else tuned.note, **options)
+    note, adapter = ("", None) if tuned is None else (tuned.note, tuned.adapter)
+    export_head(head, target, destination, made_for=made_for, beside=note, adapter=adapter, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
@@ -98,6 +108,11 @@ class _Tuned:
         return (
             f"These heads draft for the target with the adapter in `../{self.folder.name}`, not for the target alone."
         )
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """What the target must be served with, None for a whole model."""
+        return None if self.kind == "merge" else Adapter(str(self.folder.absolute()), self.head.tuned.spec.rank)
 
     def write(self, original: Target) -> TargetIdentity:
         """Write the target or the adapter; return what the heads are made for, by the name of which the target then goes."""

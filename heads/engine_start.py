@@ -11,11 +11,27 @@ MISLEADING = re.compile("eagle-|eagle3|dflash|dspark")
 """Names in a draft's path that vLLM takes for a method, even beside "method": "medusa"."""
 
 
+ADAPTER_NAME = "tuned"
+"""What requests call the target with its adapter."""
+SERVE_ADAPTERS = frozenset({"vllm"})
+"""Engines that draft for a target with an adapter; the others' lines start the target alone."""
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What makes the target the one that the heads draft for. folder: of the adapter; rank: of its matrices."""
+
+    folder: str
+    rank: int
+
+
 @dataclass(frozen=True)
 class Serving:
     """What is served. draft: the export's folder; target: a folder or a Hub name; tokens: to draft per pass.
 
-    dtype: of the export. layer_ids: the layers that an EAGLE-3 head reads. heads: of Medusa.
+    dtype: of the export. layer_ids: the layers that an EAGLE-3 head reads. heads: of Medusa. adapter: the target's, where
+    the heads draft for the target with that.
     """
 
     draft: str
@@ -25,6 +41,7 @@ class Serving:
     gpus: int = 1
     layer_ids: tuple[int, ...] = ()
     heads: int = 0
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)
@@ -50,9 +67,19 @@ def _vllm(method: str, **more: bool) -> Callable[[Serving], list[Snippet]]:
     def lines(serving: Serving) -> list[Snippet]:
         config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
         words = ["vllm", "serve", serving.target, *_option("--tensor-parallel-size", serving.gpus)]
-        return [_shell([*words, "--speculative-config", json.dumps(config)])]
+        speculative = ["--speculative-config", json.dumps(config)]
+        if serving.adapter is None:
+            return [_shell([*words, *speculative])]
+        return [_shell(words, vllm_adapter(serving.adapter), speculative)]
 
     return lines
+
+
+def vllm_adapter(adapter: Adapter) -> list[str]:
+    """Return the words with which vLLM serves an adapter, for requests whose model is ADAPTER_NAME."""
+    # vLLM takes no other ranks.
+    room = next((rank for rank in _VLLM_RANKS if rank >= adapter.rank), adapter.rank)
+    return ["--enable-lora", "--max-lora-rank", f"{room}", "--lora-modules", f"{ADAPTER_NAME}={adapter.folder}"]
 
 
 def _vllm_speculators(serving: Serving) -> list[Snippet]:

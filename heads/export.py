@@ -31,6 +31,7 @@ from draftsmith.heads.eagle3_export import (
     to_speculators,
 )
 from draftsmith.heads.eagle3_layouts import EAGLE3, EAGLE3_LLAMA_CPP, EAGLE3_SPECULATORS
+from draftsmith.heads.engine_start import Adapter
 from draftsmith.heads.engines import refuse_what_engines_lack
 from draftsmith.heads.export_readme import README, Exported, write_readme
 from draftsmith.heads.hydra_export import load_hydra_directory, to_hydra
@@ -143,6 +144,7 @@ def export_head(
     tensor_parallel: int = 1,
     made_for: TargetIdentity | None = None,
     beside: str = "",
+    adapter: Adapter | None = None,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -150,10 +152,10 @@ def export_head(
     include_embeddings: store the input embeddings too where engines otherwise share the target's.
     num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md.
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
-    draftsmith.json names, `target` if left out. beside: what README.md says of the target's own export. The head itself is
-    not changed. Raises UserError where the layout cannot
-    hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is loaded
-    again and must give the same logits.
+    draftsmith.json names, `target` if left out. beside: what README.md says of the target's own export. adapter: that
+    export, where the target is served with an adapter. The head itself is not changed. Raises UserError where the layout
+    cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
+    loaded again and must give the same logits.
     """
     dest, head = Path(dest).absolute(), head.served()
     layout = layout or default_layout(head.method)
@@ -167,7 +169,9 @@ def export_head(
         tensor_parallel=tensor_parallel,
     )
     engines = LAYOUTS[layout].engines
-    told = Exported(head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel, beside)
+    told = Exported(
+        head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel, beside, adapter
+    )
     with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():

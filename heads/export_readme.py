@@ -6,7 +6,7 @@ from pathlib import Path
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.contracts import ModelFiles
 from draftsmith.heads.eagle3_export import target_reference
-from draftsmith.heads.engine_start import MISLEADING, Serving, start
+from draftsmith.heads.engine_start import ADAPTER_NAME, MISLEADING, SERVE_ADAPTERS, Adapter, Serving, start
 from draftsmith.heads.engines import ENGINES, obstacle, was_run, watch_for
 from draftsmith.heads.target import Target
 from draftsmith.heads.tensor_parallel import split_obstacle
@@ -29,7 +29,7 @@ or drafting is too slow there; measure with and without.
 @dataclass(frozen=True)
 class Exported:
     """What was exported, and where to. engines: those of the layout. beside: about the target, where that was exported
-    too."""
+    too. adapter: where it was exported as one."""
 
     head: DraftHead
     target: Target
@@ -40,6 +40,7 @@ class Exported:
     num_speculative_tokens: int | None = None
     tensor_parallel: int = 1
     beside: str = ""
+    adapter: Adapter | None = None
 
     @property
     def serving(self) -> Serving:
@@ -54,6 +55,7 @@ class Exported:
             gpus=self.tensor_parallel,
             layer_ids=tuple(self.head.layer_ids),
             heads=heads,
+            adapter=self.adapter,
         )
 
 
@@ -100,7 +102,8 @@ def _section(exported: Exported, engine: str) -> str:
         if snippet.file:
             lines.append(f"`{snippet.file}`:\n")
         lines.append(f"```{snippet.language}\n{snippet.text}```\n")
-    lines += [f"- {text}" for text in [*watch_for(exported.layout, engine), *_misleading_path(exported, engine)]]
+    notes = [*_which_model(exported), *watch_for(exported.layout, engine), *_misleading_path(exported, engine)]
+    lines += [f"- {text}" for text in notes]
     return "\n".join([*lines, ""])
 
 
@@ -108,7 +111,18 @@ def _why_not(exported: Exported, engine: str) -> str | None:
     rule = obstacle(exported.layout, engine, exported.files, exported.target)
     if rule is not None:
         return f"{rule.why} ({rule.what}); {rule.instead}"
+    if exported.adapter is not None and engine not in SERVE_ADAPTERS:
+        return "is started on the target without its adapter; export with `export.adapter: merge`"
     return split_obstacle(engine, exported.files, exported.tensor_parallel)
+
+
+def _which_model(exported: Exported) -> list[str]:
+    if exported.adapter is None:
+        return []
+    return [
+        f"Requests must name the model `{ADAPTER_NAME}`: under its own name the target answers without the adapter, and the "
+        "heads draft for another one."
+    ]
 
 
 def _misleading_path(exported: Exported, engine: str) -> list[str]:

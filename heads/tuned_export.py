@@ -33,7 +33,6 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 # What a folder of a model holds besides weights and configuration: tokenizer, chat template, generation, code.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _NOT_COPIED = (CONFIG, README, RECORD, ADAPTER_CONFIG)
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 ADAPTER_KEYS = (
     KeyRule("peft_type", str, "how readers find the kind of adapter", "LORA"),
@@ -148,17 +147,12 @@ whose texts differ from the original's. The report of the evaluation says by how
 
 def _adapter_readme(method: str, tuned: TunedTarget) -> str:
     original = target_reference(tuned.target)
-    room = next((rank for rank in _VLLM_RANKS if rank >= tuned.spec.rank), tuned.spec.rank)
     return f"""# The adapter of {method} heads
 
 A LoRA adapter for `{original}` (fingerprint {tuned.target.fingerprint}), trained together with the heads in the folder
 beside this one. The heads draft for the target with this adapter, not for the original alone. The target with it is
 another one, whose texts differ; the report of the evaluation says by how much.
 
-```bash
-vllm serve {original} --enable-lora --max-lora-rank {room} --lora-modules tuned=<this folder>
-```
-
-Whether an engine drafts with heads beside an adapter is its own affair: where it does not, export with
+The README of the heads starts vLLM on all three. For an engine that drafts for no target with an adapter, export with
 `export.adapter: merge`.
 """

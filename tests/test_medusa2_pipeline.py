@@ -114,12 +114,18 @@ def test_the_adapter_can_be_kept(workplace: Path, capsys: pytest.CaptureFixture[
     head = ["--head", str(workplace / "medusa2" / "train" / "best"), "--export.adapter", "keep"]
     run = words(workplace, "medusa2", *head)
     run[run.index("--output_dir") + 1] = str(workplace / "kept")
-    assert main(["export", *run]) == 0
+    assert main(["export", *run]) == 2
+    assert "no engine that reads the layout 'medusa' drafts for a target with an adapter" in capsys.readouterr().err
+    assert not (workplace / "kept").exists()
+    assert main(["export", *run, "--export.layout", "medusa_vllm"]) == 0
     export = workplace / "kept" / "export"
-    assert sorted(path.name for path in export.iterdir()) == ["adapter", "medusa"]
+    assert sorted(path.name for path in export.iterdir()) == ["adapter", "medusa_vllm"]
     config = json.loads((export / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str((workplace / "target").resolve())
-    assert "with the adapter in `../adapter`" in (export / "medusa" / "README.md").read_text()
+    text = (export / "medusa_vllm" / "README.md").read_text()
+    assert "with the adapter in `../adapter`" in text
+    assert f"--enable-lora --max-lora-rank 8 --lora-modules tuned={export / 'adapter'}" in text, "the rank is 4"
+    assert "Requests must name the model `tuned`" in text
     capsys.readouterr()
     run = words(workplace, "medusa", "--export.adapter", "keep")
     for command in ("export", "run"):

@@ -10,6 +10,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -78,21 +79,27 @@ def _named_heads(words: Sequence[str]) -> dict[str, Path]:
 
 
 def _check(subject: Subject, work: Path, options: argparse.Namespace) -> list[AgreementRow]:
-    """Serve every candidate and write the results, again after each."""
+    """Serve every candidate, in all engines at once, and write the results, again after each."""
     torch.set_num_threads(1)
     runs = {"vllm": check_in_vllm, "llama.cpp": check_in_llama_cpp}
     rows: dict[str, list[AgreementRow]] = {engine: [] for engine in options.engine or runs}
     output = options.output or work / "results"
     output.mkdir(parents=True, exist_ok=True)
-    for candidate in subject.candidates:
-        side = OurSide(subject, candidate, options.num_speculative_tokens)
-        for engine, found in rows.items():
-            say(f"\n== {candidate.name} in {engine}")
-            new = runs[engine](side, work / engine / slug(candidate.name), options)
-            for row in new:
-                say(describe(row))
-            found += new
-            write_json(output / f"{engine}-{subject.name}.json", _document(engine, subject, found))
+    # An engine is a process of one thread, which is mostly waited for.
+    with ThreadPoolExecutor(len(rows)) as pool:
+        for candidate in subject.candidates:
+            side = OurSide(subject, candidate, options.num_speculative_tokens)
+            running = {
+                engine: pool.submit(runs[engine], side, work / engine / slug(candidate.name), options)
+                for engine in rows
+            }
+            for engine, future in running.items():
+                new = future.result()
+                say(f"\n== {candidate.name} in {engine}")
+                for row in new:
+                    say(describe(row))
+                rows[engine] += new
+                write_json(output / f"{engine}-{subject.name}.json", _document(engine, subject, rows[engine]))
     say(f"\n{output}")
     return [row for found in rows.values() for row in found]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from draftsmith.engine_subjects import Candidate, Subject
@@ -32,13 +33,14 @@ SAMPLED = Sampling(1.0)
 class OurSide:
     """What our decoder and simulator say of a candidate, worked out once for all layouts and engines.
 
-    num_speculative_tokens: K; a candidate that reaches less far drafts as far as it can.
+    num_speculative_tokens: K; a candidate that reaches less far drafts as far as it can. lock: held by what runs the target
+    or the head, which serve one caller at a time, while engines are asked from several threads.
     """
 
     def __init__(self, subject: Subject, candidate: Candidate, num_speculative_tokens: int) -> None:
         self.subject, self.candidate = subject, candidate
         self.K = min(num_speculative_tokens, candidate.max_speculative_tokens or num_speculative_tokens)
-        self.target, self.requests = subject.target, subject.requests
+        self.target, self.requests, self.lock = subject.target, subject.requests, RLock()
         self.greedy = trace_ours(self.target, candidate.drafter(self.target, self.K), self.requests, Sampling(0.0))
         self._sampled: list[Generation] = []
         self._decoded: dict[bool, Counts] = {}
@@ -55,14 +57,15 @@ class OurSide:
         if candidate.head is None:
             assert candidate.folder is not None
             return candidate.folder
-        return export_head(
-            candidate.head,
-            self.target,
-            folder / layout,
-            layout=layout,
-            dtype="float32",
-            num_speculative_tokens=self.K,
-        )
+        with self.lock:
+            return export_head(
+                candidate.head,
+                self.target,
+                folder / layout,
+                layout=layout,
+                dtype="float32",
+                num_speculative_tokens=self.K,
+            )
 
     def simulate(self, generations: Sequence[Generation], sampling: Sampling, greedy_drafts: bool) -> list[Tally]:
         """Return the expected tally of every answer."""
@@ -106,9 +109,10 @@ def greedy_row(
     """Compare answers at temperature 0, token for token and round for round. count_as_engine: our answer with its rounds
     as the engine counts them."""
     ours = [count_as_engine(answer) for answer in side.greedy]
-    found = compare_answers(ours, theirs, logit_gaps(side.target, side.requests, ours))
+    with side.lock:
+        found = compare_answers(ours, theirs, logit_gaps(side.target, side.requests, ours))
+        simulated = side.simulate(to_generations(side.requests, side.greedy), Sampling(0.0), greedy_drafts=True)
     close = [m for m in found if m.kind == "output" and m.gap is not None and abs(m.gap) < CLOSE]
-    simulated = side.simulate(to_generations(side.requests, side.greedy), Sampling(0.0), greedy_drafts=True)
     mine, others = [within_text(a) for a in ours], [within_text(a) for a in theirs]
     return {
         "temperature": 0.0,
@@ -127,8 +131,10 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
     """Compare sampled answers: with the simulator on the same text, where greedy drafts leave nothing to chance, and with
     the simulator on other answers of the target, within sampling error."""
     theirs = [within_text(a) for a in answers]
-    same_text = side.simulate(to_generations(side.requests, theirs), SAMPLED, greedy_drafts)
-    elsewhere = side.simulate(side.sampled_by_target(), SAMPLED, greedy_drafts)
+    with side.lock:
+        same_text = side.simulate(to_generations(side.requests, theirs), SAMPLED, greedy_drafts)
+        elsewhere = side.simulate(side.sampled_by_target(), SAMPLED, greedy_drafts)
+        decoded = side.decoded(greedy_drafts)
     error = ratio_error([(t.tokens, t.rounds) for t in elsewhere])
     simulated, engine = total(elsewhere, side.K).tau, count(theirs).tau
     z = None
@@ -146,7 +152,7 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
         "equal_rounds": None,
         "ours": count_tally(total(same_text, side.K)),
         "theirs": count(theirs),
-        "decoded": side.decoded(greedy_drafts),
+        "decoded": decoded,
         "simulated": simulated,
         "simulated_se": error,
         "z": z,

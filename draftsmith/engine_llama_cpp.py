@@ -28,7 +28,7 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     whole = candidate.head is None or WHOLE in candidate.layouts
     layout = WHOLE if whole else next((name for name in candidate.layouts if name in HEADS), None)
     if layout is None:
-        say("llama.cpp does not serve it")
+        say(f"llama.cpp does not serve {candidate.name}")
         return []
     folder.mkdir(parents=True, exist_ok=True)
     target = folder.parent / "target.gguf"

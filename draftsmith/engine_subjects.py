@@ -1,17 +1,21 @@
 """What is served in the check of the engines: targets, their prompts, and trained heads and draft models beside them."""
 
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from draftsmith.cli import main as draftsmith_command
 from draftsmith.data.embedded_training import TrainingSettings, train_target
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import Generation, Request
 from draftsmith.eval.draft import Drafter
 from draftsmith.eval.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.machine import available_cores
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.teacher_forced import Simulation, simulate_generations
 from draftsmith.evaluation import make_requests
@@ -23,7 +27,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target, load_target
 from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session, say
-from draftsmith.stages import load_samples
+from draftsmith.stages import features_stage, load_samples
 
 DRAFT_MODEL = "draft model"
 SHORT = (
@@ -161,10 +165,12 @@ def train_subject(
     plans = [plan for plan in PLANS if not only or plan.name in only]
     session = _session("eagle3", recipes, work, words)
     target = session.load_target("float32")
+    folders = dict(heads) | _train_all(
+        [plan for plan in plans if plan.name not in heads], recipes, session, work, words
+    )
     candidates = []
     for plan in plans:
-        folder = heads.get(plan.name) or _train(plan, recipes, work, words)
-        head = load_head(folder, target).eval()
+        head = load_head(folders[plan.name], target).eval()
         candidates.append(Candidate(plan.name, head.method, plan.layouts, head=head))
     if not only or DRAFT_MODEL in only:
         candidates.append(_draft_model(session, work))
@@ -186,12 +192,40 @@ def _session(method: str, recipes: str, work: Path, words: Sequence[str]) -> Ses
     return Session(parse_recipe(_recipe_words(method, recipes, work, method, words)))
 
 
-def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> Path:
-    command = ["train", *_recipe_words(plan.method, recipes, work, plan.name, (*plan.words, *words))]
-    say(f"\n== {plan.name}")
-    if draftsmith_command(command):
-        raise UserError(f"Training {plan.name} failed: its own message is above.")
-    return work / "heads" / slug(plan.name) / "train" / "best"
+def _train_all(
+    plans: Sequence[HeadPlan], recipes: str, session: Session, work: Path, words: Sequence[str]
+) -> dict[str, Path]:
+    """Train heads, as many at once as there are cores, each on one; return their folders by the plans' names.
+
+    Raises UserError with the last line of the log of a training that failed, once all have ended.
+    """
+    if not plans:
+        return {}
+    # What all learn from is made before, by this process alone.
+    features_stage(session, load_samples(session).samples)
+    found, failed = {}, []
+    with ThreadPoolExecutor(available_cores()) as pool:
+        running = {pool.submit(_train, plan, recipes, work, words): plan for plan in plans}
+        for future in as_completed(running):
+            plan, (seconds, log, error) = running[future], future.result()
+            found[plan.name] = log.parent / "train" / "best"
+            failed += [f"Training {plan.name} failed ({error}): its whole log is {log}."] if error else []
+            say(f"{plan.name}: {'failed' if error else 'trained'} in {seconds:.0f} s, {len(found)} of {len(plans)}")
+    if failed:
+        raise UserError(failed[0])
+    return found
+
+
+def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tuple[float, Path, str]:
+    """Train a head in a process of its own; return the seconds, its log, and that one's last line where it failed."""
+    started, log = time.perf_counter(), work / "heads" / slug(plan.name) / "train.log"
+    more = _recipe_words(plan.method, recipes, work, plan.name, (*plan.words, *words))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "draftsmith.cli", "train", *more]
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+    last = (log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"])[-1]
+    return time.perf_counter() - started, log, last if done.returncode else ""
 
 
 def _draft_model(session: Session, work: Path) -> Candidate:

@@ -49,13 +49,17 @@ def current_date() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def hardware() -> Hardware:
     """Describe the machine this process runs on."""
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Hardware(_cpu_name(), cores, torch.get_num_threads(), _memory_gib(), ", ".join(gpus) or None)
+    return Hardware(_cpu_name(), available_cores(), torch.get_num_threads(), _memory_gib(), ", ".join(gpus) or None)
 
 
 def versions() -> dict[str, str]:

@@ -4,14 +4,20 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from draftsmith import engine_check, engine_page
-from draftsmith.engine_subjects import PLANS, Candidate, Subject, slug
-from draftsmith.eval.engines.rows import AgreementRow, Counts
+from draftsmith import engine_check, engine_compare, engine_page, engine_subjects
+from draftsmith.engine_compare import OurSide, greedy_row
+from draftsmith.engine_subjects import PLANS, Candidate, HeadPlan, Subject, slug
+from draftsmith.errors import UserError
+from draftsmith.eval.engines.rows import AgreementRow, Counts, within_text
+from draftsmith.eval.tally import Tally
 from draftsmith.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.heads.export import LAYOUTS
 from draftsmith.recipe_file import parse_recipe
@@ -132,6 +138,67 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: totals",))])
     assert engine_check.main() == 1
     assert "DIFFERS: p: totals" in capsys.readouterr().out
+
+
+def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    target = make_target(num_hidden_layers=2)
+    head = make_medusa(target)
+    subject = Subject("tiny", target, Path("models/tiny"), [], [Candidate("only", "medusa", (), head)])
+    together, busy, runs = threading.Barrier(2, timeout=60), [0], []
+    monkeypatch.setattr(engine_compare, "compare_answers", lambda *arguments: [])
+    monkeypatch.setattr(engine_compare, "logit_gaps", lambda *arguments: [])
+
+    def simulate(side, *arguments, **options):
+        busy[0] += 1
+        time.sleep(0.2)
+        runs.append(busy[0])
+        busy[0] -= 1
+        return [Tally.empty(side.K)]
+
+    def run(engine):
+        def check(side, folder, options):
+            together.wait()  # neither goes on before the other is here
+            greedy_row(side, side.greedy, within_text)
+            return [replace(GREEDY, engine=engine)]
+
+        return check
+
+    monkeypatch.setattr(OurSide, "simulate", simulate)
+    monkeypatch.setattr(engine_check, "check_in_vllm", run("vllm"))
+    monkeypatch.setattr(engine_check, "check_in_llama_cpp", run("llama.cpp"))
+    monkeypatch.setattr(engine_check, "train_subject", lambda *arguments: subject)
+    places = ["--work", str(tmp_path), "--vllm", "v", "--llama-cpp", "l", "--output", str(tmp_path / "out")]
+    assert engine_check.main(places) == 0
+    assert runs == [1, 1]
+    for engine in ("vllm", "llama.cpp"):
+        rows = json.loads((tmp_path / "out" / f"{engine}-tiny.json").read_text())["rows"]
+        assert [row["engine"] for row in rows] == [engine]
+
+
+def test_heads_are_trained_apart_and_a_failure_names_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    program = "import sys; print(sys.argv[1:]); sys.exit('it broke' if 'bad' in sys.argv else 0)"
+    asked = []
+
+    def started(command, **options):
+        asked.append(command)
+        return subprocess.run([sys.executable, "-c", program, *command[4:]], **options)
+
+    monkeypatch.setattr(engine_subjects, "features_stage", lambda session, samples: None)
+    monkeypatch.setattr(engine_subjects, "load_samples", lambda session: SimpleNamespace(samples=[]))
+    monkeypatch.setattr(engine_subjects, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
+    plans = [HeadPlan(name, "medusa", words, ()) for name, words in (("a", ()), ("b c", ("bad",)))]
+    found = engine_subjects._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
+    assert found == {"a": tmp_path / "heads" / "a" / "train" / "best"}
+    assert asked[0][:4] == [sys.executable, "-m", "draftsmith.cli", "train"]
+    assert asked[0][-2:] == ["--seed", "1"]
+    assert "a: trained in" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"Training b c failed \(it broke\): its whole log is .*/b-c/train.log\."):
+        engine_subjects._train_all(plans, "tiny", None, tmp_path, ())
+    assert "recipes/medusa/tiny.yaml" in (tmp_path / "heads" / "b-c" / "train.log").read_text()
 
 
 def test_the_script_has_the_options_and_pins_versions_in_one_place() -> None:

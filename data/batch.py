@@ -16,13 +16,14 @@ class Tokenized:
 
     ids: [L] int64 token ids. mask: [L] bool, True where the token is an assistant token to learn
     (tokens that the template forces belong to the prompt). sample_id names the source line, slice
-    is any word that groups samples in reports.
+    is any word that groups samples in reports. conversation: where several samples are turns of one, its id.
     """
 
     ids: Tensor
     mask: Tensor
     sample_id: str
     slice: str
+    conversation: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """From conversations or answers to token ids with the mask of tokens to learn, within a length."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -88,10 +88,11 @@ def tokenize_conversation(
     stats = TokenizeStats() if stats is None else stats
     samples = []
     for number, rendering in enumerate(renderings, start=1):
-        name = conversation.id if len(renderings) == 1 else f"{conversation.id}#{number}"
+        several = len(renderings) > 1
+        name = f"{conversation.id}#{number}" if several else conversation.id
         sample = _fit(rendering, name, conversation.slice, max_length, on_too_long, stats)
         if sample is not None:
-            samples.append(sample)
+            samples.append(replace(sample, conversation=conversation.id) if several else sample)
     return samples
 
 

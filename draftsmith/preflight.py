@@ -10,10 +10,12 @@ from draftsmith.evaluation import evaluation_conversations, longest_text, make_r
 from draftsmith.exporting import check_adapter, export_options
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export import convert_head, layouts_for
+from draftsmith.heads.layer_config import steady_positions
 from draftsmith.heads.option_fields import draft_vocab_size_of
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.lineup import beside_folder, load_beside, load_heads, make_lineup
 from draftsmith.session import Session, say
+from draftsmith.stages import always_drafted
 from draftsmith.starting import load_warm, start_head, warm_folder
 from draftsmith.train.parallel import check_launch
 
@@ -71,8 +73,9 @@ def _check_start(session: Session, exporting: bool) -> DraftHead:
     recipe, target = session.recipe, session.target
     size = draft_vocab_size_of(session.head_options)
     vocab, warm = None, load_warm(session)
-    if warm is None and size is not None:
-        vocab = choose_draft_vocab(torch.zeros(target.vocab_size, dtype=torch.int64), size)
+    if warm is None and size is not None and size != target.vocab_size:
+        counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+        vocab = choose_draft_vocab(counts, size, always_drafted(session))
     head = start_head(session, warm, vocab)
     recipe.train.loss.check_head(head)
     length = min(recipe.data.max_length, target.context_length)
@@ -81,7 +84,19 @@ def _check_start(session: Session, exporting: bool) -> DraftHead:
             f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.context_length}: set "
             f"data.max_length to {head.context_length}, or start from a model with a longer context."
         )
+    steady = steady_positions(target.config)
+    if steady is not None and length + head.train_steps > steady:
+        say(
+            f"warning: the rotary frequencies of the target {target.path} change for all texts of a pass that is longer than "
+            f"{steady} tokens, so what is learned and measured depends on what is batched together: set data.max_length to "
+            f"at most {steady - head.train_steps}."
+        )
     stored = recipe.features.layer_ids
+    if stored is not None:
+        try:
+            target.check_layer_ids(tuple(stored))
+        except UserError as error:
+            raise UserError(f"features.{error}") from error
     if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
         raise UserError(
             f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."

@@ -246,6 +246,7 @@ class Recipe:
     """Weights & Biases."""
 
     def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**32, "seed", self.seed, "it must be from 0 to 4294967295")
         forks = self.features.source == "online" and self.train.workers > 0
         reason = "the target cannot be forked for features.source: online: set it to 0"
         require(not forks, "train.workers", self.train.workers, reason)

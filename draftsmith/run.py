@@ -77,9 +77,8 @@ class RunDirectory:
         known = self.record(stage)
         if known and known.fingerprint != print_ and self._has_work(stage):
             before = known.inputs
-            changed = [
-                key for key in sorted(flat.keys() | before) if (flat.get(key) or None) != (before.get(key) or None)
-            ]
+            keys = sorted(flat.keys() | before)
+            changed = [key for key in keys if _plainly(flat.get(key)) != _plainly(before.get(key))] or keys
             changed.sort(key=lambda key: key != "method")  # which brings its own options
             shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
             raise UserError(
@@ -148,6 +147,11 @@ class RunDirectory:
 
     def _write(self, stage: str, record: StageRecord) -> None:
         write_json(self._file, self._read() | {stage: vars(record)})
+
+
+def _plainly(value: Any) -> Any:
+    """What is left out and what is empty are the same."""
+    return None if value in ([], {}, "") else value
 
 
 def _short(value: Any) -> str:

@@ -17,10 +17,12 @@ from draftsmith.data.extract import OnlineSource, extract
 from draftsmith.data.features import FeatureSource, FeatureStore
 from draftsmith.data.masks import TokenizedSet, tokenize_all
 from draftsmith.data.regenerate import prepare_prompts, read_answers, regenerate
+from draftsmith.data.split import split_heldout
 from draftsmith.errors import UserError
 from draftsmith.fields import without_neutral
 from draftsmith.files import fingerprint, sha256_file
 from draftsmith.heads.checkpoint import load_head
+from draftsmith.heads.fingerprint import fingerprint_directory
 from draftsmith.heads.head_files import CONFIG, all_weights_files, weights_file
 from draftsmith.heads.importers import CHECKPOINT, recognise, refuse_other_files
 from draftsmith.heads.option_fields import draft_vocab_size_of, layer_ids_of
@@ -110,7 +112,9 @@ def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
     it is. Says what was left out."""
     recipe = session.recipe
     if recipe.answers.regenerate and session.directory("answers").holds("answers", data_inputs(session)):
-        found = read_answers(recipe.data_path / "answers.jsonl", max_length=recipe.data.max_length)
+        limit = min(recipe.data.max_length, session.target.context_length)
+        path = recipe.data_path / "answers.jsonl"
+        found = read_answers(path, max_length=limit, on_too_long=recipe.data.on_too_long)
     else:
         found = tokenize_all(
             session.tokenizer,
@@ -174,25 +178,10 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
 
 
-def split_heldout(ids: list[str], count: int) -> "tuple[list[int], list[int]]":
-    """Split samples into (train, held out), about `count` of them, the same for every run over the same data.
-
-    Turns of one conversation (`<id>#1`, `<id>#2`) stay together: a later turn's prompt holds the earlier answers.
-    """
-    if count >= len(ids):
-        raise UserError(f"data.heldout is {count} but there are only {len(ids)} answers: lower it or add data.")
-    groups: dict[str, list[int]] = {}
-    for place, name in enumerate(ids):
-        stem, mark, turn = name.rpartition("#")
-        groups.setdefault(stem if mark and turn.isdigit() else name, []).append(place)
-    heldout: list[int] = []
-    for name in sorted(groups, key=fingerprint):
-        if len(heldout) >= count:
-            break
-        heldout += groups[name]
-    if len(heldout) == len(ids):
-        raise UserError("data.heldout takes every conversation: lower it or add data.")
-    return sorted(set(range(len(ids))) - set(heldout)), sorted(heldout)
+def always_drafted(session: Session) -> list[int]:
+    """Return the tokens that every draft vocabulary holds: those that end a text or have a meaning of their own."""
+    known = {*session.target.eos_ids, *session.tokenizer.all_special_ids}
+    return sorted(i for i in known if i < session.target.vocab_size)
 
 
 def draft_vocab(
@@ -203,7 +192,7 @@ def draft_vocab(
     vocab_size = session.target.vocab_size
     if size is None or size >= vocab_size:
         return None
-    always = [i for i in {*session.target.eos_ids, *session.tokenizer.all_special_ids} if i < vocab_size]
+    always = always_drafted(session)
     by_slice = count_by_slice([samples[i] for i in train], vocab_size)
     counts = torch.stack(list(by_slice.values())).sum(0)
     vocab = choose_draft_vocab(counts, size, always) if given is None else given.cpu()
@@ -243,6 +232,10 @@ def train_stage(session: Session) -> Path:
 def train_inputs(session: Session) -> dict[str, Any]:
     """What a trained head depends on."""
     recipe, warm = session.recipe, session.recipe.train.warm_start
+    head = without_neutral(asdict(recipe.head), getattr(recipe.head, "NEUTRAL", {}))
+    for key in getattr(recipe.head, "MODELS", ()):
+        if key in head and head[key] is not None and Path(head[key]).is_dir():
+            head[key] = fingerprint_directory(Path(head[key]))
     volatile = ("checkpoint_minutes", "workers", "warm_start")
     upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)
     return {
@@ -252,10 +245,10 @@ def train_inputs(session: Session) -> dict[str, Any]:
         "features.source": recipe.features.source,
         "features.dtype": recipe.features.dtype,
         "method": recipe.method,
-        "head": without_neutral(asdict(recipe.head), getattr(recipe.head, "NEUTRAL", {})),
+        "head": head,
         "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile}
         | {"loss": recipe.train.loss.inputs},
-        # What the head holds counts, not where it lies.
+        # What a head holds counts, not where it lies; so with models above.
         **({} if warm is None else {"train.warm_start": head_digest(session, Path(warm))}),
         "data.heldout": recipe.data.heldout,
         "data.on_too_long": recipe.data.on_too_long,
@@ -273,7 +266,8 @@ def split_samples(session: Session, samples: list[Tokenized]) -> "tuple[list[int
             f"warning: {len(samples) - len(fits)} samples are longer than train.row_tokens={recipe.train.row_tokens} and "
             "are left out of training: raise it, or lower data.max_length."
         )
-    train_places, heldout = split_heldout([samples[i].sample_id for i in fits], recipe.data.heldout)
+    names = [samples[i].conversation or samples[i].sample_id for i in fits]
+    train_places, heldout = split_heldout(names, recipe.data.heldout)
     return [fits[i] for i in train_places], [fits[i] for i in heldout]
 
 

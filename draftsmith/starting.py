@@ -11,6 +11,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.warm_start import adopt_options, restart
+from draftsmith.run import FILES, FOLLOWERS
 from draftsmith.session import Session, say
 from draftsmith.stages import find_head
 
@@ -20,16 +21,16 @@ KEY = "train.warm_start"
 def warm_folder(session: Session) -> Path | None:
     """Return the folder of the head that training starts from, None where it starts from scratch.
 
-    Raises UserError where there is no head that can be loaded, and for the head that this run itself trains, which
-    `--redo train` would remove.
+    Raises UserError where there is no head that can be loaded, and for a head of this run itself, trained or exported,
+    which `--redo train` would remove.
     """
     named = session.recipe.train.warm_start
     if named is None:
         return None
     folder = find_head(session, Path(named), KEY)
-    own = session.recipe.run_dir / "train"
-    if folder.resolve().is_relative_to(own.resolve()):
-        raise UserError(f"{KEY} is {named}, which this run trains itself: give the run another --name or --output_dir.")
+    own = [session.recipe.run_dir / name for stage in FOLLOWERS["train"] for name in FILES[stage]]
+    if any(folder.resolve().is_relative_to(one.resolve()) for one in own):
+        raise UserError(f"{KEY} is {named}, which this run makes itself: give the run another --name or --output_dir.")
     return folder
 
 

@@ -1,6 +1,7 @@
 """The switches of a draft model, apart from the model so that reading a recipe imports no model code."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from draftsmith.errors import UserError
 
@@ -19,6 +20,9 @@ SIZES = (
 @dataclass(frozen=True)
 class DraftLmOptions:
     """What a draft model is made of: a small Llama with the target's tokens and RoPE, which reads the text alone."""
+
+    MODELS: ClassVar[tuple[str, ...]] = ("init_from",)
+    """Options that name a model, of which the weights count and not the place."""
 
     init_from: str | None = None
     """Folder or Hub name of a small Llama with the target's tokenizer to start from; its sizes and RoPE are its own."""

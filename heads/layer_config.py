@@ -109,3 +109,13 @@ def _norm_epsilon(config: Any) -> float:
         if (value := getattr(config, name, None)) is not None:
             return float(value)
     return 1e-6
+
+
+def steady_positions(config: Any) -> int | None:
+    """Return how long a pass may be before all its rotary frequencies change with its length, so that a text's states would
+    depend on what else is in its batch; None where they never do."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    limits = [one["original_max_position_embeddings"] for one in kinds if one.get("rope_type") == "longrope"]
+    limits += [config.max_position_embeddings for one in kinds if one.get("rope_type") == "dynamic"]
+    return min(limits, default=None)

@@ -67,15 +67,20 @@ class LossSpec:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"loss.decay is {self.decay}: it must be above 0 and at most 1.")
+            raise UserError(f"train.loss.decay is {self.decay}: it must be above 0 and at most 1.")
         if not 0.0 < self.beta < 1.0:
             raise UserError(
-                f"loss.beta is {self.beta}: it must be above 0 and below 1; kl and reverse_kl are its ends."
+                f"train.loss.beta is {self.beta}: it must be above 0 and below 1; kl and reverse_kl are its ends."
             )
+        if not 0.0 <= self.lk_scale <= 1.0:
+            raise UserError(f"train.loss.lk_scale is {self.lk_scale}: it is a share of the loss, from 0 to 1.")
+        if not 0.0 <= self.lk_decay < inf:
+            raise UserError(f"train.loss.lk_decay is {self.lk_decay}: it must not be negative.")
+        self._check_unused()
         weights = self.depth_weights
         if weights is not None and not (sum(weights) > 0 and all(0 <= w < inf for w in weights)):
             raise UserError(
-                f"loss.depth_weights is {weights}: give one number per step or head, none negative and not all of them 0."
+                f"train.loss.depth_weights is {weights}: give one number per step or head, none negative and not all of them 0."
             )
         weighed = {
             key: getattr(self, key)
@@ -83,13 +88,25 @@ class LossSpec:
         }
         for key, value in (weighed | {f"also.{kind}": value for kind, value in self.also.items()}).items():
             if value is not None and not 0 <= value < inf:
-                raise UserError(f"loss.{key} is {value}: it must not be negative.")
+                raise UserError(f"train.loss.{key} is {value}: it must not be negative.")
         if unknown := sorted(set(self.also) - set(get_args(LossKind))):
-            raise UserError(f"loss.also names {unknown[0]!r}: choose among {', '.join(get_args(LossKind))}.")
+            raise UserError(f"train.loss.also names {unknown[0]!r}: choose among {', '.join(get_args(LossKind))}.")
         if self.top_k < 1:
-            raise UserError(f"loss.top_k is {self.top_k}: it must be at least 1.")
+            raise UserError(f"train.loss.top_k is {self.top_k}: it must be at least 1.")
         if not 0.0 <= self.ramp <= 1.0:
-            raise UserError(f"loss.ramp is {self.ramp}: it is a share of the training, from 0 to 1.")
+            raise UserError(f"train.loss.ramp is {self.ramp}: it is a share of the training, from 0 to 1.")
+
+    def _check_unused(self) -> None:
+        """Raise UserError for a number of a loss that is not taken."""
+        taken = {self.kind, *self.also}
+        for name, kind in (("beta", "jsd"), ("lk_scale", "lk_hybrid"), ("lk_decay", "lk_hybrid")):
+            if kind not in taken and getattr(self, name) != getattr(type(self), name):
+                raise UserError(
+                    f"train.loss.{name} is {getattr(self, name)}, but it belongs to {kind}, and kind is {self.kind}: leave "
+                    "it out."
+                )
+        if self.top_k != type(self).top_k and not self.top_k_weight:
+            raise UserError(f"train.loss.top_k is {self.top_k}, but top_k_weight is 0: set that, or leave top_k out.")
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
@@ -97,7 +114,7 @@ class LossSpec:
         self.check_features(head.regresses)
         if self.confidence_weight and not head.confident:
             raise UserError(
-                f"loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "
+                f"train.loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "
                 "confidence: leave it out."
             )
         unusual = {
@@ -107,7 +124,7 @@ class LossSpec:
         }
         if (key := next((key for key, named in unusual.items() if named), None)) and not head.tunes:
             raise UserError(
-                f"loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
+                f"train.loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
                 "train medusa2."
             )
 
@@ -115,7 +132,7 @@ class LossSpec:
         """Raise UserError where the recipe weighs features that the head's outputs do not have."""
         if self.feature_weight and not present:
             raise UserError(
-                f"loss.feature_weight is {self.feature_weight}, but no output of the head stands for a state of the target: "
+                f"train.loss.feature_weight is {self.feature_weight}, but no output of the head stands for a state of the target: "
                 "leave it out, or train EAGLE-1."
             )
 
@@ -141,7 +158,7 @@ class LossSpec:
         """Raise UserError where the weights are not those of a head that is trained on `steps` steps (or heads)."""
         if self.depth_weights is not None and len(self.depth_weights) != steps:
             raise UserError(
-                f"loss.depth_weights has {len(self.depth_weights)} numbers, but the head is trained on {steps} steps: give "
+                f"train.loss.depth_weights has {len(self.depth_weights)} numbers, but the head is trained on {steps} steps: give "
                 "one number for each."
             )
 

@@ -21,7 +21,7 @@ class Medusa2Options(MedusaOptions):
     lora_alpha: float = 16.0
     """The adapter's change of a matrix is scaled by lora_alpha / lora_r."""
     lora_dropout: float = 0.05
-    """Dropout of the adapter's input."""
+    """Dropout of the adapter's input, but for the output projection's."""
     target_modules: list[str] | None = None
     """Names of the target's linear layers that the adapter changes, such as q_proj; null takes all of them but the output
     projection. Experts that are fused into one weight are none."""

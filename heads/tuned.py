@@ -34,7 +34,7 @@ _ADAPTER = "default"  # peft's own name for an only adapter
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """rank, alpha: the change of a matrix is alpha / rank * B A. dropout: of the adapter's input. modules: names of linear
+    """rank, alpha: the change of a matrix is alpha / rank * B A. dropout: of the adapter's input, but for the output projection's. modules: names of linear
     layers, None for all but the output projection. lm_head: the output projection too."""
 
     rank: int
@@ -65,6 +65,9 @@ class TunedTarget:
             simplefilter("ignore", FutureWarning)  # of peft about transformers
             self.model: Any = get_peft_model(view_of(target.model), config)
         self.decoder: nn.Module = self.model.get_base_model().get_decoder()
+        if spec.lm_head:
+            # Called apart from `states`, outside of the batch's draws.
+            self.model.get_base_model().get_output_embeddings().lora_dropout[_ADAPTER] = nn.Identity()
         self.layers = nn.Module()
         for name, module in self.model.get_base_model().named_modules():
             if isinstance(module, LoraLayer):

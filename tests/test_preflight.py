@@ -1,15 +1,18 @@
 """What is refused before hours of work, and what is only said."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.preflight import preflight
 from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session
+from draftsmith.stages import train_inputs
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace
@@ -57,3 +60,64 @@ def test_a_head_that_no_engine_serves_is_trained_but_not_run(
     assert "warning: such heads can be trained and measured, but not exported: The layout" in capsys.readouterr().err
     preflight(session_of(workplace, tmp_path, "hydra", head | {"tie_blocks": True}), "train")
     assert "warning" not in capsys.readouterr().err
+
+
+def test_layers_to_store_and_a_draft_vocabulary_that_cannot_be(workplace: Path, tmp_path: Path) -> None:
+    for layers, said in (("[3,1]", "in ascending order"), ("[1,3,5,77]", "77 is out of range")):
+        session = session_of(
+            workplace, tmp_path, "medusa", {}, "--features.source=store", f"--features.layer_ids={layers}"
+        )
+        with pytest.raises(UserError, match=rf"^features\.layer_ids .*{said}"):
+            preflight(session, "train")
+    with pytest.raises(UserError, match="draft_vocab_size"):
+        preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": 1}), "train")
+    vocab = len(tiny_tokenizer())
+    preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": vocab}), "train")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_seed_that_no_generator_takes(workplace: Path, tmp_path: Path) -> None:
+    for seed in (-1, 2**32):
+        with pytest.raises(UserError, match=f"seed is {seed}: it must be from 0 to 4294967295"):
+            session_of(workplace, tmp_path, "eagle3", {}, f"--seed={seed}")
+
+
+def test_a_model_to_start_from_counts_by_its_weights_and_not_by_its_place(workplace: Path, tmp_path: Path) -> None:
+    def inputs(name: str) -> dict[str, Any]:
+        words = ("--answers.regenerate=false", "--features.source=online")
+        return train_inputs(
+            session_of(workplace, tmp_path, "draft_model", {"init_from": str(workplace / name)}, *words)
+        )
+
+    shutil.copytree(workplace / "short", workplace / "moved")
+    assert inputs("moved") == inputs("short")
+    weights = load_file(workplace / "moved" / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, workplace / "moved" / "model.safetensors"
+    )
+    assert inputs("moved")["head"] != inputs("short")["head"]
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("longrope", 100), ("dynamic", 120)])
+def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
+    kind: str, limit: int, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_theta": 10000.0, "rope_type": kind, "original_max_position_embeddings": 100, "factor": 2.0}
+    own = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(
+        "llama",
+        vocab_size=len(tokenizer),
+        head_dim=16,
+        max_position_embeddings=200 if kind == "longrope" else 120,
+        rope_parameters=rope | own,
+    )
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    for longest, warned in ((limit - 4, False), (limit - 3, True)):
+        words = (f"--target.path={tmp_path / 'target'}", f"--data.max_length={longest}")
+        session = session_of(workplace, tmp_path, "medusa", {"num_heads": 4}, *words)
+        preflight(session, "train")
+        assert (
+            f"change for all texts of a pass that is longer than {limit} tokens" in capsys.readouterr().err
+        ) == warned

@@ -6,20 +6,33 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.data.split import split_heldout
 from draftsmith.errors import UserError
 from draftsmith.run import FOLLOWERS, STAGES, RunDirectory
-from draftsmith.stages import split_heldout
 
 
 def test_split_is_stable_and_keeps_turns_together() -> None:
-    ids = [f"c{i}#{turn}" for i in range(30) for turn in (1, 2, 3)]
+    ids = [f"c#{i}" for i in range(30) for turn in (1, 2, 3)]
     train, heldout = split_heldout(ids, 20)
     assert sorted(train + heldout) == list(range(90))
     assert 20 <= len(heldout) <= 22
-    assert not {ids[i].split("#")[0] for i in train} & {ids[i].split("#")[0] for i in heldout}
+    assert not {ids[i] for i in train} & {ids[i] for i in heldout}
     assert split_heldout(ids, 20) == (train, heldout)
     with pytest.raises(UserError, match=r"data\.heldout is 90"):
         split_heldout(ids, 90)
+    with pytest.raises(UserError, match="takes every conversation"):
+        split_heldout(["one", "one"], 1)
+
+
+def test_what_was_changed_is_named(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.begin("train", {"loss": {"feature_weight": None, "also": {}}, "gone": None})
+    (tmp_path / "train" / "best").mkdir(parents=True)
+    run.finish("train", {})
+    with pytest.raises(UserError, match=r"\(loss.feature_weight was None, is 0\.0\)"):
+        run.begin("train", {"loss": {"feature_weight": 0.0, "also": []}, "gone": None})
+    with pytest.raises(UserError, match="gone was None, is None"):
+        run.begin("train", {"loss": {"feature_weight": None, "also": {}}})
 
 
 def test_a_stage_is_reused_refused_or_begun(tmp_path: Path) -> None:

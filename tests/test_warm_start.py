@@ -167,20 +167,22 @@ def test_training_starts_from_the_head(
         ("head", ["--head.draft_vocab_size", "200"], "head.draft_vocab_size is 200, but the head that train.warm_start"),
         ("head", ["--head.fc_norm", "true"], "set head.fc_norm to that"),
         ("head", ["--features.source", "store", "--features.layer_ids", "[2,4]"], "features.layer_ids [2, 4] lacks [1, 3, 5]"),
-        ("run", [], "which this run trains itself"),
+        ("head", ["--features.source", "store", "--features.layer_ids", "[1,3,5,77]"], "features.layer_ids [1, 3, 5, 77] for the target"),
+        ("run", [], "which this run makes itself"),
+        ("run/export/eagle3", [], "which this run makes itself"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence_before_any_work(
     start: str, more: list[str], said: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    if start == "run":
-        save = run / "train" / "best"
+    if start.startswith("run"):
+        save = run / "train" / "best" if start == "run" else tmp_path / start
         save.mkdir(parents=True)
         for file in (workplace / "head").iterdir():
             (save / file.name).write_bytes(file.read_bytes())
     before = digests(tmp_path)
-    folder = run if start == "run" else workplace / start
+    folder = tmp_path / start if start.startswith("run") else workplace / start
     assert main(["train", *words(workplace, run, folder, "--redo", "train", *more)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
     assert said in line

@@ -35,7 +35,7 @@ from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.pace import Interrupt, Pace
 from draftsmith.train.parallel import make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
-from draftsmith.train.sums import StepSums, tuned_facts
+from draftsmith.train.sums import StepSums, check_finite, tuned_facts
 from draftsmith.train.tracking import Tracker
 
 _EARLY = 200
@@ -214,7 +214,7 @@ class _Run:
             divisor += loss_divisor(batch, self.spec.loss, self.head) * counts
             rows += count_rows(batch) * counts
         divisor, rows = accelerator.reduce([divisor, rows], "sum")
-        if rows == 0:
+        if rows == 0 or divisor == 0:
             return self._pass_over(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
@@ -230,17 +230,15 @@ class _Run:
                 if counts:
                     sums.add(scored, int((batch.document >= 0).sum()))
                 if accelerator.sync_gradients and self.spec.clip > 0:
-                    accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
+                    norm = accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
+                    if self.spec.precision != "fp16":  # whose scaler leaves such steps out
+                        check_finite("gradient's norm", norm, progress.step + 1)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
         counted = [sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
         loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
-        if not bool(torch.isfinite(loss)):
-            raise UserError(
-                f"The loss became {float(loss)} at step {progress.step + 1}: lower train.lr and train.muon_lr, or set "
-                "train.precision to no; the last checkpoint is unharmed."
-            )
+        check_finite("loss", loss, progress.step + 1)
         progress = replace(
             progress,
             step=progress.step + 1,

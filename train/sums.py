@@ -1,11 +1,13 @@
 """What one optimizer step adds up."""
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.heads.losses import LossOutput
 
 
@@ -36,6 +38,15 @@ class StepSums:
         self.tokens += tokens
         if scored.tuned is not None:
             self.tuned += scored.tuned
+
+
+def check_finite(what: str, value: Tensor | float | None, step: int) -> None:
+    """Raise UserError unless `value`, of optimizer step number `step`, is a number; None is of a launch that tells none."""
+    if value is not None and not isfinite(float(value)):
+        raise UserError(
+            f"The {what} became {float(value)} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
+            "no; the last checkpoint is unharmed."
+        )
 
 
 def tuned_facts(sums: Tensor) -> dict[str, Any]:

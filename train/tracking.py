@@ -41,7 +41,7 @@ class Tracker:
                 self._run = wandb.init(
                     project=spec.project,
                     name=name,
-                    id=self._run_id(folder),
+                    id=self._run_id(folder, new=resume_step == 0),
                     resume="allow" if spec.wandb == "online" else None,
                     config=config,
                     dir=str(folder),
@@ -54,10 +54,11 @@ class Tracker:
                     "tracking.wandb to offline or disabled."
                 ) from error
 
-    def _run_id(self, folder: Path) -> str:
-        """Return the id that a resumed run shares with the interrupted one, so that both are one dashboard."""
+    def _run_id(self, folder: Path, *, new: bool) -> str:
+        """Return the id that a resumed run shares with the interrupted one, so that both are one dashboard. One that starts
+        again has a new one: W&B takes no step twice."""
         path = folder / "wandb_id"
-        if not path.exists():
+        if new or not path.exists():
             write_text(path, uuid4().hex[:12])
         return path.read_text(encoding="utf-8")
 

@@ -88,7 +88,8 @@ def gradients(output: HeadOutput) -> list[Tensor]:
 @pytest.mark.parametrize("whole", [False, True], ids=["draft-vocab", "whole-vocab"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradient_equal_the_definition(kind, whole, target, batch):
-    spec = LossSpec(kind=kind, decay=0.7, beta=0.3, lk_scale=0.8, lk_decay=2.0)
+    own = {"jsd": {"beta": 0.3}, "lk_hybrid": {"lk_scale": 0.8, "lk_decay": 2.0}}
+    spec = LossSpec(kind=kind, decay=0.7, **own.get(kind, {}))
     vocab = torch.arange(160) if whole else VOCAB
     ours, theirs = random_output(batch, len(vocab)), random_output(batch, len(vocab))
     loss = head_loss(ours, batch, target.head, None if whole else vocab, spec).loss_sum
@@ -229,3 +230,22 @@ def test_mistakes_name_the_key():
     LossSpec().check_steps(7)
     with pytest.raises(UserError, match=r"loss\.kind is 'mse'"):
         losses.row_loss(LossSpec(kind="mse"))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kind": "lk_hybrid", "lk_scale": 1.5}, "train.loss.lk_scale is 1.5: it is a share"),
+        ({"kind": "lk_hybrid", "lk_decay": -3.0}, "train.loss.lk_decay is -3.0: it must not be negative"),
+        ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and kind is kl: leave it out"),
+        ({"kind": "tv", "lk_decay": 2.0}, "train.loss.lk_decay is 2.0, but it belongs to lk_hybrid, and kind is tv"),
+        ({"top_k": 5}, "train.loss.top_k is 5, but top_k_weight is 0"),
+    ],
+)
+def test_numbers_that_are_wrong_or_belong_to_another_loss(options, said):
+    with pytest.raises(UserError, match=said):
+        LossSpec(**options)
+
+
+def test_numbers_of_a_loss_beside_the_first_are_taken():
+    assert LossSpec(also={"jsd": 0.5}, beta=0.1, top_k_weight=1.0, top_k=5).beta == 0.1

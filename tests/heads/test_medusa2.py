@@ -199,6 +199,20 @@ def test_dropout_is_drawn_from_the_batch() -> None:
     assert torch.equal(head.eval().tuned.states(batch), head.tuned.states(seeded(batch, 6)))
 
 
+def test_the_tuned_projection_draws_nothing() -> None:
+    """It is called for every head, apart from the states: with dropout, processes and accumulation would change it."""
+    target = make_target(tie_word_embeddings=False)
+    batch = pack(target, documents_of(target), ())
+    head = changed(target, Medusa2Options(2, lora_r=4, lora_dropout=0.5, tune_lm_head=True)).train()
+    state = head.tuned.states(seeded(batch, 5))
+    torch.manual_seed(1)
+    first = head.tuned.logits(state)
+    torch.manual_seed(2)
+    assert torch.equal(head.tuned.logits(state), first)
+    assert not torch.equal(first, target.head.logits(state)), "the projection is tuned"
+    assert any(isinstance(m, torch.nn.Dropout) for m in head.adapter.modules()), "the layers below it do draw"
+
+
 def test_the_adapter_learns_at_its_own_rate_and_not_by_muon() -> None:
     _, head, _ = example()
     muon, adamw = build_optimizers(head, TrainSpec(optimizer="muon", lr=1e-2))

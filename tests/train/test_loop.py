@@ -14,6 +14,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.eagle3 import build
 from draftsmith.heads.eagle3_options import Eagle3Options
+from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.target import Target
 from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.train import loop
@@ -115,8 +116,17 @@ def test_empty_masks_and_broken_losses_are_said(target: Target, tmp_path: Path) 
     head = make_head(target)
     with torch.no_grad():
         head.get_parameter("fc.weight").fill_(torch.nan)
-    with pytest.raises(UserError, match="The loss became nan at step 1"):
+    with pytest.raises(UserError, match="became nan at step 1"):
         train(make_recipe(), target, head, make_data(target), tmp_path / "b")
+
+
+def test_a_gradient_that_is_no_number_ends_the_training_before_it_is_used(target: Target, tmp_path: Path) -> None:
+    head = make_head(target)
+    head.get_parameter("fc.weight").register_hook(lambda grad: torch.full_like(grad, torch.inf))
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    with pytest.raises(UserError, match=r"gradient's norm became (inf|nan) at step 1: lower train.lr"):
+        train(make_recipe(), target, head, make_data(target), tmp_path)
+    assert all(torch.equal(before[name], value) for name, value in head.state_dict().items())
 
 
 def test_a_step_without_a_supervised_row_changes_nothing(target: Target, tmp_path: Path) -> None:
@@ -137,6 +147,21 @@ def test_a_step_without_a_supervised_row_changes_nothing(target: Target, tmp_pat
     assert all(
         (later > earlier) == ("loss" in line) for earlier, later, line in zip(tokens, tokens[1:], lines, strict=False)
     )
+
+
+def test_a_step_whose_rows_all_weigh_nothing_changes_nothing(target: Target, tmp_path: Path) -> None:
+    """An answer of two tokens has a row at the first step alone, which weighs nothing here."""
+    data = make_data(target)
+    texts = [data.source.get(place, LAYERS) for place in range(24)]
+    two = [Tokenized(x.ids, (torch.arange(len(x.ids)) // 2 == 2), x.sample_id, x.slice) for x in texts]
+    some = TrainData(OnlineSource(target, two, LAYERS), data.train, data.heldout)
+    head = make_head(target)
+    loss = LossSpec(depth_weights=[0.0] + [1.0] * (head.train_steps - 1), normalize="weights")
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    recipe = make_recipe(epochs=1, clip=0.0, loss=loss)
+    with pytest.raises(UserError, match="no supervised row"):
+        train(recipe, target, head, some, tmp_path)
+    assert all(torch.equal(before[name], value) for name, value in head.state_dict().items())
 
 
 def test_acceptance_at_chance_is_warned_of(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

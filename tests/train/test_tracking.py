@@ -55,5 +55,14 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     assert files[0].stat().st_size > 0
 
 
+def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = []
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    monkeypatch.setattr("wandb.init", lambda **options: ids.append(options["id"]) or run)
+    for step in (0, 5, 0):
+        Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step).close()
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_flatten_leaves_out_what_is_missing() -> None:
     assert flatten({"a": None, "b": {"c": [1, None]}}) == {"b/c/0": 1}

@@ -153,10 +153,11 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
                 "K": contender.num_speculative_tokens,
                 "tuned": contender.verifier is not None,
                 "simulated": measure.simulated(contender),
-                **({"heldout_tau": measure.heldout_tau(one)} if len(subject.run_names) > 1 else {}),
                 **_facts(),
             }
-            save()
+        if len(subject.run_names) > 1 and "heldout_tau" not in known[head]:
+            known[head]["heldout_tau"] = measure.heldout_tau(one)
+        save()
     best = save()["head"]
     wanted = (best, measure.inputs)
     if options.decode and (decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options)):

@@ -54,7 +54,9 @@ in two stages has them in both together), and is measured on the same prompts; m
   the median of several repeats, and behind it the lowest and the highest.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
-- Ours are the heads with the best held-out tau of their run; speculators keeps none, so its head is that of the last step.
+- Ours are the heads with the best held-out tau of the 12 times that their run looked; the last table but one has the step.
+  speculators' own trainer would hold a tenth of the answers back and mark the best of its epochs; here it learns from the same
+  answers as ours, and its head is that of the last step, where its learning rate has reached zero.
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
   answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one. The others
@@ -77,13 +79,27 @@ def render(folder: Path, order: Sequence[str]) -> str:
     said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
     parts = [_INTRO, said]
     if entries:
-        parts += ["## Overview\n\n", overview(entries)]
+        parts += ["## Overview\n\n", overview(entries), _apart(entries)]
         if len(entries) > 1:
             parts += ["\n## Beside " + entries[0]["name"] + "\n\n", beside(entries)]
         parts += ["\n## tau per slice\n\n", slices(entries), "\n## Learning rates\n\n", rates(entries)]
         parts += ["\n## Files\n\n", files(entries)]
     parts.append(_AGAIN)
     return "\n".join([parts[0], "".join(parts[1:])]).rstrip() + "\n"
+
+
+def _apart(entries: Sequence[Entry]) -> str:
+    """Say which drafters are not to be held against the first one."""
+
+    def conditions(entry: Entry) -> tuple[int, str]:
+        return entry["budget"], best(entry)["inputs"]
+
+    odd = [entry["name"] for entry in entries if conditions(entry) != conditions(entries[0])]
+    if not odd:
+        return ""
+    return (
+        f"\n**Trained on another budget or measured on other prompts than {entries[0]['name']}: {', '.join(odd)}.**\n"
+    )
 
 
 def best_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -177,7 +193,17 @@ def slices(entries: Sequence[Entry]) -> str:
 def rates(entries: Sequence[Entry]) -> str:
     """A row per training."""
     temperatures = _temperatures(entries)
-    head = ["run", "learning rate", "Muon's", "steps", "tokens a step", "tokens", "supervised", "training"]
+    head = [
+        "run",
+        "learning rate",
+        "Muon's",
+        "steps",
+        "tokens a step",
+        "tokens",
+        "supervised",
+        "head of step",
+        "training",
+    ]
     lines = []
     for entry in entries:
         for run in entry["runs"]:
@@ -185,7 +211,8 @@ def rates(entries: Sequence[Entry]) -> str:
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
             cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
-            cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", _minutes(one["seconds"])]
+            cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
+            cells.append(_minutes(one["seconds"]))
             cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
     return _table([*head, "held-out tau", *(f"tau T={t}, K 5" for t in temperatures)], lines)

@@ -49,7 +49,7 @@ class Subject:
 
 SUBJECTS = (
     Subject("eagle3", "recipes/eagle3/shared-target.yaml", factors=(0.5, 1.0, 2.0)),
-    Subject("speculators-eagle3", rates=(0.001, 0.003, 0.01)),
+    Subject("speculators-eagle3", rates=(0.003, 0.01, 0.03)),
     Subject("eagle3.1", "recipes/eagle3/eagle3.1-shared-target.yaml"),
     Subject("peagle", "recipes/peagle/shared-target.yaml"),
     Subject("eagle1", "recipes/eagle1/shared-target.yaml"),

@@ -50,7 +50,8 @@ class Bench:
 class Trained:
     """A trained head. folder: of the run or of the head. lr, muon_lr: its peak learning rates. overrides: what its recipe was
     called with. seconds, tokens, steps: of its training, both stages where there are two; supervised_tokens: with
-    repetition. parameters: None where the head itself tells. settings: what another package trained it with."""
+    repetition. parameters: None where the head itself tells. settings: what another package trained it with. head_step: the
+    step whose head it is, None for the last one."""
 
     name: str
     folder: Path
@@ -63,6 +64,7 @@ class Trained:
     steps: int
     parameters: int | None = None
     settings: dict[str, Any] | None = None
+    head_step: int | None = None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -121,7 +123,8 @@ def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Tr
         done = {key: value + earlier[key] for key, value in _sums(facts, epochs * per_epoch).items()}
         # Folders of this machine have no place in a result file.
         overrides = tuple(w.replace(f"={bench.runs}/", "=RUNS/") for w in (*subject.overrides, *bench.words, *own))
-        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done))
+        head_step = earlier["steps"] + facts["best_step"]
+        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done, head_step=head_step))
     return runs
 
 

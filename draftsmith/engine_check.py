@@ -32,7 +32,8 @@ NAMES = (*(plan.name for plan in PLANS), DRAFT_MODEL)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; 0 where everything agrees, 1 where something does not, 2 for a mistake in the call."""
+    """Run the check; 0 where everything agrees, 1 where something does not, 2 for a mistake in the call, 130 where it was
+    interrupted."""
     options, words = _parse(argv)
     try:
         work = options.work / options.recipes
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("test_engines: interrupted; run the same command again to go on from here.", file=sys.stderr)
+        return 130
     show(rows)
     return 0 if all(row.agrees for row in rows) else 1
 

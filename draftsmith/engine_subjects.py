@@ -204,13 +204,16 @@ def _train_all(
     # What all learn from is made before, by this process alone.
     features_stage(session, load_samples(session).samples)
     found, failed = {}, []
-    with ThreadPoolExecutor(available_cores()) as pool:
+    pool = ThreadPoolExecutor(available_cores())
+    try:
         running = {pool.submit(_train, plan, recipes, work, words): plan for plan in plans}
         for future in as_completed(running):
             plan, (seconds, log, error) = running[future], future.result()
             found[plan.name] = log.parent / "train" / "best"
             failed += [f"Training {plan.name} failed ({error}): its whole log is {log}."] if error else []
             say(f"{plan.name}: {'failed' if error else 'trained'} in {seconds:.0f} s, {len(found)} of {len(plans)}")
+    finally:
+        pool.shutdown(cancel_futures=True)
     if failed:
         raise UserError(failed[0])
     return found

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.regenerate import prepare_prompts
+from draftsmith.errors import UserError
 from draftsmith.eval.answers import Request
 from draftsmith.eval.lossless import check_lossless
 from draftsmith.eval.report import write_report
 from draftsmith.eval.result import Lossless, read_result, write_result
 from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.sections import OVERALL
 from draftsmith.evaluator import Evaluator
 from draftsmith.files import fingerprint
 from draftsmith.heads.target import Target
@@ -89,6 +91,11 @@ def evaluation_conversations(session: Session) -> list[Conversation]:
     chosen: list[Conversation] = []
     seen: dict[str, int] = defaultdict(int)
     for conversation in load_conversations(sources):
+        if conversation.slice == OVERALL:
+            raise UserError(
+                f"evaluate.prompts: the prompt {conversation.id} is in a slice named {OVERALL}, which is what all slices "
+                "together are called: give the slice another name."
+            )
         seen[conversation.slice] += 1
         if spec.per_slice is None or seen[conversation.slice] <= spec.per_slice:
             chosen.append(conversation)

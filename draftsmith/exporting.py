@@ -80,7 +80,7 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     if session.begin("export", inputs) and destination.exists() and (tuned is None or tuned.folder.exists()):
         return destination
     if tuned is not None:
-        made_for = tuned.write(session.target)
+        made_for = tuned.write(session.target, recipe.target.trust_remote_code)
         say(f"export: {tuned.folder}")
     note, adapter = ("", None) if tuned is None else (tuned.note, tuned.adapter)
     export_head(head, target, destination, made_for=made_for, beside=note, adapter=adapter, **options)
@@ -114,10 +114,10 @@ class _Tuned:
         """What the target must be served with, None for a whole model."""
         return None if self.kind == "merge" else Adapter(str(self.folder.absolute()), self.head.tuned.spec.rank)
 
-    def write(self, original: Target) -> TargetIdentity:
+    def write(self, original: Target, trust_remote_code: bool) -> TargetIdentity:
         """Write the target or the adapter; return what the heads are made for, by the name of which the target then goes."""
         if self.kind == "merge":
-            identity = write_merged(self.head.method, original, self.target, self.folder)
+            identity = write_merged(self.head.method, original, self.target, self.folder, trust_remote_code)
         else:
             identity = write_adapter(self.head.method, self.head.tuned, self.folder)
         self.target.fingerprint = identity.fingerprint or self.target.fingerprint

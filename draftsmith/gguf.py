@@ -12,6 +12,7 @@ from pathlib import Path
 from draftsmith import gguf_wrapper
 from draftsmith.arguments import GgufOptions
 from draftsmith.errors import UserError
+from draftsmith.exporting import export_options
 from draftsmith.files import atomic_path
 from draftsmith.heads.engine_start import GGUF_TYPES
 from draftsmith.session import Session, say
@@ -55,16 +56,17 @@ def check_tree(tree: Path) -> None:
         raise UserError(f"The llama.cpp in {tree} is too old to convert EAGLE-3 heads: update it (`git pull`).")
 
 
-def check_options(session: Session, options: GgufOptions | None) -> None:
-    """Refuse, before any work, what cannot be converted."""
+def check_options(session: Session, options: GgufOptions | None, method: str) -> None:
+    """Refuse, before any work, what cannot be converted. method: of the head that is exported."""
     if options is None:
         return
-    if (layout := session.recipe.export.layout) not in (*HEADS, WHOLE):
-        own = f"{session.recipe.method}_llama_cpp"
-        wanted = WHOLE if session.recipe.method == WHOLE else own if own in HEADS else LAYOUT
+    if (layout := export_options(session.recipe, method)["layout"]) not in (*HEADS, WHOLE):
+        own = f"{method}_llama_cpp"
+        wanted = WHOLE if method == WHOLE else own if own in HEADS else ""
+        remedy = f"add --export.layout {wanted}" if wanted else f"llama.cpp knows no {method} heads"
         raise UserError(
-            f"--gguf converts the layouts {', '.join(HEADS)} and {WHOLE}, but export.layout is {layout or 'left out'}: add "
-            f"--export.layout {wanted}."
+            f"--gguf converts the layouts {', '.join(HEADS)} and {WHOLE}, but the head would be exported as {layout}: "
+            f"{remedy}."
         )
     check_tree(options.tree)
 

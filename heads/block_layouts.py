@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.contracts import (
     LLAMA_KEYS,
     Config,
@@ -144,10 +145,14 @@ DSPARK = Contract(
     checks=_CHECKS,
 )
 
-# llama.cpp's converter knows no vocabulary of a DFlash head's own.
+
+def _without(contract: Contract, *names: str) -> tuple[TensorRule, ...]:
+    return tuple(rule for rule in contract.tensors if rule.name not in names)
+
+
+# llama.cpp drafts through the embeddings of a draft that has them, where it has no projection of its own. Its converter
+# knows no vocabulary of a DFlash head's own.
 DFLASH_LLAMA_CPP = replace(
-    DFLASH,
-    name="dflash_llama_cpp",
-    tensors=tuple(rule for rule in _TENSORS if rule.name not in ("lm_head.weight", "d2t")),
+    DFLASH, name="dflash_llama_cpp", tensors=_without(DFLASH, EMBEDDING, "lm_head.weight", "d2t")
 )
-DSPARK_LLAMA_CPP = replace(DSPARK, name="dspark_llama_cpp")
+DSPARK_LLAMA_CPP = replace(DSPARK, name="dspark_llama_cpp", tensors=_without(DSPARK, EMBEDDING))

@@ -150,6 +150,10 @@ def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) ->
     temporary, retired = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     check_replaceable(path, replaces)
     with explain_os_error(path):
+        # A process that was killed here may have had this one's number.
+        shutil.rmtree(temporary, ignore_errors=True)
+        if retired.exists() and not path.exists():
+            retired.rename(path)
         temporary.mkdir(parents=True)
         try:
             yield temporary
@@ -159,6 +163,10 @@ def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) ->
                 path.rename(retired)
             temporary.rename(path)
             _flush(path.parent)
+        except OSError:
+            if retired.exists() and not path.exists():
+                retired.rename(path)
+            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
             shutil.rmtree(retired, ignore_errors=True)

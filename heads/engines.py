@@ -12,7 +12,7 @@ from typing import Literal
 
 from draftsmith.errors import UserError
 from draftsmith.heads.block_engine_rules import BLOCK_RULES, BLOCK_WATCH
-from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
+from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.contracts import ModelFiles
 from draftsmith.heads.eagle1_contract import FC_BIAS
 from draftsmith.heads.eagle3_layouts import flatten
@@ -102,10 +102,6 @@ def _other_activation(files: ModelFiles, _: Target) -> bool:
     return files.config["hidden_act"] != "silu"
 
 
-def _own_embedding(files: ModelFiles, target: Target) -> bool:
-    return EMBEDDING in files.tensors and not borrows_embedding(files.tensors[EMBEDDING], target)
-
-
 def _changed_embedding(files: ModelFiles, target: Target) -> bool:
     """Embeddings that were written for completeness, rounded or not, are the target's."""
     return EMBEDDING in files.tensors and not is_the_same(files.tensors[EMBEDDING], target.embedding)
@@ -183,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule("vllm", ("eagle1",), "a bias of `fc`", "drops it in silence",
          "export the layout eagle1_sglang for SGLang, which adds it", lambda files, _: FC_BIAS in files.tensors),
     Rule("sglang", ("eagle1_sglang",), "input embeddings of its own", "takes the target's in silence",
-         "export the layout eagle1 for vLLM, which keeps them", _own_embedding),
+         "export the layout eagle1 for vLLM, which keeps them", _changed_embedding),
     Rule("vllm", ("eagle1",), "a target whose output projection has a bias", "leaves the bias out of the drafts",
          _MEASURE, _biased_target),
     Rule("sglang", ("eagle1_sglang",), "a target whose output projection has a bias", "leaves the bias out of the drafts",

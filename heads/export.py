@@ -32,7 +32,7 @@ from draftsmith.heads.eagle3_export import (
 )
 from draftsmith.heads.eagle3_layouts import EAGLE3, EAGLE3_LLAMA_CPP, EAGLE3_SPECULATORS
 from draftsmith.heads.engine_start import Adapter
-from draftsmith.heads.engines import refuse_what_engines_lack
+from draftsmith.heads.engines import obstacle, refuse_what_engines_lack
 from draftsmith.heads.export_readme import README, Exported, write_readme
 from draftsmith.heads.hydra_export import load_hydra_directory, to_hydra
 from draftsmith.heads.hydra_layouts import HYDRA
@@ -204,13 +204,19 @@ def convert_head(
     """
     chosen, head = find_layout(layout, head.method), head.served()
     files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), num_speculative_tokens))
-    if include_embeddings and EMBEDDING not in files.tensors:
-        raise UserError(f"export.include_embeddings is true, but {head.method} heads have no embeddings: leave it out.")
-    optional = any(rule.name == EMBEDDING and rule.optional for rule in chosen.contract.tensors)
+    rules = {rule.name: rule for rule in chosen.contract.tensors}
+    if EMBEDDING not in rules:
+        files.tensors.pop(EMBEDDING, None)
+    if include_embeddings and not any(name.endswith(EMBEDDING) for name in files.tensors):
+        raise UserError(
+            f"export.include_embeddings is true, but the layout {layout} holds no input embeddings: leave it out."
+        )
+    optional = EMBEDDING in rules and rules[EMBEDDING].optional
     if optional and not include_embeddings and borrows_embedding(head.get_parameter(EMBEDDING), target):
         del files.tensors[EMBEDDING]
     refuse_what_engines_lack(layout, files, target)
-    check_split(layout, chosen.engines, files, tensor_parallel)
+    serve = tuple(engine for engine in chosen.engines if obstacle(layout, engine, files, target) is None)
+    check_split(layout, serve or chosen.engines, files, tensor_parallel)
     validate(files, chosen.contract)
     return files
 

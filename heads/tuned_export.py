@@ -58,9 +58,11 @@ def check_tuned(dest: Path) -> None:
     check_replaceable(dest, replaceable(dest))
 
 
-def write_merged(method: str, original: Target, tuned: Target, dest: Path) -> TargetIdentity:
+def write_merged(
+    method: str, original: Target, tuned: Target, dest: Path, trust_remote_code: bool = False
+) -> TargetIdentity:
     """Write the tuned target as a model of its own, with the tokenizer and all else that lies beside the original's
-    weights; return its identity. It is loaded again and must give the same logits."""
+    weights; return its identity. It is loaded again and must give the same logits. trust_remote_code: as for the original."""
     with atomic_directory(dest, replaceable(dest)) as folder:
         if original.directory is not None:
             weights = {file.name for file in weight_files(original.directory)}
@@ -78,7 +80,7 @@ def write_merged(method: str, original: Target, tuned: Target, dest: Path) -> Ta
             dtype=tuned.dtype_name,
             device=tuned.device,
             attn_implementation=attention,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
         ).model
         assert _same_logits(tuned.model, again), "the merged target gives other logits"
     return identity

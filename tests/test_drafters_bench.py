@@ -85,6 +85,7 @@ def test_the_best_run_is_decoded_too(results: dict[str, dict]) -> None:
     assert entry["decoded"]["head"] == best["head"]
     assert best["heldout_tau"] == max(run["heldout_tau"] for run in entry["runs"]) > 1.0
     assert "heldout_tau" not in results["medusa"]["runs"][0], "there is nothing to choose"
+    assert all(0 < run["training"]["head_step"] <= run["training"]["steps"] for run in entry["runs"])
     assert at["equal"] == at["checked"] == 4
     assert min(at["draft_ms"], at["target_ms"], at["speedup"]) > 0
     found = best["simulated"]["0"]["tau"]["3"]
@@ -225,7 +226,7 @@ def make_run(name: str, tau: float, rounds: list[float], **changed) -> dict:
     scopes = {scope: {"value": tau, "interval": [tau - 0.1, tau + 0.2]} for scope in ("overall", "math")}
     at = {"tau": {"3": scopes, "5": scopes}, "prompts": {"tokens": [10.0, 30.0], "rounds": rounds}}
     training = {"name": name, "lr": 0.001, "muon_lr": None, "seconds": 90.0, "tokens": 5_000_000}
-    training |= {"supervised_tokens": 3_000_000, "steps": 1500, "settings": {"trainer": "other 1.0"}}
+    training |= {"supervised_tokens": 3_000_000, "steps": 1500, "head_step": 1375, "settings": {"trainer": "other 1.0"}}
     facts = {"command": "python x", "commit": "abcdef0123456", "date": "2026-01-01", "inputs": "same"}
     facts |= {"hardware": {"gpu": None, "cpu": "a CPU", "threads": 1}}
     run = {"head": name, "parameters": 2_500_000, "K": 5, "tuned": False, "simulated": {"0": at, "1": at}}
@@ -246,9 +247,10 @@ def write_entries(folder: Path) -> None:
         {"name": "a", "recipe": "recipes/a.yaml", "runs": runs, "decoded": decoded},
         {"name": "b", "recipe": None, "runs": [short], "decoded": None},
         {"name": "c", "recipe": None, "runs": [make_run("c-1", 1.5, [1.0, 1.0], inputs="other")], "decoded": None},
+        {"name": "d", "recipe": None, "runs": [make_run("d-1", 1.5, [1.0, 1.0])], "decoded": None, "budget": 7},
     ]
     for entry in entries:
-        (folder / f"{entry['name']}.json").write_text(json.dumps(entry))
+        (folder / f"{entry['name']}.json").write_text(json.dumps({"budget": 3_000_000} | entry))
 
 
 def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
@@ -258,7 +260,8 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| 2.50M | 2 min | 5 | 1.50 | 4.00 | 2.50 [2.40, 2.70] |" in page
     assert "| 2.51 | 1.25× (1.20 to 1.31) |" in page
     assert "| 2.51 | 1.50×, once |" in page
-    assert "| 1,500 | 3,333 | 5.00M | 3.00M |" in page, "steps, tokens of each, and of all"
+    assert "| 1,500 | 3,333 | 5.00M | 3.00M | 1,375 | 2 min |" in page, "steps, tokens of each, and of all"
+    assert "**Trained on another budget or measured on other prompts than a: c, d.**" in page
     assert "a 3 of 4." in page
     # Half the tokens per round on every prompt, so the interval has no width; other prompts are not compared.
     assert "| drafter | K | tau over a's at K 5, T=0 | tau over a's at K 5, T=1 |" in page

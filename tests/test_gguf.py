@@ -20,7 +20,7 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from exports import make_eagle3
+from exports import make_eagle3, make_medusa
 
 TREE = "DRAFTSMITH_LLAMA_CPP"
 WRITES = "Path(out).write_text(json.dumps({'argv': sys.argv, 'library': gguf.TREE, 'pre': TextModel().get_vocab_base_pre(0)}))"
@@ -159,6 +159,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_head_of_another_method_that_llama_cpp_does_not_know(
+    make_tree: MakeTree, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = load_target(str(trained / "target"))
+    save_head(make_medusa(target), trained / "medusa", target)
+    words = ["export", "--target.path", str(trained / "target"), "--head", str(trained / "medusa"), "--head.layer_ids"]
+    words += ["[1,3,5]", "--export.layout", "eagle3_llama_cpp", "--output_dir", str(tmp_path / "run")]
+    assert main([*words, "--gguf", str(make_tree())]) == 2
+    assert "the head would be exported as medusa: llama.cpp knows no medusa heads." in capsys.readouterr().err
+    assert not (tmp_path / "run" / "export").exists()
+
+
 def test_export_with_gguf(
     make_tree: MakeTree, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,8 +186,8 @@ def test_export_with_gguf(
     ]
     words += ["--head", str(trained / "head"), "--output_dir", str(run), "--gguf", str(tree)]
     for wrong, message in (
-        ([], "export.layout is left out: add --export.layout eagle3_llama_cpp"),
-        (["--export.layout", "eagle3"], "but export.layout is eagle3"),
+        ([], "the head would be exported as eagle3: add --export.layout eagle3_llama_cpp"),
+        (["--export.layout", "eagle3"], "the head would be exported as eagle3: add"),
         (["--export.layout", "eagle3_llama_cpp", "--gguf", str(tmp_path / "none")], "none is no llama.cpp source tree"),
     ):
         assert main([*words, *wrong]) == 2

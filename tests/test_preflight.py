@@ -1,5 +1,6 @@
 """What is refused before hours of work, and what is only said."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,11 @@ def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
         assert (
             f"change for all texts of a pass that is longer than {limit} tokens" in capsys.readouterr().err
         ) == warned
+
+
+def test_a_slice_by_the_name_of_all_slices(workplace: Path, tmp_path: Path) -> None:
+    line = {"id": "p1", "slice": "overall", "messages": [{"role": "user", "content": "ab"}]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(line) + "\n")
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
+    with pytest.raises(UserError, match="the prompt p1 is in a slice named overall"):
+        preflight(session, "run")

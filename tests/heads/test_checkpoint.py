@@ -1,6 +1,7 @@
 """Native checkpoints: the same head after a reload, refused on another target, never half-written."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +237,36 @@ def test_a_head_of_another_width_needs_its_embeddings(tmp_path: Path) -> None:
     save_file({name: x for name, x in load_file(file).items() if name != "embed_tokens.weight"}, file)
     with pytest.raises(UserError, match=r"lacks the tensor embed_tokens\.weight, and the target's has another width"):
         load_head(tmp_path / "head", target)
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_no_obstacle(tmp_path):
+    place, left = tmp_path / "head", tmp_path / f".head.{os.getpid()}.tmp"
+    left.mkdir()
+    (left / "half").write_text("x")
+    with atomic_directory(place) as folder:
+        (folder / "config.json").write_text("1")
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+    # Killed between the two renames, the old head lies beside its place.
+    place.rename(tmp_path / f".head.{os.getpid()}.old")
+    with pytest.raises(ValueError, match="stop"), atomic_directory(place):
+        raise ValueError("stop")
+    assert (place / "config.json").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_a_head_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
+    place = tmp_path / "head"
+    with atomic_directory(place) as folder:
+        (folder / "config.json").write_text("1")
+    rename = Path.rename
+
+    def refuse(self, to):
+        if self.name.endswith(".tmp"):
+            raise OSError(28, "No space left on device")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(UserError, match="No space left"), atomic_directory(place) as folder:
+        (folder / "config.json").write_text("2")
+    assert (place / "config.json").read_text() == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]

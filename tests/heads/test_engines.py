@@ -201,6 +201,10 @@ def test_splits_of_medusa():
     with pytest.raises(UserError, match=r"vLLM cannot split this head .* pads its 160 tokens to 192 and divides them"):
         convert_head(own, target, layout="medusa_vllm", tensor_parallel=5)
     convert_head(own, target, layout="medusa_vllm", tensor_parallel=3)
+    with pytest.raises(UserError, match="knows no tensor parallelism"):
+        # TensorRT-LLM could split it, but cannot serve it.
+        convert_head(shared, target, layout="medusa", tensor_parallel=2)
+    convert_head(own, target, layout="medusa", tensor_parallel=2)
     files = ModelFiles(convert_head(own, target, layout="medusa").config, {}, torch.float32)
     assert "leave export.tensor_parallel at 1" in str(split_obstacle("medusa_original", files, 2))
 

@@ -22,7 +22,7 @@ from draftsmith.heads.target import Target
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
-from exports import LLAMA3, VOCAB, make_target
+from exports import LLAMA3, VOCAB, make_draft_model, make_eagle1, make_target
 from exports import make_eagle3 as make_head
 
 SHARED_FIXTURES = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
@@ -246,3 +246,15 @@ def test_a_bad_directory_is_one_sentence(change, words, tmp_path):
     rewrite(tmp_path / "out", change)
     with pytest.raises(UserError, match=words):
         load_eagle3_directory(tmp_path / "out", target)
+
+
+def test_embeddings_that_are_there_anyway_may_be_asked_for():
+    target = make_target()
+    files = convert_head(make_draft_model(target), target, layout="draft_model", include_embeddings=True)
+    assert "model.embed_tokens.weight" in files.tensors
+
+
+def test_the_targets_embeddings_in_another_dtype_are_not_a_heads_own():
+    target = make_target()
+    files = convert_head(make_eagle1(target), target, layout="eagle1_sglang", include_embeddings=True, dtype="bfloat16")
+    assert files.tensors["embed_tokens.weight"].dtype == torch.bfloat16

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import load_head
-from draftsmith.heads.export import export_head
+from draftsmith.heads.export import convert_head, export_head
 from draftsmith.heads.importers import recognise
 from draftsmith.heads.target import Target
 
@@ -173,3 +173,15 @@ def test_absolute_ids_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, "d2t": VOCAB + 40}, path / "model.safetensors")
     with pytest.raises(UserError, match="d2t does not hold offsets of ascending target ids"):
         load_head(path, target)
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_llama_cpp_gets_no_embeddings_which_it_would_draft_through(method: str) -> None:
+    """It takes them for the output projection of a draft that has none of its own."""
+    target, layout = make_target(tie_word_embeddings=False), f"{method}_llama_cpp"
+    head = MAKE[method](target, None)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(convert_head(head, target, layout=layout).tensors)
+    with pytest.raises(
+        UserError, match=f"include_embeddings is true, but the layout {layout} holds no input embeddings"
+    ):
+        convert_head(head, target, layout=layout, include_embeddings=True)

@@ -44,7 +44,8 @@ def files_for(layout: str) -> ModelFiles:
     if LAYOUTS[layout].method in ("dflash", "dspark"):
         make = make_dflash if LAYOUTS[layout].method == "dflash" else make_dspark
         vocab = None if layout == "dflash_llama_cpp" else VOCAB
-        return convert_head(make(target, vocab), target, layout=layout, include_embeddings=True)
+        embeddings = not layout.endswith("llama_cpp")
+        return convert_head(make(target, vocab), target, layout=layout, include_embeddings=embeddings)
     if LAYOUTS[layout].method == "eagle1":
         head = make_eagle1(target, qkv_bias=True, fc_bias=layout == "eagle1_sglang")
         return convert_head(head, target, layout=layout, include_embeddings=True)

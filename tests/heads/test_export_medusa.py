@@ -245,7 +245,7 @@ def test_blocks_that_a_reader_would_lose(layout, shared, words, tmp_path):
 
 def test_embeddings_are_none_of_medusas(tmp_path):
     target = make_target()
-    with pytest.raises(UserError, match="include_embeddings is true, but medusa heads have no embeddings"):
+    with pytest.raises(UserError, match="include_embeddings is true, but the layout medusa holds no input embeddings"):
         convert_head(make_medusa(target), target, layout="medusa", include_embeddings=True)
 
 

@@ -13,16 +13,14 @@ KL loss over the draft vocabulary and equal weights of the steps (ttt_step_loss_
 0.95, weight decay 0.1) for matrices and AdamW (weight decay 0.01) for the rest at one learning rate, the linear schedule
 with 1% warmup, the gradient norm of 1, weights in fp32, seed 42. Its recipe adds no noise to hidden states.
 
-What had to be ours: the loop, as its Trainer sends everything to a GPU, step for step the same, but without its validation
-(it would hold a tenth of the data back and mark the best epoch; all of it is learned from here, and the head is the last
-step's); sdpa attention in place of flex, which has no backward on a CPU, and the eager form of the loss in place of
-Triton's; full attention in place of a window of 2048, which no sample is longer than; hidden states in the job's dtype (its
-default is bf16); aux layers, draft vocabulary, steps, epochs and learning rate, from the job. A step
-of it is one packed row of `total_seq_len` tokens; attention over dense masks costs a CPU the square of that, so a step is
-taken over shorter rows here, each weighted by its supervised tokens, which makes the loss of its first step that of the one long
-row (the means of later steps are over slightly other numbers of rows). The store has the state y behind the target's final norm
-(weight w) where speculators wants the one before it: the norm of y / w, times w, is y again, as the norm does not see the
-scale that it took away.
+What had to be ours: the loop, as its Trainer sends everything to a GPU, step for step the same, but without validation
+(it would hold a tenth of the data back and mark the best epoch; here the head is the last step's); sdpa attention in place
+of flex, which has no backward on a CPU, and the eager form of the loss in place of Triton's; full attention in place of a
+window of 2048, which no sample is longer than; dtype of hidden states (its default is bf16), aux layers, draft vocabulary,
+steps, epochs and learning rate, from the job. A step of it is one packed row of `total_seq_len` tokens; attention over
+dense masks costs a CPU the square of that, so a step is taken over shorter rows, each weighted by its supervised tokens,
+which makes its loss that of the long row (but for later steps' means, over slightly other numbers of rows). The store has the
+state y behind the target's final norm (weight w), speculators wants the one before: the norm of y / w, times w, is y again.
 """
 
 import json

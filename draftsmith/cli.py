@@ -229,13 +229,13 @@ def _export(words: list[str]) -> int:
     from draftsmith.exporting import export_stage
     from draftsmith.gguf import check_options, export_gguf
     from draftsmith.preflight import preflight
-    from draftsmith.stages import find_head, load_best
+    from draftsmith.stages import find_head
 
     head, gguf = take(words, "--head"), GgufOptions.take(words)
     session = _session(words, "export")
     folder = find_head(session, Path(head[-1]) if head else None)
     if gguf:
-        check_options(session, gguf, load_best(session, session.target, folder).method)
+        check_options(session, gguf, folder)
     preflight(session, "export")
     exported = export_stage(session, folder if head else None)
     print(export_gguf(session, exported, gguf) if gguf else exported)

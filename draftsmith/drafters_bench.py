@@ -157,8 +157,8 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
             }
         if len(subject.run_names) > 1 and "heldout_tau" not in known[head]:
             known[head]["heldout_tau"] = measure.heldout_tau(one)
-        save()
-    best = save()["head"]
+        kept = save()
+    best = kept["head"]
     wanted = (best, measure.inputs)
     if options.decode and (decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options)):
         figures = measure.decoded(measure.contender(subject.name, trained[heads.index(best)]))

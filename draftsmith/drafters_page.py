@@ -54,7 +54,7 @@ in two stages has them in both together), and is measured on the same prompts; m
   the median of several repeats, and behind it the lowest and the highest.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
-- Ours are the heads with the best held-out tau of the 12 times that their run looked; the last table but one has the step.
+- Ours are the heads with the best held-out tau among the evaluations of their run; the last table but one has the step.
   speculators' own trainer would hold a tenth of the answers back and mark the best of its epochs; here it learns from the same
   answers as ours, and its head is that of the last step, where its learning rate has reached zero.
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).

@@ -16,6 +16,7 @@ from draftsmith.exporting import export_options
 from draftsmith.files import atomic_path
 from draftsmith.heads.engine_start import GGUF_TYPES
 from draftsmith.session import Session, say
+from draftsmith.stages import load_best
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
 LAYOUT, WHOLE = "eagle3_llama_cpp", "draft_model"
@@ -56,10 +57,10 @@ def check_tree(tree: Path) -> None:
         raise UserError(f"The llama.cpp in {tree} is too old to convert EAGLE-3 heads: update it (`git pull`).")
 
 
-def check_options(session: Session, options: GgufOptions | None, method: str) -> None:
-    """Refuse, before any work, what cannot be converted. method: of the head that is exported."""
-    if options is None:
-        return
+def check_options(session: Session, options: GgufOptions, head_folder: Path) -> None:
+    """Refuse, before any work, what cannot be converted."""
+    check_tree(options.tree)
+    method = load_best(session, session.target, head_folder).method
     if (layout := export_options(session.recipe, method)["layout"]) not in (*HEADS, WHOLE):
         own = f"{method}_llama_cpp"
         wanted = WHOLE if method == WHOLE else own if own in HEADS else ""
@@ -68,7 +69,6 @@ def check_options(session: Session, options: GgufOptions | None, method: str) ->
             f"--gguf converts the layouts {', '.join(HEADS)} and {WHOLE}, but the head would be exported as {layout}: "
             f"{remedy}."
         )
-    check_tree(options.tree)
 
 
 def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:

@@ -97,10 +97,11 @@ def _check_start(session: Session, exporting: bool) -> DraftHead:
             target.check_layer_ids(tuple(stored))
         except UserError as error:
             raise UserError(f"features.{error}") from error
-    if stored is not None and (missing := sorted(set(head.layer_ids) - set(stored))):
-        raise UserError(
-            f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave features.layer_ids out."
-        )
+        if missing := sorted(set(head.layer_ids) - set(stored)):
+            raise UserError(
+                f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave "
+                "features.layer_ids out."
+            )
     check_adapter(recipe, head)
     if layouts_for(recipe.method) or recipe.export.layout:
         try:

@@ -234,7 +234,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
     recipe, warm = session.recipe, session.recipe.train.warm_start
     head = without_neutral(asdict(recipe.head), getattr(recipe.head, "NEUTRAL", {}))
     for key in getattr(recipe.head, "MODELS", ()):
-        if key in head and head[key] is not None and Path(head[key]).is_dir():
+        if head.get(key) and Path(head[key]).is_dir():
             head[key] = fingerprint_directory(Path(head[key]))
     volatile = ("checkpoint_minutes", "workers", "warm_start")
     upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)

@@ -152,23 +152,20 @@ def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) ->
     with explain_os_error(path):
         # A process that was killed here may have had this one's number.
         shutil.rmtree(temporary, ignore_errors=True)
-        if retired.exists() and not path.exists():
-            retired.rename(path)
         temporary.mkdir(parents=True)
         try:
             yield temporary
             for file in (*temporary.iterdir(), temporary):
                 _flush(file)
             if path.exists():
+                shutil.rmtree(retired, ignore_errors=True)
                 path.rename(retired)
             temporary.rename(path)
             _flush(path.parent)
-        except OSError:
-            if retired.exists() and not path.exists():
-                retired.rename(path)
-            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+            if retired.exists() and not path.exists():
+                retired.rename(path)
             shutil.rmtree(retired, ignore_errors=True)
 
 

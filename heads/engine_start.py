@@ -70,12 +70,12 @@ def _vllm(method: str, **more: bool) -> Callable[[Serving], list[Snippet]]:
         speculative = ["--speculative-config", json.dumps(config)]
         if serving.adapter is None:
             return [_shell([*words, *speculative])]
-        return [_shell(words, vllm_adapter(serving.adapter), speculative)]
+        return [_shell(words, _vllm_adapter(serving.adapter), speculative)]
 
     return lines
 
 
-def vllm_adapter(adapter: Adapter) -> list[str]:
+def _vllm_adapter(adapter: Adapter) -> list[str]:
     """Return the words with which vLLM serves an adapter, for requests whose model is ADAPTER_NAME."""
     # vLLM takes no other ranks.
     room = next((rank for rank in _VLLM_RANKS if rank >= adapter.rank), adapter.rank)

@@ -232,13 +232,14 @@ class _Run:
                 if accelerator.sync_gradients and self.spec.clip > 0:
                     norm = accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
                     if self.spec.precision != "fp16":  # whose scaler leaves such steps out
-                        check_finite("gradient's norm", norm, progress.step + 1)
+                        check_finite("The loss became", sums.loss, progress.step + 1)
+                        check_finite("The norm of the gradient became", norm, progress.step + 1)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
         counted = [sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
         loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
-        check_finite("loss", loss, progress.step + 1)
+        check_finite("The loss became", loss, progress.step + 1)
         progress = replace(
             progress,
             step=progress.step + 1,

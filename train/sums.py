@@ -40,11 +40,12 @@ class StepSums:
             self.tuned += scored.tuned
 
 
-def check_finite(what: str, value: Tensor | float | None, step: int) -> None:
-    """Raise UserError unless `value`, of optimizer step number `step`, is a number; None is of a launch that tells none."""
+def check_finite(became: str, value: Tensor | float | None, step: int) -> None:
+    """Raise UserError unless `value`, of optimizer step number `step`, is a number; None is of a launch that tells none.
+    became: what begins the sentence."""
     if value is not None and not isfinite(float(value)):
         raise UserError(
-            f"The {what} became {float(value)} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
+            f"{became} {float(value)} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
             "no; the last checkpoint is unharmed."
         )
 

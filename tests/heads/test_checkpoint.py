@@ -254,6 +254,17 @@ def test_what_a_killed_process_of_the_same_number_left_is_no_obstacle(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
+def test_a_process_that_was_killed_after_both_renames_is_no_obstacle(tmp_path):
+    place, left = tmp_path / "head", tmp_path / f".head.{os.getpid()}.old"
+    for folder in (place, left):
+        folder.mkdir()
+        (folder / "config.json").write_text("1")
+    with atomic_directory(place) as folder:
+        (folder / "config.json").write_text("2")
+    assert (place / "config.json").read_text() == "2"
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
 def test_a_head_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
     place = tmp_path / "head"
     with atomic_directory(place) as folder:

@@ -116,7 +116,7 @@ def test_empty_masks_and_broken_losses_are_said(target: Target, tmp_path: Path) 
     head = make_head(target)
     with torch.no_grad():
         head.get_parameter("fc.weight").fill_(torch.nan)
-    with pytest.raises(UserError, match="became nan at step 1"):
+    with pytest.raises(UserError, match="The loss became nan at step 1"):
         train(make_recipe(), target, head, make_data(target), tmp_path / "b")
 
 
@@ -124,7 +124,7 @@ def test_a_gradient_that_is_no_number_ends_the_training_before_it_is_used(target
     head = make_head(target)
     head.get_parameter("fc.weight").register_hook(lambda grad: torch.full_like(grad, torch.inf))
     before = {name: value.clone() for name, value in head.state_dict().items()}
-    with pytest.raises(UserError, match=r"gradient's norm became (inf|nan) at step 1: lower train.lr"):
+    with pytest.raises(UserError, match=r"The norm of the gradient became (inf|nan) at step 1: lower train\.lr"):
         train(make_recipe(), target, head, make_data(target), tmp_path)
     assert all(torch.equal(before[name], value) for name, value in head.state_dict().items())
 

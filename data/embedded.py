@@ -22,7 +22,7 @@ from draftsmith.data.masks import tokenize_all
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, write_json, write_text
 
-EMBEDDED_VERSION = 1  # raise it when training changes in a way that the settings do not show
+EMBEDDED_VERSION = 2  # raise it when training changes in a way that the settings do not show
 PROMPT_SEED_OFFSET = 1_000_003
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (

@@ -43,6 +43,7 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     if evaluating:
         _check_evaluation(session)
     untrained = _check_start(session, exporting=command == "run") if making else None
+    _warn_of_slow_dtypes(session, making, learning, evaluating)
     if not evaluating:
         return []
     target = session.target
@@ -53,6 +54,24 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     limited = recipe.evaluate.baselines or any(one.context_length is not None for one in heads.values())
     longest = longest_text(make_requests(session, target)[0]) if limited else 0
     return [contender.name for contender in make_lineup(session, heads, target, longest)]
+
+
+def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:
+    """Say which settings ask for bf16 on a processor that emulates it."""
+    # Where there is AVX512 but no instruction for bf16, products are made by way of fp32, at about its speed.
+    if session.device != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return
+    recipe = session.recipe
+    slow = {
+        "target.dtype to float32": making and session.target.dtype == torch.bfloat16,
+        'train.precision to "no"': learning and recipe.train.precision == "bf16",
+        "evaluate.dtype to float32": evaluating and recipe.evaluate.dtype == "bfloat16",
+    }
+    if changes := [change for change, needed in slow.items() if needed]:
+        say(
+            "warning: this CPU emulates bf16, which takes ten times as long as fp32 or more: set "
+            f"{' and '.join(changes)}."
+        )
 
 
 def _check_evaluation(session: Session) -> None:

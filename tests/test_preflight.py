@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -130,3 +131,32 @@ def test_a_slice_by_the_name_of_all_slices(workplace: Path, tmp_path: Path) -> N
     session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
     with pytest.raises(UserError, match="the prompt p1 is in a slice named overall"):
         preflight(session, "run")
+
+
+@pytest.mark.parametrize(
+    ("capability", "words", "expected"),
+    [
+        ("AVX2", ("--train.precision=bf16",), 'set train.precision to "no".'),
+        ("AVX2", ("--train.precision=no", "--target.dtype=bfloat16"), "set target.dtype to float32."),
+        (
+            "AVX2",
+            ("--train.precision=bf16", "--evaluate.dtype=bfloat16"),
+            'set train.precision to "no" and evaluate.dtype to float32.',
+        ),
+        ("AVX2", ("--train.precision=no",), ""),
+        ("AVX512", ("--train.precision=bf16",), ""),
+    ],
+)
+def test_bf16_on_a_processor_without_it_is_warned_of(
+    workplace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    words: tuple[str, ...],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    preflight(session_of(workplace, tmp_path, "medusa", {}, "--target.device=cpu", *words), "run")
+    found = [line for line in capsys.readouterr().err.splitlines() if "emulates bf16" in line]
+    assert [line.rsplit("or more: ")[-1] for line in found] == ([expected] if expected else [])

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from draftsmith.heads.base import DraftHead
+from draftsmith.muon import Muon
 from draftsmith.recipe import TrainSpec
 
 
@@ -30,7 +31,7 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         groups = _groups(matrices, spec.muon_lr)
-        optimizers.append(torch.optim.Muon(groups, lr=spec.muon_lr, weight_decay=spec.weight_decay))
+        optimizers.append(Muon(groups, lr=spec.muon_lr, weight_decay=spec.weight_decay))
     if others:
         betas = (spec.betas[0], spec.betas[1])
         groups = _groups(others, spec.lr)

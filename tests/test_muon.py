@@ -1,0 +1,89 @@
+"""Muon on a CPU against torch's own, whose products are in bf16."""
+
+import copy
+
+import torch
+
+from draftsmith.muon import Muon, orthogonalise
+
+COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    draws = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(*shape, generator=draws)) for shape in ((24, 40), (40, 24), (32, 32))]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(step + 1)
+    return [torch.randn(*p.shape, generator=draws) for p in matrices()]
+
+
+def train(kind: type[torch.optim.Muon], steps: int) -> tuple[list[torch.nn.Parameter], torch.optim.Muon]:
+    parameters = matrices()
+    optimizer = kind(parameters, lr=0.02, weight_decay=0.1)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer
+
+
+def test_steps_are_torchs_but_for_the_rounding_of_bf16() -> None:
+    (ours, _), (theirs, _) = train(Muon, 4), train(torch.optim.Muon, 4)
+    for start, mine, other in zip(matrices(), ours, theirs, strict=True):
+        moved = (other - start).norm()
+        assert moved > 0.1
+        assert (mine - other).norm() < 0.02 * moved
+
+
+def test_state_is_torchs_and_either_goes_on_from_it() -> None:
+    ours, optimizer = train(Muon, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state.keys() == train(torch.optim.Muon, 2)[1].state_dict().keys()
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    again = torch.optim.Muon(resumed, lr=1.0)
+    again.load_state_dict(state)
+    for one, parameters in ((optimizer, ours), (again, resumed)):
+        for parameter, gradient in zip(parameters, gradients(2), strict=True):
+            parameter.grad = gradient
+        one.step()
+    for mine, other in zip(ours, resumed, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-3, rtol=0)
+
+
+def test_a_parameter_without_gradient_stays_and_a_closure_is_called() -> None:
+    parameters = matrices()
+    optimizer = Muon(parameters, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = (parameters[0] ** 2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == (matrices()[0] ** 2).sum()
+    assert not torch.equal(parameters[0], matrices()[0])
+    assert torch.equal(parameters[1], matrices()[1])
+
+
+def test_singular_values_come_near_one_in_fp32() -> None:
+    for matrix in (torch.diag(torch.linspace(0.05, 1.0, 16)), torch.randn(40, 12), torch.randn(12, 40).double()):
+        found = orthogonalise(matrix, COEFFICIENTS, STEPS, EPS)
+        assert found.dtype == torch.float32
+        assert found.shape == matrix.shape
+        values = torch.linalg.svdvals(found)
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+
+
+def test_the_iteration_is_the_polynomial_of_singular_values() -> None:
+    """x -> a x + b x^3 + c x^5 on each of them, five times; the vectors stay."""
+    draws = torch.Generator().manual_seed(3)
+    matrix = torch.randn(20, 30, generator=draws, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        values = a * values + b * values**3 + c * values**5
+    expected = (left * values) @ right
+    found = orthogonalise(matrix, COEFFICIENTS, STEPS, EPS)
+    torch.testing.assert_close(found.double(), expected, atol=1e-4, rtol=0)

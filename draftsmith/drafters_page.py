@@ -91,14 +91,15 @@ def render(folder: Path, order: Sequence[str]) -> str:
 def _apart(entries: Sequence[Entry]) -> str:
     """Say which drafters are not to be held against the first one."""
 
-    def conditions(entry: Entry) -> tuple[int, str]:
-        return entry["budget"], best(entry)["inputs"]
+    def conditions(entry: Entry) -> tuple[int, str, str | None]:
+        return entry["budget"], best(entry)["inputs"], best(entry)["training"].get("answers")
 
     odd = [entry["name"] for entry in entries if conditions(entry) != conditions(entries[0])]
     if not odd:
         return ""
     return (
-        f"\n**Trained on another budget or measured on other prompts than {entries[0]['name']}: {', '.join(odd)}.**\n"
+        f"\n**Trained on another budget, on answers that were sampled anew, or measured on other prompts than "
+        f"{entries[0]['name']}: {', '.join(odd)}.**\n"
     )
 
 

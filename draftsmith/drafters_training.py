@@ -14,6 +14,7 @@ from draftsmith import stages
 from draftsmith.data.batch import Tokenized
 from draftsmith.drafters_table import ROOT, Subject
 from draftsmith.errors import UserError
+from draftsmith.files import fingerprint
 from draftsmith.preflight import preflight
 from draftsmith.recipe import Recipe
 from draftsmith.recipe_file import parse_recipe
@@ -49,7 +50,7 @@ class Bench:
 @dataclass(frozen=True)
 class Trained:
     """A trained head. folder: of the run or of the head. lr, muon_lr: its peak learning rates. overrides: what its recipe was
-    called with. seconds, tokens, steps: of its training, both stages where there are two; supervised_tokens: with
+    called with. answers: identify the texts that it learned from. seconds, tokens, steps: of its training, both stages where there are two; supervised_tokens: with
     repetition. parameters: None where the head itself tells. settings: what another package trained it with. head_step: the
     step whose head it is, None for the last one."""
 
@@ -65,6 +66,7 @@ class Trained:
     parameters: int | None = None
     settings: dict[str, Any] | None = None
     head_step: int | None = None
+    answers: str | None = None
 
     @property
     def record(self) -> dict[str, Any]:
@@ -88,6 +90,11 @@ def supervised(samples: Sequence[Tokenized], places: Sequence[int]) -> int:
     return sum(int(samples[place].mask.sum()) for place in places)
 
 
+def identify_texts(samples: Sequence[Tokenized]) -> str:
+    """Identify what is learned from: a target that answers anew on another machine samples other texts."""
+    return fingerprint([[one.sample_id, one.ids.tolist()] for one in samples])
+
+
 def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Trained]:
     """Return the runs of a drafter, trained first where they are not yet; without `train` those that are trained."""
     if not subject.recipe:
@@ -96,7 +103,7 @@ def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Tr
     before = subject.first_stage
     session = Session(bench.recipe(before or subject))
     samples = stages.load_samples(session).samples
-    per_epoch = supervised(samples, stages.split_samples(session, samples)[0])
+    per_epoch, texts = supervised(samples, stages.split_samples(session, samples)[0]), identify_texts(samples)
     epochs = epochs_for(bench.budget, per_epoch)
     words, earlier = [], dict.fromkeys(_SUMS, 0)
     if before is not None:
@@ -124,7 +131,8 @@ def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Tr
         # Folders of this machine have no place in a result file.
         overrides = tuple(w.replace(f"={bench.runs}/", "=RUNS/") for w in (*subject.overrides, *bench.words, *own))
         head_step = earlier["steps"] + facts["best_step"]
-        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done, head_step=head_step))
+        facts_of = {"head_step": head_step, "answers": texts}
+        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done, **facts_of))
     return runs
 
 
@@ -187,7 +195,8 @@ def _imported(folder: Path, name: str) -> Trained | None:
         settings = {"trainer": record["trainer"], "cpu_seconds": record.get("cpu_seconds"), **record["settings"]}
         done = (record["seconds"], record["tokens"], record["supervised_tokens"], record["steps"])
         rates = (record["settings"]["lr"], record["settings"].get("muon_lr"))
-        return Trained(name, folder / "head", *rates, (), *done, record["parameters"], settings)
+        texts = record.get("answers")
+        return Trained(name, folder / "head", *rates, (), *done, record["parameters"], settings, answers=texts)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} is no record of a training ({error!r}): train the head again.") from error
 
@@ -207,6 +216,7 @@ def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[
         "vocab": None if vocab is None else vocab.tolist(),
         "train": [samples[place].sample_id for place in places],
         "ttt_steps": session.head_options.ttt_steps,
+        "answers": identify_texts(samples),
         "epochs": epochs_for(bench.budget, supervised(samples, places)),
         "step_tokens": recipe.train.row_tokens * recipe.train.rows * recipe.train.accumulation,
         "row_tokens": max(len(samples[place].ids) for place in places),

@@ -248,7 +248,9 @@ def write_entries(folder: Path) -> None:
         {"name": "b", "recipe": None, "runs": [short], "decoded": None},
         {"name": "c", "recipe": None, "runs": [make_run("c-1", 1.5, [1.0, 1.0], inputs="other")], "decoded": None},
         {"name": "d", "recipe": None, "runs": [make_run("d-1", 1.5, [1.0, 1.0])], "decoded": None, "budget": 7},
+        {"name": "e", "recipe": None, "runs": [make_run("e-1", 1.5, [1.0, 1.0])], "decoded": None},
     ]
+    entries[-1]["runs"][0]["training"]["answers"] = "anew"
     for entry in entries:
         (folder / f"{entry['name']}.json").write_text(json.dumps({"budget": 3_000_000} | entry))
 
@@ -261,7 +263,8 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| 2.51 | 1.25× (1.20 to 1.31) |" in page
     assert "| 2.51 | 1.50×, once |" in page
     assert "| 1,500 | 3,333 | 5.00M | 3.00M | 1,375 | 2 min |" in page, "steps, tokens of each, and of all"
-    assert "**Trained on another budget or measured on other prompts than a: c, d.**" in page
+    assert ": c, d, e.**" in page, "other prompts, another budget, other answers"
+    assert "**Trained on another budget, on answers that were sampled anew, or measured on other prompts than a" in page
     assert "a 3 of 4." in page
     # Half the tokens per round on every prompt, so the interval has no width; other prompts are not compared.
     assert "| drafter | K | tau over a's at K 5, T=0 | tau over a's at K 5, T=1 |" in page

@@ -271,10 +271,8 @@ def finish(job: dict[str, Any], config: Any, model: Any, run: dict[str, Any], st
     ]
     record = {
         "trainer": f"speculators {version('speculators')}",
-        "epochs": job["epochs"],
+        **{key: job.get(key) for key in ("epochs", "step_tokens", "row_tokens", "answers")},
         "steps": steps,
-        "step_tokens": job["step_tokens"],
-        "row_tokens": job["row_tokens"],
         "seconds": run["seconds"],
         "cpu_seconds": run["cpu_seconds"],
         "tokens": run["tokens"],

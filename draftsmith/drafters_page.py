@@ -70,11 +70,16 @@ def write_page(folder: Path, order: Sequence[str]) -> Path:
     return folder / PAGE
 
 
-def render(folder: Path, order: Sequence[str]) -> str:
-    """Return the page. Drafters without a result file are left out; one of another name comes last."""
+def read_entries(folder: Path, order: Sequence[str]) -> list[Entry]:
+    """Return what the result files of a folder hold, in this order of their names; those of another name come last."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     rank = {name: place for place, name in enumerate(order)}
-    entries = sorted(found, key=lambda entry: (rank.get(entry["name"], len(rank)), entry["name"]))
+    return sorted(found, key=lambda entry: (rank.get(entry["name"], len(rank)), entry["name"]))
+
+
+def render(folder: Path, order: Sequence[str]) -> str:
+    """Return the page; drafters without a result file are left out."""
+    entries = read_entries(folder, order)
     findings = folder / FINDINGS
     said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
     parts = [_INTRO, said]
@@ -117,6 +122,22 @@ def _compared_at(run: dict[str, Any]) -> str:
 def best(entry: Entry) -> Entry:
     """The run of a drafter that stands in the tables."""
     return best_run(entry["runs"])
+
+
+def headline(folder: Path, order: Sequence[str]) -> str:
+    """A row per drafter of a folder of result files, with what a README has room for, each with its own draft length."""
+    entries = read_entries(folder, order)
+    temperatures = _temperatures(entries)
+    head = ["drafter", "parameters", "K", *(f"{what} T={t}" for t in temperatures for what in ("tau", "speedup"))]
+    lines = []
+    for entry in entries:
+        run, decoded = best(entry), (entry["decoded"] or {}).get("at", {})
+        cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
+        for t in temperatures:
+            tau = run["simulated"].get(t, {}).get("tau", {}).get(str(run["K"]))
+            cells += [_tau(tau), _speedup(decoded.get(t, {}))]
+        lines.append(cells)
+    return _table(head, lines)
 
 
 def overview(entries: Sequence[Entry]) -> str:

@@ -7,6 +7,9 @@ import pytest
 
 from draftsmith.cli import COMMANDS
 from draftsmith.decoding_tables import read_bench, render
+from draftsmith.drafters_page import headline
+from draftsmith.drafters_page import render as render_drafters
+from draftsmith.drafters_table import SUBJECTS
 from draftsmith.eval.report import headline_markdown
 from draftsmith.eval.result import read_result
 
@@ -33,8 +36,17 @@ def test_tables_of_the_decoding_bench_are_those_of_committed_results() -> None:
         assert table.strip() == render(rows, facts).strip()
 
 
-def test_readme_shows_a_table() -> None:
-    assert BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
+def test_readme_shows_a_table_of_results_and_one_of_drafters() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert BLOCK.search(text)
+    ((folder, table),) = re.findall(r"<!-- drafters: (.+?) -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    assert table.strip() == headline(ROOT / folder, [s.name for s in SUBJECTS]).strip()
+
+
+def test_the_page_of_drafters_is_that_of_the_committed_results() -> None:
+    folder = ROOT / "docs" / "results" / "drafters"
+    page = render_drafters(folder, [s.name for s in SUBJECTS])
+    assert (folder / "README.md").read_text(encoding="utf-8") == page, "run scripts/bench_drafters.py --page"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -49,6 +49,8 @@ in two stages has them in both together), and is measured on the same prompts; m
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
   is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
+- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of speculators (0.79M), which ours
+  trains, and of block drafters, which is the target's.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer, beside `target ms`, one pass of the target
   over one token. `speedup` is measured: decoding with the drafter and with the target alone in turns, one request at a time;
   the median of several repeats, and behind it the lowest and the highest.
@@ -128,7 +130,12 @@ def headline(folder: Path, order: Sequence[str]) -> str:
     """A row per drafter of a folder of result files, with what a README has room for, each with its own draft length."""
     entries = read_entries(folder, order)
     temperatures = _temperatures(entries)
-    head = ["drafter", "parameters", "K", *(f"{what} T={t}" for t in temperatures for what in ("tau", "speedup"))]
+    head = [
+        "drafter",
+        "trained parameters",
+        "K",
+        *(f"{what} T={t}" for t in temperatures for what in ("tau", "speedup")),
+    ]
     lines = []
     for entry in entries:
         run, decoded = best(entry), (entry["decoded"] or {}).get("at", {})
@@ -143,7 +150,7 @@ def headline(folder: Path, order: Sequence[str]) -> str:
 def overview(entries: Sequence[Entry]) -> str:
     """A row per drafter: size, training, cost, tau at both temperatures, measured speedup."""
     temperatures = _temperatures(entries)
-    head = ["drafter", "parameters", "training", "own K", "ms per draft", "target ms"]
+    head = ["drafter", "trained parameters", "training", "own K", "ms per draft", "target ms"]
     for t in temperatures:
         head += [f"tau T={t}, K 5", f"tau T={t}, own K", f"decoded T={t}", f"speedup T={t}"]
     lines = []

@@ -43,6 +43,10 @@ def describe(plan: Plan) -> list[str]:
         f"reach {given.utilisation:.0%} of {device.flops / 1e12:.0f} TFLOP/s and {BANDWIDTH_SHARE:.0%} of "
         f"{device.bandwidth / 1e12:.3g} TB/s",
     ]
+    if spec.warm_start is not None:
+        lines[-1] += (
+            "; of the head, sizes that the recipe leaves null are not those of train.warm_start: write them out"
+        )
     if recipe.answers.regenerate:
         lines.append(
             f"answers: {_count(plan.samples * given.answer)} tokens, {plan.answer_flops:.2g} FLOP, {_time(plan.answer_seconds)} on one "

@@ -44,6 +44,11 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         _check_evaluation(session)
     untrained = _check_start(session, exporting=command == "run") if making else None
     _warn_of_slow_dtypes(session, making, learning, evaluating)
+    if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:
+        say(
+            f"warning: train.muon_lr is {recipe.train.muon_lr}, but train.optimizer is {recipe.train.optimizer}, which takes "
+            "train.lr alone: set train.optimizer to muon, or leave train.muon_lr out."
+        )
     if not evaluating:
         return []
     target = session.target

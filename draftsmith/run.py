@@ -51,10 +51,12 @@ class StageRecord:
 
 
 class RunDirectory:
-    """Opens (and creates) a run directory and keeps its run.json."""
+    """Opens (and creates) a run directory and keeps its run.json. stages: those that are made here; of a directory that
+    another run shares, the others are that run's own."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, stages: Sequence[str] = STAGES) -> None:
+        self.path, self._stages = path, stages
+        self._key = "--output_dir" if "train" in stages else "--data_dir"
         self._file = path / "run.json"
         self._claim: TextIO | None = None
 
@@ -82,7 +84,7 @@ class RunDirectory:
             changed.sort(key=lambda key: key != "method")  # which brings its own options
             shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
             raise UserError(
-                f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another --output_dir, "
+                f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
                 f"or add --redo {stage} to remove it and what follows from it."
             )
         if self.holds(stage, inputs):
@@ -118,9 +120,9 @@ class RunDirectory:
             self._claim = None
 
     def remove(self, stage: str) -> None:
-        """Remove a stage and all that follow from it."""
+        """Remove a stage and all that are made here and follow from it."""
         entries = self._read()
-        for later in FOLLOWERS[stage]:
+        for later in (name for name in FOLLOWERS[stage] if name in self._stages):
             for name in FILES[later]:
                 path = self.path / name
                 if path.is_dir():
@@ -141,7 +143,7 @@ class RunDirectory:
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{self._file} cannot be read ({error}): it was changed by hand or written by another version of "
-                "draftsmith; restore it or choose another --output_dir."
+                f"draftsmith; restore it or choose another {self._key}."
             ) from error
         return entries
 

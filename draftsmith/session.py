@@ -52,7 +52,8 @@ class Session:
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if main else set()
         self.run = RunDirectory(recipe.run_dir)
-        self.data = self.run if recipe.data_path == recipe.run_dir else RunDirectory(recipe.data_path)
+        shared = recipe.data_path != recipe.run_dir
+        self.data = RunDirectory(recipe.data_path, DATA_STAGES) if shared else self.run
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:

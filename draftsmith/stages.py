@@ -200,7 +200,8 @@ def draft_vocab(
     say(
         f"draft vocab: {size} of {vocab_size} tokens cover {coverage(counts, vocab):.2%} of the tokens to learn ({shares})"
     )
-    for warning in coverage_warnings(by_slice, vocab):
+    fix = "raise head.draft_vocab_size" if given is None else "train a new head, as that of train.warm_start stays so"
+    for warning in coverage_warnings(by_slice, vocab, fix):
         say(f"warning: {warning}")
     return vocab
 
@@ -266,6 +267,11 @@ def split_samples(session: Session, samples: list[Tokenized]) -> "tuple[list[int
             f"warning: {len(samples) - len(fits)} samples are longer than train.row_tokens={recipe.train.row_tokens} and "
             "are left out of training: raise it, or lower data.max_length."
         )
+    if len(samples) > recipe.data.heldout >= len(fits):
+        raise UserError(
+            f"Only {len(fits)} of {len(samples)} samples fit train.row_tokens={recipe.train.row_tokens}, and data.heldout takes "
+            f"{recipe.data.heldout}: raise train.row_tokens, or lower data.max_length."
+        )
     names = [samples[i].conversation or samples[i].sample_id for i in fits]
     train_places, heldout = split_heldout(names, recipe.data.heldout)
     return [fits[i] for i in train_places], [fits[i] for i in heldout]
@@ -281,13 +287,21 @@ def find_head(session: Session, folder: Path | None = None, key: str = "") -> Pa
     found = best if best.exists() or folder == session.recipe.run_dir else folder
     refuse_other_files(found)
     if weights_file(found) is None:
-        raise UserError(
-            f"{key}: there is no trained head in {folder}: train it first, or remove it."
-            if key
-            else f"There is no trained head in {found}: run `draftsmith train` first, or name one with --head."
-        )
+        raise UserError(_no_head(session, folder, key or "--head"))
     recognise(found)
     return found
+
+
+def _no_head(session: Session, folder: Path, where: str) -> str:
+    """Say why there is no head in a folder, by what is there instead."""
+    if folder == session.recipe.run_dir:
+        return f"There is no trained head in {folder}: run `draftsmith train` first, or name one with --head."
+    if not folder.exists():
+        hub = "a head on the Hub is fetched first, with `hf download NAME --local-dir FOLDER`"
+        return f"{where}: there is no folder {folder}: check its name; {hub}."
+    if not folder.is_dir():
+        return f"{where}: {folder} is a file: name the folder that holds it."
+    return f"{where}: there is no trained head in {folder}: train it first, or name another folder."
 
 
 def head_digest(session: Session, folder: Path | None = None) -> str:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
@@ -48,6 +49,14 @@ class HeadOutput:
 
     steps: tuple[StepOutput, ...]
     tuned: StepOutput | None = None
+
+
+def agree(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether logits [..., W] are the same but for the order in which products were added up, which on some processors
+    depends on where in memory a matrix begins."""
+    apart, size = (ours - theirs).abs().sum(-1), 1.0 + ours.abs().sum(-1)
+    # What is compared is either wrong by a multiple of its size or right.
+    return bool((apart <= (1e-4 if ours.dtype == torch.float32 else 5e-2) * size).all())
 
 
 def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
@@ -146,7 +155,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return, as JSON, what the method's `load` needs besides `layer_ids` and the tensors."""
+        """Return, as JSON, what the method's `load` needs besides `layer_ids` and the tensors; under "options" the fields of
+        the recipe's options, which training that starts from such a head holds against the recipe's."""
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
         """Yield the rows [B, L] bool that step 0, 1, ... gives logits of: those of rule 1, all of them unless the head

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.base import DraftHead, drafting
+from draftsmith.heads.base import DraftHead, agree, drafting
 from draftsmith.heads.block_export import load_dflash_directory, load_dspark_directory, to_dflash, to_dspark
 from draftsmith.heads.block_layouts import DFLASH, DFLASH_LLAMA_CPP, DSPARK, DSPARK_LLAMA_CPP
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
@@ -223,7 +223,7 @@ def convert_head(
 
 @torch.no_grad()
 def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target: Target) -> bool:
-    """Whether both heads give equal logits on random input, `head` with its weights rounded to the files' dtype.
+    """Whether both heads give the same logits on random input, `head` with its weights rounded to the files' dtype.
 
     All steps or heads that training sums over are compared. Both use the target's embedding, if they have one,
     unless the files hold it.
@@ -240,7 +240,7 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
     batch = _random_batch(reloaded, target, length=steps + 8)
     with drafting(head, reloaded):
         ours, theirs = functional_call(head, rounded, (batch, steps)), reloaded(batch, steps)
-    return all(torch.equal(a.logits, b.logits) for a, b in zip(ours.steps, theirs.steps, strict=True))
+    return all(agree(a.logits, b.logits) for a, b in zip(ours.steps, theirs.steps, strict=True))
 
 
 def _dtype(dtype: str | torch.dtype | None, target: Target) -> torch.dtype:

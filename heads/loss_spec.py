@@ -105,13 +105,22 @@ class LossSpec:
                     f"train.loss.{name} is {getattr(self, name)}, but it belongs to {kind}, and kind is {self.kind}: leave "
                     "it out."
                 )
+        if self.depth_weights is not None and self.decay != type(self).decay:
+            raise UserError(
+                f"train.loss.decay is {self.decay}, but depth_weights name the weight of every step: leave one of them out."
+            )
         if self.top_k != type(self).top_k and not self.top_k_weight:
             raise UserError(f"train.loss.top_k is {self.top_k}, but top_k_weight is 0: set that, or leave top_k out.")
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
         self.check_steps(head.train_steps)
-        self.check_features(head.regresses)
+        terms = [*self.term_weights(head.regresses, head.tunes), *self.also.values(), self.top_k_weight]
+        terms += [1.0 if weight is None else weight for weight in self._of_parts(head)]
+        if not any(terms):
+            raise UserError(
+                "train.loss.weight is 0 and no other loss has a weight, so nothing would be learned: raise one."
+            )
         if self.confidence_weight and not head.confident:
             raise UserError(
                 f"train.loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "
@@ -127,6 +136,10 @@ class LossSpec:
                 f"train.loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
                 "train medusa2."
             )
+
+    def _of_parts(self, head: "DraftHead") -> list[float | None]:
+        """The weights of losses that only some heads have: null where they count in full."""
+        return [self.confidence_weight] * head.confident + [self.tuned_weight] * head.tunes
 
     def check_features(self, present: bool) -> None:
         """Raise UserError where the recipe weighs features that the head's outputs do not have."""

@@ -15,6 +15,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from draftsmith.files import write_json
+from draftsmith.heads.base import agree
 from draftsmith.heads.checkpoint import CONFIG, atomic_directory, check_replaceable
 from draftsmith.heads.contracts import Contract, KeyRule, ModelFiles, TensorRule, validate
 from draftsmith.heads.eagle3_export import target_reference
@@ -126,7 +127,7 @@ def adapter_contract(tuned: TunedTarget) -> Contract:
 
 @torch.no_grad()
 def _same_logits(one: Any, other: Any) -> bool:
-    """Whether two models give equal logits on random tokens [1, L]."""
+    """Whether two models give the same logits on random tokens [1, L]."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = one.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocab_size, (1, 16), generator=generator).to(one.get_input_embeddings().weight.device)
@@ -135,7 +136,7 @@ def _same_logits(one: Any, other: Any) -> bool:
     found = [model.eval()(input_ids=ids, use_cache=False).logits for model in (one, other)]
     for module, training in were.items():
         module.training = training
-    return torch.equal(*found)
+    return agree(*found)
 
 
 def _merged_readme(method: str, original: Target) -> str:

@@ -78,14 +78,14 @@ def coverage(counts: Tensor, draft_vocab: Tensor) -> float:
     return int(counts[draft_vocab].sum()) / total if total else 1.0
 
 
-def coverage_warnings(counts_by_slice: Mapping[str, Tensor], draft_vocab: Tensor) -> list[str]:
-    """Return one sentence for everything together and for every slice under 95%, empty where all is well."""
+def coverage_warnings(counts_by_slice: Mapping[str, Tensor], draft_vocab: Tensor, fix: str) -> list[str]:
+    """Return one sentence for everything together and for every slice under 95%, with the `fix`; empty where all is well."""
     everything = {"all answers": sum(counts_by_slice.values(), torch.zeros(1, dtype=torch.int64))}
     named = everything | {f"slice {name}": counts for name, counts in counts_by_slice.items()}
     shares = {name: coverage(counts, draft_vocab) for name, counts in named.items() if counts.numel() > 1}
     return [
         f"The draft vocabulary of {len(draft_vocab)} tokens covers only {share:.1%} of the tokens to learn in {name}: "
-        "every other token is a certain rejection; raise head.draft_vocab_size."
+        f"every other token is a certain rejection; {fix}."
         for name, share in shares.items()
         if share < LOW_COVERAGE
     ]

@@ -55,6 +55,11 @@ def restart(head: DraftHead, options: Any, target: Target, method: str | None = 
 def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
     """Return the fields of a head's options with the sizes that it has: null there means those of its target."""
     spec = head.describe()
+    if not isinstance(spec.get("options"), dict):
+        raise UserError(
+            f"train.warm_start: heads of {head.method} do not tell their options, so no training can start from one: let "
+            'their `describe` return them under "options", or remove train.warm_start.'
+        )
     found = {**spec["options"]}
     found |= {key: value for key, value in spec.get("layer_config", {}).items() if key in found}
     vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)

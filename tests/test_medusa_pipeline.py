@@ -168,7 +168,7 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
         (["--evaluate.baselines", "[{kind: draft_model, path: nowhere}]"], "nowhere, but there is no such folder"),
         (["--evaluate.baselines", "[{kind: draft_model, path: {work}/target}]"], "as its own draft model"),
         (["--evaluate.drafts", "[{tree: chain, epsilon: 2}]"], "epsilon is 2"),
-        (["--evaluate.beside.other", "nowhere"], "evaluate.beside.other: there is no trained head in nowhere"),
+        (["--evaluate.beside.other", "nowhere"], "evaluate.beside.other: there is no folder nowhere"),
         (["--evaluate.beside.medusa", "{eagle}"], "the name of the run's own"),
         (["--export.layout", "eagle3"], "medusa"),
         (["--head.num_heads", "0"], "head.num_heads is 0"),

@@ -160,3 +160,12 @@ def test_bf16_on_a_processor_without_it_is_warned_of(
     preflight(session_of(workplace, tmp_path, "medusa", {}, "--target.device=cpu", *words), "run")
     found = [line for line in capsys.readouterr().err.splitlines() if "emulates bf16" in line]
     assert [line.rsplit("or more: ")[-1] for line in found] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(("optimizer", "warned"), [("adamw", True), ("muon", False)])
+def test_a_rate_of_the_other_optimizer_is_warned_of(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, warned: bool
+) -> None:
+    words = (f"--train.optimizer={optimizer}", "--train.muon_lr=0.5")
+    preflight(session_of(workplace, tmp_path, "medusa", {}, *words), "train")
+    assert ("train.muon_lr is 0.5, but train.optimizer is adamw" in capsys.readouterr().err) == warned

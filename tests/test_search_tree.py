@@ -190,7 +190,7 @@ def test_the_last_answer_of_a_talk_is_answered_anew() -> None:
         (["--output", "nowhere/tree.json"], "There is no folder nowhere for --output nowhere/tree.json"),
         (["--output", "{workplace}"], "is no tree that search-tree wrote"),
         (["--output", "{workplace}/medusa.yaml"], "is no tree that search-tree wrote"),
-        (["--head", "nowhere"], "There is no trained head in nowhere"),
+        (["--head", "nowhere"], "--head: there is no folder nowhere: check its name; a head on the Hub"),
         (["--output_dir", "{workplace}"], "There is no trained head in"),
         (["--output_dir", "{workplace}", "--head", "{workplace}/run"], "There are no finished answers in"),
         (["--data.heldout", "12"], "the head was trained with 10, so it has seen some of these answers"),

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.data.split import split_heldout
 from draftsmith.errors import UserError
-from draftsmith.run import FOLLOWERS, STAGES, RunDirectory
+from draftsmith.run import DATA_STAGES, FOLLOWERS, STAGES, RunDirectory
 
 
 def test_split_is_stable_and_keeps_turns_together() -> None:
@@ -65,6 +65,23 @@ def test_removing_takes_what_follows_and_no_more(tmp_path: Path) -> None:
     run.remove("features")
     assert run.record("answers") is not None
     assert all(run.record(stage) is None for stage in FOLLOWERS["features"])
+
+
+def test_removing_what_runs_share_leaves_the_other_runs_heads(tmp_path: Path) -> None:
+    """The directory of another run, of which this one makes answers and hidden states alone."""
+    own, shared = RunDirectory(tmp_path), RunDirectory(tmp_path, DATA_STAGES)
+    for stage in STAGES:
+        own.begin(stage, {})
+        own.finish(stage, {})
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    (tmp_path / "train" / "best").mkdir(parents=True)
+    with pytest.raises(UserError, match="choose another --data_dir, or add --redo answers"):
+        shared.begin("answers", {"more": 1})
+    assert not shared.begin("answers", {"more": 1}, redo=True)
+    assert not (tmp_path / "answers.jsonl").exists()
+    assert (tmp_path / "train" / "best").exists()
+    assert own.record("train") is not None
+    assert own.record("features") is None
 
 
 def test_a_run_file_changed_by_hand_is_named(tmp_path: Path) -> None:

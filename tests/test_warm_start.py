@@ -161,7 +161,9 @@ def test_training_starts_from_the_head(
 @pytest.mark.parametrize(
     ("start", "more", "said"),
     [
-        ("nowhere", [], "train.warm_start: there is no trained head in"),
+        ("nowhere", [], "train.warm_start: there is no folder"),
+        ("recipe.yaml", [], "recipe.yaml is a file: name the folder that holds it"),
+        ("", [], "train.warm_start: there is no trained head in"),
         ("medusa", [], "medusa, a head of medusa, but method is eagle3"),
         ("target", [], "is the target itself, which drafts nothing"),
         ("head", ["--head.draft_vocab_size", "200"], "head.draft_vocab_size is 200, but the head that train.warm_start"),

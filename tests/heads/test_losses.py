@@ -17,6 +17,7 @@ from draftsmith.heads import teacher as teacher_module
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
 from draftsmith.heads.loss_spec import LossKind, LossSpec
 from draftsmith.heads.losses import LossOutput, head_loss, loss_divisor
+from draftsmith.heads.medusa import MedusaOptions, build
 from draftsmith.heads.target import Target
 from draftsmith.heads.teacher import make_teacher
 
@@ -143,7 +144,7 @@ def test_a_later_step_weighs_decay_and_the_rows_it_reaches(target, batch):
 
 def test_depth_weights_replace_the_decay(target, batch):
     output = random_output(batch, len(VOCAB))
-    scored = head_loss(output, batch, target.head, VOCAB, LossSpec(decay=0.5, depth_weights=[0.0, 2.0, 0.25]))
+    scored = head_loss(output, batch, target.head, VOCAB, LossSpec(depth_weights=[0.0, 2.0, 0.25]))
     torch.testing.assert_close(scored.loss_sum.detach(), 2 * scored.step_loss[1] + 0.25 * scored.step_loss[2])
     scored.loss_sum.backward()
     assert gradients(output)[0].abs().max() == 0
@@ -240,6 +241,10 @@ def test_mistakes_name_the_key():
         ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and kind is kl: leave it out"),
         ({"kind": "tv", "lk_decay": 2.0}, "train.loss.lk_decay is 2.0, but it belongs to lk_hybrid, and kind is tv"),
         ({"top_k": 5}, "train.loss.top_k is 5, but top_k_weight is 0"),
+        (
+            {"decay": 0.5, "depth_weights": [1.0]},
+            "train.loss.decay is 0.5, but depth_weights name the weight of every step",
+        ),
     ],
 )
 def test_numbers_that_are_wrong_or_belong_to_another_loss(options, said):
@@ -249,3 +254,11 @@ def test_numbers_that_are_wrong_or_belong_to_another_loss(options, said):
 
 def test_numbers_of_a_loss_beside_the_first_are_taken():
     assert LossSpec(also={"jsd": 0.5}, beta=0.1, top_k_weight=1.0, top_k=5).beta == 0.1
+
+
+def test_a_loss_that_weighs_nothing_is_refused(target):
+    head = build(MedusaOptions(num_heads=2), target, None)
+    with pytest.raises(UserError, match=r"no other loss has a weight, so nothing would be learned"):
+        LossSpec(weight=0.0).check_head(head)
+    for spec in (LossSpec(), LossSpec(weight=0.0, also={"tv": 0.5}), LossSpec(weight=0.0, top_k_weight=1.0)):
+        spec.check_head(head)

@@ -72,13 +72,13 @@ def test_coverage_and_its_warnings():
     assert coverage(by_slice["chat"], chosen) == 1.0
     assert coverage(by_slice["code"], chosen) == 0.5
     assert coverage(by_slice["none"], chosen) == 1.0
-    (warning,) = coverage_warnings(by_slice, chosen)
+    (warning,) = coverage_warnings(by_slice, chosen, "raise it")
     assert "slice code" in warning
     assert "50.0%" in warning
-    low = coverage_warnings(by_slice, torch.tensor([1]))
+    low = coverage_warnings(by_slice, torch.tensor([1]), "raise it")
     assert len(low) == 3
     assert "all answers" in low[0]
-    assert coverage_warnings({}, chosen) == []
+    assert coverage_warnings({}, chosen, "raise it") == []
 
 
 @pytest.mark.parametrize(

@@ -86,3 +86,7 @@ class DraftShape:
                 f"head.sliding_window is {self.sliding_window}, less than the {self.steps} tokens of a draft: choose a larger "
                 "one, or null."
             )
+
+    def check_adopted(self) -> None:
+        """Raise UserError where a head that exists, whose sizes these are, cannot be trained on as the rest says."""
+        self.check_window()

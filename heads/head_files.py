@@ -120,7 +120,8 @@ def read_weights(
 
 def _load(file: Path, device: torch.device) -> list[tuple[str, Tensor]]:
     try:
-        return list(load_file(file, device=str(device)).items())
+        # Copies: a file's own memory begins where its header ends, and products of what begins elsewhere may round otherwise.
+        return [(name, value.clone()) for name, value in load_file(file, device=str(device)).items()]
     except SafetensorError as error:
         raise _cut_short(file) from error
 

@@ -1,8 +1,8 @@
 """Training that starts from a head that exists: what of it a recipe must share, and the head that is trained.
 
 No method is named here: what a head is made of is what `DraftHead.describe` writes down, and a class of options says
-under `TRAINING` which of its fields are no part of that, and under `WARM_FROM` which other methods have heads whose
-tensors are found here under the same names.
+under `TRAINING` which of its fields are no part of that, under `WARM_FROM` which other methods have heads whose tensors
+are found here under the same names, and by `check_adopted` whether all of it fits together.
 """
 
 from dataclasses import asdict, fields, replace
@@ -34,7 +34,10 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
                 f"{_shown(found[key])}: set head.{key} to that, or start from another head."
             )
         adopted[key] = found[key]
-    return replace(options, **adopted)
+    options = replace(options, **adopted)
+    if (check := getattr(options, "check_adopted", None)) is not None:
+        check()
+    return options
 
 
 def restart(head: DraftHead, options: Any, target: Target, method: str | None = None) -> DraftHead:

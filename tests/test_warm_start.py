@@ -158,6 +158,22 @@ def test_training_starts_from_the_head(
     assert "train.warm_start was" in capsys.readouterr().err
 
 
+def test_more_steps_than_the_heads_window_are_refused() -> None:
+    target = make_target()
+    head = make_eagle3(target, sliding_window=4, ttt_steps=4)
+    assert adopt_options(Eagle3Options(ttt_steps=4), head, target, "runs/first").sliding_window == 4
+    with pytest.raises(UserError, match=r"head\.sliding_window is 4, less than the 7 tokens"):
+        adopt_options(Eagle3Options(ttt_steps=7), head, target, "runs/first")
+
+
+def test_a_head_that_tells_no_options_is_refused() -> None:
+    target = make_target()
+    head = make_eagle3(target)
+    head.describe = lambda: {"depth": 2}
+    with pytest.raises(UserError, match=r"heads of eagle3 do not tell their options"):
+        adopt_options(Eagle3Options(), head, target, "runs/first")
+
+
 @pytest.mark.parametrize(
     ("start", "more", "said"),
     [

@@ -70,14 +70,15 @@ class TinyRun:
     def check_same(self, name: str) -> None:
         """The losses, taus and best head of run `name` are those of one process."""
         one, two = self.metrics("one"), self.metrics(name)
-        assert [x["loss"] for x in two] == pytest.approx([x["loss"] for x in one], rel=1e-5)
+        # Sums in another order differ by 1e-5 after 32 steps on some processors; a row or a rate that is wrong by far more.
+        assert [x["loss"] for x in two] == pytest.approx([x["loss"] for x in one], rel=5e-5)
         taus = [[x["tau"]["overall"] for x in metrics if "tau" in x] for metrics in (one, two)]
-        assert taus[1] == pytest.approx(taus[0], rel=1e-5)
+        assert taus[1] == pytest.approx(taus[0], rel=5e-5)
         heads = [load_file(self.folder / run / "train" / "best" / "model.safetensors") for run in ("one", name)]
         assert heads[0].keys() == heads[1].keys()
         for key, value in heads[0].items():
             assert heads[1][key].dtype == value.dtype, key
-            assert float((heads[1][key] - value).abs().max()) < 1e-5, key
+            assert float((heads[1][key] - value).abs().max()) < 5e-5, key
 
 
 def make_run(folder: Path, method: str = "eagle3") -> TinyRun:

@@ -221,7 +221,11 @@ def check_trees(spec: Spec) -> None:
         depth, drawn = min(2, spec.length), kind == "drawn"
         tree = DynamicTree(depth, 2, 5) if kind == "dynamic" else StaticTree.of("small", _TREE).cut(depth)
         contender = make_contender("", spec.deployed, depth, depth, tree=tree, drawn=drawn)
-        found = decode_batch(spec.verifier, contender.make(depth), requests, GREEDY, rows=5).generations
+        try:
+            drafter = contender.make(depth)
+        except TypeError as error:
+            raise AssertionError(f"The method names {kind} trees, but its drafter takes none ({error}).") from error
+        found = decode_batch(spec.verifier, drafter, requests, GREEDY, rows=5).generations
         wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, found, strict=True))
         _require(not wrong, f"{wrong} of {len(alone)} greedy answers with a {kind} tree are not the target's alone")
         if contender.simulate is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.heads import eagle_base, eagle_drafter, medusa
+from draftsmith.heads import eagle_base, eagle_drafter, medusa, medusa_drafter
 from draftsmith.heads.conformance import CHECKS, Spec, run_conformance, tiny_target
 from draftsmith.heads.dflash_options import DFlashOptions
 from draftsmith.heads.draft_lm_options import DraftLmOptions
@@ -24,6 +24,7 @@ from draftsmith.heads.medusa_drafter import MedusaDrafter
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.peagle_options import PEagleOptions
 from draftsmith.heads.registry import METHODS
+from draftsmith.heads.static_drafter import StaticDrafter
 
 VOCAB = torch.arange(0, 96, 2)
 SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
@@ -216,6 +217,20 @@ def another_root(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(MedusaDrafter, "propose", propose)
 
 
+def depths_by_turns(patch: pytest.MonkeyPatch) -> None:
+    """In a tree the first depth takes the last one's head."""
+    real = medusa_drafter.draft_tree
+    patch.setattr(
+        medusa_drafter, "draft_tree", lambda state, laws, *args, **more: real(state, laws.flip(1), *args, **more)
+    )
+
+
+def no_trees(patch: pytest.MonkeyPatch) -> None:
+    """A method that names trees, with a drafter that knows of none."""
+    real = StaticDrafter.__init__
+    patch.setattr(StaticDrafter, "__init__", lambda self, head, length: real(self, head, length))
+
+
 MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("decoding equals training", "eagle3", wrong_rotary, "drawn from another law|not the training pass"),
     ("decoding equals training", "eagle3", lost_feedback, "drawn from another law|not the training pass"),
@@ -231,6 +246,14 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("exports give the head back", "medusa", swapped_heads, "gives other logits"),
     ("rows are independent", "medusa", neighbour, "another one in a batch than alone"),
     ("greedy text is the target's", "medusa", another_root, "other ones than the target's alone"),
+    (
+        "trees are as the method says",
+        "medusa",
+        another_root,
+        "greedy answers with a .* tree are not the target's alone",
+    ),
+    ("trees are as the method says", "medusa", depths_by_turns, "rounds differ with a static tree"),
+    ("trees are as the method says", "medusa", no_trees, "names drawn trees, but its drafter takes none"),
 ]
 
 

@@ -43,10 +43,6 @@ def describe(plan: Plan) -> list[str]:
         f"reach {given.utilisation:.0%} of {device.flops / 1e12:.0f} TFLOP/s and {BANDWIDTH_SHARE:.0%} of "
         f"{device.bandwidth / 1e12:.3g} TB/s",
     ]
-    if spec.warm_start is not None:
-        lines[-1] += (
-            "; of the head, sizes that the recipe leaves null are not those of train.warm_start: write them out"
-        )
     if recipe.answers.regenerate:
         lines.append(
             f"answers: {_count(plan.samples * given.answer)} tokens, {plan.answer_flops:.2g} FLOP, {_time(plan.answer_seconds)} on one "
@@ -100,7 +96,10 @@ def plan_command(words: list[str]) -> str:
             f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
         )
     plan = make_plan(recipe, target, count, given)
-    return comment(plan) if as_comment else "\n".join([f"plan of {recipe.name}", *describe(plan)])
+    if as_comment:
+        return comment(plan)
+    note = "head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read"
+    return "\n".join([f"plan of {recipe.name}", *describe(plan), *([note] if recipe.train.warm_start else [])])
 
 
 def assume(recipe: Recipe, target: TargetShape, device: Device, gpus: int = 1) -> Assumptions:

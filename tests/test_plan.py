@@ -199,13 +199,6 @@ def test_lengths_must_fit() -> None:
         make_plan(made.recipe, made.target, SAMPLES, replace(made.given, prompt=40))
 
 
-def test_sizes_of_a_head_to_start_from_are_not_read() -> None:
-    made = plan(target())
-    assert "write them out" not in describe(made)[1]
-    started = replace(made.recipe, train=replace(made.recipe.train, warm_start="runs/other"))
-    assert describe(replace(made, recipe=started))[1].endswith("are not those of train.warm_start: write them out")
-
-
 def test_every_device_has_a_plan() -> None:
     made = plan(target())
     for device in DEVICES.values():

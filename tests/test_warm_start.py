@@ -240,4 +240,6 @@ def test_an_export_is_exported_again(workplace: Path, tmp_path: Path) -> None:
 
 def test_a_plan_needs_no_head(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words(workplace, tmp_path / "run", tmp_path / "not there yet"), "--device", "h100"]) == 0
-    assert "training:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "training:" in said
+    assert "those of train.warm_start are not read" in said

@@ -101,7 +101,11 @@ def test_a_malformed_line_is_named(words: list[str], tmp_path: Path, capsys: pyt
 def test_things_that_are_not_there_yet(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["--evaluate.prompts", f"[{tmp_path / 'talk.jsonl'}]"]
     assert "no trained head" in fails(["evaluate", *words, *prompts], capsys)
-    assert "no trained head" in fails(["export", *words, "--head", str(tmp_path / "none")], capsys)
+    assert f"--head: there is no folder {tmp_path / 'none'}" in fails(
+        ["export", *words, "--head", str(tmp_path / "none")], capsys
+    )
+    (tmp_path / "empty").mkdir()
+    assert "no trained head" in fails(["export", *words, "--head", str(tmp_path / "empty")], capsys)
     assert f"no folder {tmp_path / 'run'}" in fails(["search-tree", *words], capsys)
     tree = ["--output", str(tmp_path / "tree.json")]
     assert "no trained head" in fails(["search-tree", *words, *tree], capsys)
@@ -140,7 +144,7 @@ def test_paths_are_checked_before_the_target(
     assert "typo.json" in fails([*run, "--evaluate.drafts", "[{tree: typo.json}]"], capsys)
     assert "evaluate.beside.other" in fails([*run, "--evaluate.beside.other", "typo"], capsys)
     assert "only 2 conversations" in fails([*run, "--data.heldout", "2"], capsys)
-    assert "no trained head in typo" in fails(["evaluate", *words, "--head", "typo"], capsys)
+    assert "--head: there is no folder typo" in fails(["evaluate", *words, "--head", "typo"], capsys)
     for command in ("regenerate", "extract", "train"):
         assert "typo.jsonl" in fails([command, *words, "--data.sources", "[typo.jsonl]"], capsys)
     assert not (tmp_path / "run").exists()

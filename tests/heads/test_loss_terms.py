@@ -222,7 +222,7 @@ def test_weights_below_zero_are_refused(changes, words):
 
 
 def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
-    head = cast(Any, SimpleNamespace(train_steps=2, regresses=False, confident=False, method="medusa"))
+    head = cast(Any, SimpleNamespace(train_steps=2, regresses=False, confident=False, tunes=False, method="medusa"))
     LossSpec(confidence_weight=0.0).check_head(head)
     with pytest.raises(
         UserError, match=r"loss\.confidence_weight is 1\.0, but medusa heads of this recipe say no confidence"

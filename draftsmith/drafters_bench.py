@@ -6,7 +6,7 @@ What is there already is kept, so that it can be done in pieces.
 
 --store: answers and hidden states that all learn from (made on first use). --runs: where runs go, and where heads that another
 package trained are found. --output: of the results (docs/results/drafters if left out). --budget N supervised tokens per
-training. --only NAME (again for more than one). --no-train, --no-decode. --repeats N: how often the prompts are decoded (3).
+training. --only NAME of a drafter or of one of its runs (again for more than one). --no-train, --no-decode. --repeats N: how often the prompts are decoded (3).
 --page: write the page again and do nothing else.
 --rival-jobs: write JOB.json for the heads that eval/rivals/speculators_eagle3.py trains, and do nothing else. Other
 words, such as --train.rows 2 or --evaluate.repeats 1, are overrides of every recipe.
@@ -71,8 +71,9 @@ def parse(words: list[str], subjects: Sequence[Subject]) -> Options:
     only = tuple(take(words, "--only"))
     flags = {key: bool(take(words, f"--{key}", flag=True)) for key in ("no-train", "no-decode", "page", "rival-jobs")}
     names = [s.name for s in subjects]
-    if unknown := [name for name in only if name not in names]:
-        raise UserError(f"--only {unknown[0]}: the drafters are {', '.join(names)}.")
+    runs = [run for s in subjects if len(s.run_names) > 1 for run in s.run_names]
+    if unknown := [name for name in only if name not in (*names, *runs)]:
+        raise UserError(f"--only {unknown[0]}: the drafters are {', '.join(names)}; single runs {', '.join(runs)}.")
 
     def count(key: str) -> int | None:
         if places[key] and (not places[key][-1].isdecimal() or int(places[key][-1]) < 1):
@@ -114,28 +115,36 @@ def run(options: Options, subjects: Sequence[Subject], root: Path) -> None:
     session = Session(bench.recipe(first, f"--output_dir={options.runs / 'evaluation'}"))
     measure = Measure(session, options.runs / "answers", options.repeats)
     for subject in subjects:
-        if options.only and subject.name not in options.only:
+        asked = subject.narrowed(options.only) if options.only else subject
+        if asked is None:
             continue
         if not subject.present(root):
             say(f"{subject.name}: there is no {subject.recipe} here, or its method is not known; left out")
             continue
-        trained = train_runs(bench, subject, train=options.train)
+        trained = train_runs(bench, asked, train=options.train)
         if trained:
             _measure(options, bench.budget, subject, trained, measure)
 
 
 def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[Any], measure: Any) -> None:
-    """Simulate every run of a drafter, decode with the best, and keep what the result file has of the same heads."""
+    """Simulate every run of a drafter, decode with the best, and keep what the result file has of the same heads and of
+    runs that are not at hand."""
+    from draftsmith.session import say
+
     file = options.output / f"{subject.name}.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     heads = [measure.digest(one) for one in trained]
     known = {r["head"]: r for r in before.get("runs", ()) if r["inputs"] == measure.inputs}
     decoded = before.get("decoded")
+    elsewhere = set(subject.run_names) - {one.name for one in trained}
+    same = before.get("budget") == budget
+    others = [r for r in known.values() if same and r["training"]["name"] in elsewhere]
 
     def save() -> dict[str, Any]:
         """Write what is known so far; the decoded run only beside the best run, whose head it is of."""
         pairs = zip(heads, trained, strict=True)
-        runs = [known[head] | {"training": one.record} for head, one in pairs if head in known]
+        runs = [known[head] | {"training": one.record} for head, one in pairs if head in known] + others
+        runs.sort(key=lambda r: subject.run_names.index(r["training"]["name"]))
         best = best_run(runs)
         fits = decoded is not None and (decoded["head"], decoded["inputs"]) == (best["head"], measure.inputs)
         entry = {"name": subject.name, "recipe": subject.recipe or None, "budget": budget, "runs": runs}
@@ -160,7 +169,11 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
         kept = save()
     best = kept["head"]
     wanted = (best, measure.inputs)
-    if options.decode and (decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options)):
+    if not options.decode:
+        return
+    if best not in heads:
+        say(f"{kept['training']['name']} is the best run of {subject.name}, and not at hand: nothing is decoded")
+    elif decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options):
         figures = measure.decoded(measure.contender(subject.name, trained[heads.index(best)]))
         decoded = {"head": best, "inputs": measure.inputs, **_facts(), "at": figures}
         save()

@@ -1,6 +1,7 @@
 """The drafters of the comparison (`scripts/bench_drafters.py`), one line each."""
 
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
@@ -33,6 +34,15 @@ class Subject:
         if self.recipe:
             return tuple(f"{self.name}-lr{factor:g}" for factor in self.factors)
         return tuple(f"{self.name}-{rate:g}" for rate in self.rates)
+
+    def narrowed(self, names: Collection[str]) -> "Subject | None":
+        """Return the drafter with the runs that `names` ask for: all where it has the drafter's own; None where none is."""
+        kept = [self.name in names or run in names for run in self.run_names]
+        if not any(kept):
+            return None
+        values = self.factors if self.recipe else self.rates
+        fewer = tuple(value for value, keep in zip(values, kept, strict=True) if keep)
+        return replace(self, factors=fewer) if self.recipe else replace(self, rates=fewer)
 
     @property
     def first_stage(self) -> "Subject | None":

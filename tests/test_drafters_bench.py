@@ -146,6 +146,31 @@ def test_what_is_there_is_neither_trained_nor_measured_again(workplace: Path, re
     assert (workplace / "copy" / "README.md").read_bytes() == before[workplace / "out" / "README.md"]
 
 
+def test_a_run_that_is_not_at_hand_keeps_its_figures(
+    workplace: Path, results: dict[str, dict], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the second run is asked for; the first, better by its record, stays and is what decoding would need."""
+    output = workplace / "narrowed"
+    shutil.copytree(workplace / "out", output)
+    entry = json.loads((output / "eagle3.json").read_text())
+    first, second = entry["runs"]
+    first |= {"head": "gone", "heldout_tau": 9.0}
+    del second["simulated"]
+    second["head"] = "before it was trained again"
+    (output / "eagle3.json").write_text(json.dumps(entry))
+    assert main(words(workplace, "--only", "eagle3-lr2", "--output", str(output)), TINY, workplace) == 0
+    after = json.loads((output / "eagle3.json").read_text())
+    assert after["runs"][0] == first
+    # Who measured, and when, is new.
+    for key in ("head", "simulated", "heldout_tau", "training"):
+        assert after["runs"][1][key] == results["eagle3"]["runs"][1][key]
+    assert after["decoded"] is None
+    assert "eagle3-lr1 is the best run of eagle3, and not at hand" in capsys.readouterr().err
+    again = words(workplace, "--only", "eagle3-lr2", "--output", str(output), "--no-train", "--budget", "99999")
+    assert main(again, TINY, workplace) == 0
+    assert json.loads((output / "eagle3.json").read_text()) == after, "there is none of another budget"
+
+
 def test_another_budget_is_refused_and_without_training_left_out(workplace: Path, results: dict[str, dict]) -> None:
     again = [*words(workplace, "--only", "medusa"), "--budget", "99999"]
     assert main(again, TINY, workplace) == 2
@@ -305,7 +330,11 @@ def test_the_table_names_every_drafter_once() -> None:
 
 @pytest.mark.parametrize(
     ("further", "message"),
-    [(["--only", "x"], "--only x: the drafters are eagle3"), (["--budget", "0"], "--budget is '0'")],
+    [
+        (["--only", "x"], "draft_model; single runs eagle3-lr0.5, "),
+        (["--only", "x"], "--only x: the drafters are eagle3"),
+        (["--budget", "0"], "--budget is '0'"),
+    ],
 )
 def test_mistakes_are_one_sentence(further: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(further) == 2

@@ -6,7 +6,8 @@ What is there already is kept, so that it can be done in pieces.
 
 --store: answers and hidden states that all learn from (made on first use). --runs: where runs go, and where heads that another
 package trained are found. --output: of the results (docs/results/drafters if left out). --budget N supervised tokens per
-training. --only NAME of a drafter or of one of its runs (again for more than one). --no-train, --no-decode. --repeats N: how often the prompts are decoded (3).
+training. --only NAME of a drafter or of one of its runs (again for more than one). --no-train, --no-decode. --repeats N: how
+often the prompts are decoded (3).
 --page: write the page again and do nothing else.
 --rival-jobs: write JOB.json for the heads that eval/rivals/speculators_eagle3.py trains, and do nothing else. Other
 words, such as --train.rows 2 or --evaluate.repeats 1, are overrides of every recipe.

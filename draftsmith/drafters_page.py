@@ -44,7 +44,8 @@ Entry = dict[str, Any]
 _INTRO = """# Drafters side by side
 
 Every drafter learned from the same answers of the same target, with the same number of supervised tokens (one that is trained
-in two stages has them in both together), and is measured on the same prompts; made by `scripts/bench_drafters.py`, which writes this page from the result files beside it.
+in two stages has them in both together), and is measured on the same prompts; made by `scripts/bench_drafters.py`, which
+writes this page from the result files beside it.
 
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"

@@ -55,6 +55,10 @@ class DraftSpec:
     def __post_init__(self) -> None:
         Typical(self.epsilon, self.delta)
         where = f"evaluate.drafts, tree {self.tree}"
+        for key in ("epsilon", "delta"):
+            value = getattr(self, key)
+            needed = self.acceptance == "typical" or value == getattr(type(self), key)
+            require(needed, f"{where}: {key}", value, "only acceptance: typical takes it")
         for key in ("depth", "branching", "total_tokens"):
             value = getattr(self, key)
             require(value is None or self.tree == "dynamic", f"{where}: {key}", value, "only a dynamic tree takes it")
@@ -130,7 +134,7 @@ class EvaluateSpec:
     repeats: int = 3
     """Timed repeats, interleaved between target and drafters."""
     generate: bool = True
-    """Time transformers' generate beside our own baseline."""
+    """Time transformers' generate beside our own baseline, where requests are decoded one at a time (batch 1)."""
     lossless: bool = True
     """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
     example_slices: list[str] = field(default_factory=list)
@@ -169,6 +173,11 @@ class EvaluateSpec:
             for d in self.drafts
         }
         names = [draft.tree for draft in self.drafts]
-        require(len(ways) == len(names), "evaluate.drafts", names, "the same way to draft is named twice")
+        require(
+            len(ways) == len(names),
+            "evaluate.drafts",
+            names,
+            "the same way to draft is named twice (thresholds of typical acceptance apart)",
+        )
         kinds = [baseline.kind for baseline in self.baselines]
         require(len(set(self.baselines)) == len(kinds), "evaluate.baselines", kinds, "the same one is named twice")

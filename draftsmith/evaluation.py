@@ -99,6 +99,11 @@ def evaluation_conversations(session: Session) -> list[Conversation]:
         seen[conversation.slice] += 1
         if spec.per_slice is None or seen[conversation.slice] <= spec.per_slice:
             chosen.append(conversation)
+    for key in ("max_new_tokens_by_slice", "example_slices"):
+        if unknown := sorted(set(getattr(spec, key)) - set(seen)):
+            raise UserError(
+                f"evaluate.{key} names the slice {unknown[0]}, but the prompts have {', '.join(sorted(seen))}: correct the name."
+            )
     return chosen
 
 

@@ -72,7 +72,7 @@ class EagleCost:
         o, t = self.options, self.target
         size = o.head_dim or t.head_dim
         heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
-        return heads * size, groups * size, o.intermediate_size or t.intermediate
+        return heads * size, groups * size, o.intermediate_size or t.feed_forward
 
     @property
     def steps(self) -> int:
@@ -191,6 +191,11 @@ class MedusaCost(HeadsCost):
         """Per row, head and block the input and what SiLU takes, in bf16; a projection of its own keeps its input."""
         own = 0 if self.options.original_lm_head else 2
         return sum(rows) * self.target.hidden * (4 * self.options.num_layers + own)
+
+
+def tuned_parameters(cost: HeadCost) -> int:
+    """Return how many weights a target that is tuned with the head has of its own, by `tuned_parameters` of its costs."""
+    return int(getattr(cost, "tuned_parameters", 0))
 
 
 def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:

@@ -42,7 +42,7 @@ class _BlockCost:
         o, t = self.options, self.target
         size = o.head_dim or t.head_dim
         heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
-        return heads * size, groups * size, o.intermediate_size or t.intermediate, size
+        return heads * size, groups * size, o.intermediate_size or t.feed_forward, size
 
     @property
     def matrices(self) -> int:

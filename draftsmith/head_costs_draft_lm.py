@@ -10,6 +10,7 @@ from math import gcd
 
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_lm_options import DraftLmOptions
+from draftsmith.heads.draft_lm_start import read_llama
 from draftsmith.target_shape import TargetShape, load_config
 
 USUAL_LAYERS = 2
@@ -37,12 +38,12 @@ class DraftLmCost:
         if o.init_from is not None:
             return _sizes_of(o.init_from)
         if o.layers_from_target is not None:
-            sizes = (t.hidden, t.heads, t.groups, t.head_dim, t.intermediate)
+            sizes = (t.hidden, t.heads, t.groups, t.head_dim, t.feed_forward)
             return _Sizes(len(o.layers_from_target), *sizes, t.tied)
         H, D = o.hidden_size or t.hidden, o.head_dim or t.head_dim
         N = o.num_attention_heads or max(1, H // D)
         G = o.num_key_value_heads or gcd(N, t.groups)
-        FF = o.intermediate_size or max(1, t.intermediate * H // t.hidden)
+        FF = o.intermediate_size or max(1, t.feed_forward * H // t.hidden)
         tied = t.tied if o.tie_word_embeddings is None else o.tie_word_embeddings
         return _Sizes(o.num_hidden_layers or USUAL_LAYERS, H, N, G, D, FF, tied)
 
@@ -101,9 +102,10 @@ class _Sizes:
 
 
 def _sizes_of(path: str) -> _Sizes:
-    """The sizes of a model in a folder or on the Hub, from its config. Raises UserError where there is none."""
+    """The sizes of a model in a folder or on the Hub, from its config. Raises UserError where there is none, and for one
+    that training would refuse."""
     try:
-        config = load_config(path)
+        config = read_llama(load_config(path), f"The model {path}", "take another one, or start from scratch")
     except UserError as error:
         raise UserError(f"head.init_from names a model whose sizes are not known: {error}") from error
     heads = config.num_attention_heads

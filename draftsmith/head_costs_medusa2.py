@@ -24,7 +24,7 @@ class Medusa2Cost(MedusaCost):
     def _adapted(self) -> list[tuple[int, int]]:
         """(inputs, outputs) of every layer with an adapter."""
         t = self.target
-        H, ND, GD, FF = t.hidden, t.heads * t.head_dim, t.groups * t.head_dim, t.intermediate
+        H, ND, GD, FF = t.hidden, t.heads * t.head_dim, t.groups * t.head_dim, t.feed_forward
         sizes = {"q_proj": (H, ND), "k_proj": (H, GD), "v_proj": (H, GD), "o_proj": (ND, H)}
         if not t.experts:
             sizes |= {"gate_proj": (H, FF), "up_proj": (H, FF), "down_proj": (FF, H)}
@@ -40,6 +40,11 @@ class Medusa2Cost(MedusaCost):
     def _adapter(self) -> int:
         """Parameters of the adapter: A [r, inputs] and B [outputs, r]."""
         return sum(self.options.lora_r * (inputs + outputs) for inputs, outputs in self._adapted)
+
+    @property
+    def tuned_parameters(self) -> int:
+        """Weights of the target that the tuned one has a copy of, the adapter merged."""
+        return sum(inputs * outputs for inputs, outputs in self._adapted)
 
     @property
     def others(self) -> int:
@@ -78,7 +83,7 @@ class Medusa2Cost(MedusaCost):
         answers = rows[0] - rows[1] if len(rows) > 1 else 0.0
         law = t.vocab * (12 * (rows[0] + answers) + 4 * answers)
         attention = 4 * t.head_dim * (t.heads + t.groups) + 4 * t.heads
-        layer = 8 * t.hidden + attention + 6 * t.intermediate
+        layer = 8 * t.hidden + attention + 6 * t.feed_forward
         per_input = 3 if options.lora_dropout else 2
         adapter = sum(per_input * inputs + 2 * options.lora_r for inputs, _ in self._adapted)
         return super().saved_bytes(positions, rows) + law + positions * (t.layers * layer + adapter + 8 * t.hidden)

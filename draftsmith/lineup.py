@@ -11,7 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.contender import Contender, make_contender, tree_kind
 from draftsmith.eval.draft_model import check_context
 from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.trees import DynamicTree
+from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
@@ -94,6 +94,12 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target) -> list[
     spec = session.recipe.evaluate
     lengths = (spec.num_speculative_tokens, spec.max_k)
     trees = [(draft, draft.load()) for draft in spec.drafts]
+    width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    for tree in (tree for _, tree in trees if isinstance(tree, StaticTree) and tree.ranks > width):
+        raise UserError(
+            f"The tree {tree.name} tries rank {tree.ranks - 1} (the most likely token has 0), but {name} drafts {width} "
+            "tokens: take ranks below that."
+        )
     return [
         make_contender(
             name,

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from draftsmith.data.feature_index import DTYPES, estimate_bytes
 from draftsmith.devices import Device
-from draftsmith.head_costs import HeadCost, activation_bytes, learned_rows, parameter_bytes
+from draftsmith.head_costs import HeadCost, activation_bytes, learned_rows, parameter_bytes, tuned_parameters
 from draftsmith.recipe import Recipe
 from draftsmith.target_shape import TargetShape
 
@@ -163,9 +163,11 @@ class Plan:
 
     @property
     def evaluate_bytes(self) -> float:
-        """Memory of the target, and of its copy in float32 where the greedy texts are compared in it."""
+        """Memory of the target, of what a tuned one has of its own, and of copies of both in float32 where the greedy texts
+        are compared in it."""
         exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
-        return self.target.weight_bytes + (4.0 * self.target.parameters if exact and self.target.itemsize < 4 else 0.0)
+        parameters, size = self.target.parameters + tuned_parameters(self.head), self.target.itemsize
+        return float(parameters * (size + 4 if exact and size < 4 else size))
 
     def seconds(self, flops: float) -> float:
         """Time of so many FLOPs on one GPU."""

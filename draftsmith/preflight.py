@@ -26,8 +26,8 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary,
     its context and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it
     evaluates: also checks that the prompts can be read, that the drafts fit the heads and the baselines the target, and
-    returns the drafters' names; head: the folder of the one to measure, None for the run's. What takes no target is checked before it is loaded: the launch
-    file, the prompts, heads and trees of the evaluation, and the data. An export checks itself before it writes.
+    returns the drafters' names; head: the folder of the one to measure, None for the run's. What takes no target is checked
+    before it is loaded: the launch file, the prompts, heads and trees of the evaluation, and the data. An export checks itself before it writes.
     """
     recipe = session.recipe
     check_launch(recipe.train)
@@ -44,6 +44,11 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         _check_evaluation(session)
     untrained = _check_start(session, exporting=command == "run") if making else None
     _warn_of_slow_dtypes(session, making, learning, evaluating)
+    if making and not recipe.answers.regenerate and (asked := recipe.answers.unheard):
+        say(
+            f"warning: answers.{asked} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
+            "held-out acceptance is measured as that of plain samples at temperature 1."
+        )
     if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:
         say(
             f"warning: train.muon_lr is {recipe.train.muon_lr}, but train.optimizer is {recipe.train.optimizer}, which takes "

@@ -84,6 +84,12 @@ class AnswersSpec:
         return self._chosen() if self.regenerate else Sampling(1.0)
 
     @property
+    def unheard(self) -> str | None:
+        """The first setting of the sampling that is not the default: answers that came with the data do not follow it."""
+        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return next((key for key in keys if getattr(self, key) != getattr(type(self), key)), None)
+
+    @property
     def inputs(self) -> dict[str, Any]:
         """What answers are made with, to tell whether finished ones still fit."""
         return without_neutral(asdict(self), {"min_p": 0.0, "repetition_penalty": 1.0})

@@ -27,7 +27,7 @@ class TargetShape:
     heads: int
     groups: int
     head_dim: int
-    intermediate: int
+    intermediate: int | None
     vocab: int
     parameters: int
     lookup: int
@@ -51,6 +51,13 @@ class TargetShape:
     def active(self) -> float:
         """Parameters that one token is multiplied with: all but the lookup and the experts that it does not visit."""
         return self.parameters - self.lookup - self.experts * (1 - self.expert_share)
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the feed-forward layers. Raises UserError for a target whose config names none, or one for each layer."""
+        if self.intermediate is None:
+            raise UserError("The target names no intermediate_size: set head.intermediate_size.")
+        return self.intermediate
 
     @property
     def kv_bytes(self) -> int:
@@ -115,7 +122,7 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
         heads=heads,
         groups=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        intermediate=text.intermediate_size,
+        intermediate=width if isinstance(width := getattr(text, "intermediate_size", None), int) else None,
         vocab=output.shape[0],
         parameters=sum(counts.values()),
         lookup=0 if output is embedding else embedding.numel(),

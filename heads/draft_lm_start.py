@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 from draftsmith.data.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_lm_options import SIZES, DraftLmOptions
+from draftsmith.heads.importers import is_head_config
 from draftsmith.heads.layer_config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
 from draftsmith.heads.pretrained import open_model
 from draftsmith.heads.shared_tokens import check_same_tokens
@@ -119,6 +120,11 @@ def _new_config(options: DraftLmOptions, target: Target) -> LlamaConfig:
 
 def _from_model(path: str, target: Target) -> Start:
     """The weights of another model in a folder or on the Hub, in fp32."""
+    if is_head_config(Path(path) / "config.json"):
+        raise UserError(
+            f"head.init_from names {path}, which holds a draft head: give the folder of a whole model, or go on from this draft "
+            "with train.warm_start."
+        )
     try:
         opened = open_model(
             path, dtype="float32", device=target.device, attn_implementation="sdpa", trust_remote_code=False

@@ -41,6 +41,12 @@ class Eagle1Options:
             raise UserError(f"head.noise_length is {self.noise_length}: it must be at least 1, or null.")
         if self.aligned_passes < 1:
             raise UserError(f"head.aligned_passes is {self.aligned_passes}: it must be at least 1.")
+        if self.noise_length is not None and not self.noise:
+            raise UserError(f"head.noise_length is {self.noise_length}, but head.noise is 0: leave it out.")
+        if not self.detach_passes and self.aligned_passes == 1:
+            raise UserError(
+                "head.detach_passes is false, but head.aligned_passes is 1, with nothing to detach: leave it out."
+            )
         for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -133,7 +133,7 @@ def _shares_more_than_a_matrix(files: ModelFiles, target: Target) -> bool:
 
 
 _FLAT = ("eagle3",)
-_OTHER_EAGLE3 = "export the layout eagle3 for vLLM and SGLang, or train without it"
+_OTHER_EAGLE3 = "export the layout eagle3 for vLLM, SGLang and TensorRT-LLM, or train without it"
 _VLLM = "serve it with vLLM, or train without it"
 _OWN_EMBEDDINGS = "serve it with vLLM, or train with head.train_embeddings false"
 _MEASURE = "measure it with draftsmith evaluate, or train an EAGLE-3 head, which has a projection of its own"
@@ -149,8 +149,9 @@ RULES: tuple[Rule, ...] = (
     Rule("llama_cpp", ("eagle3_llama_cpp",), "other than three head.layer_ids", "takes exactly three",
          "export the layout eagle3 for vLLM, or train with three", lambda files, _: len(_layers(files)) != 3),
     *(Rule(engine, layouts, "head.num_hidden_layers above 1", "knows one draft layer", _ONE_LAYER, _several_layers, refused)
-      for engine, layouts, refused in (("llama_cpp", ("eagle3_llama_cpp",), True), ("sglang", _FLAT, False),
-                                       ("tensorrt_llm", _FLAT, False))),
+      for engine, layouts, refused in (("llama_cpp", ("eagle3_llama_cpp",), True), ("tensorrt_llm", _FLAT, False))),
+    Rule("sglang", _FLAT, "head.num_hidden_layers above 1", "calls the first norm of a later layer by another name, so that it "
+         "stays untrained, in silence", _ONE_LAYER, _several_layers, refused=False),
     *(Rule(engine, layouts, "head.sliding_window", "lets the draft see all tokens, in silence", _ALL_TOKENS, _window, refused)
       for engine, layouts, refused in (("llama_cpp", ("eagle3_llama_cpp",), True), ("sglang", _FLAT, False),
                                        ("tensorrt_llm", _FLAT, False))),

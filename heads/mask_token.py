@@ -23,7 +23,7 @@ def choose_mask_token(given: int | None, target: Target) -> int:
                 "name one that no text has."
             )
         return given
-    found = None if target.directory is None else next(_spare_tokens(target.directory, target.eos_ids), None)
+    found = None if target.directory is None else next(spare_tokens(target.directory, target.eos_ids), None)
     if found is None or found >= target.vocab_size:
         raise UserError(
             f"The tokenizer of the target {target.path} has no mask token and none that is reserved or only pads: set "
@@ -32,8 +32,8 @@ def choose_mask_token(given: int | None, target: Target) -> int:
     return found
 
 
-def _spare_tokens(folder: Path, eos_ids: tuple[int, ...]) -> Iterator[int]:
-    """Yield the ids of tokens that could serve, the best first."""
+def spare_tokens(folder: Path, eos_ids: tuple[int, ...]) -> Iterator[int]:
+    """Yield the ids of special tokens that texts do not have, by the tokenizer's files in `folder`, the best first."""
     special = _special_tokens(folder)
     config = read_object(folder / "tokenizer_config.json")
     if (name := _named(config, "mask_token")) in special:

@@ -24,6 +24,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
 from draftsmith.heads.depth_sample import sample_depths
 from draftsmith.heads.fused_head import FusedHead, start
+from draftsmith.heads.mask_token import spare_tokens
 from draftsmith.heads.peagle_options import PEagleOptions
 from draftsmith.heads.row_plan import plan_rows
 from draftsmith.heads.target import Target
@@ -94,7 +95,8 @@ def with_mask_token(options: PEagleOptions, target: Target) -> PEagleOptions:
     token, V = options.mask_token_id, target.vocab_size
     if token is None:
         token = getattr(target.config, "pad_token_id", None)
-        usable = [x for x in (token, *target.eos_ids) if isinstance(x, int) and 0 <= x < V]
+        reserved = () if target.directory is None else spare_tokens(target.directory, target.eos_ids)
+        usable = [x for x in (token, *reserved, *target.eos_ids) if isinstance(x, int) and 0 <= x < V]
         if not usable:
             raise UserError(
                 f"The target {target.path} names neither a padding token nor an end token: set head.mask_token_id to a token "

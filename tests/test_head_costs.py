@@ -1,15 +1,24 @@
 """The formulas of a plan against the real thing: parameters, FLOPs, saved bytes, peak memory, optimizer state."""
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from transformers import GPT2Config
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.head_costs import HeadCost, activation_bytes, head_cost, learned_rows, parameter_bytes
+from draftsmith.head_costs import (
+    HeadCost,
+    activation_bytes,
+    head_cost,
+    learned_rows,
+    parameter_bytes,
+    tuned_parameters,
+)
 from draftsmith.heads import block_base, causal_kernels, draft_lm, prefix_layer, training_pass
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash_options import DFlashOptions
@@ -239,6 +248,26 @@ def test_weights_gradients_and_optimizer(case: tuple[DraftHead, HeadCost], targe
     assert parameter_bytes(cost, optimizer, 8) - parameter_bytes(cost, optimizer, 1) == 4 * sum(
         p.numel() for p in trained
     )
+
+
+def test_models_of_other_families_are_one_sentence(tmp_path: Path) -> None:
+    """GPT-2's config names neither the width of its feed-forward layers nor key/value heads."""
+    config = GPT2Config(vocab_size=160, n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    config.save_pretrained(tmp_path)
+    shape = shape_of(config, 2)
+    assert head_cost("medusa", MedusaOptions(num_heads=2), shape).matrices > 0
+    with pytest.raises(UserError, match=r"^The target names no intermediate_size: set head\.intermediate_size\.$"):
+        _ = head_cost("eagle3", Eagle3Options(), shape).matrices
+    with pytest.raises(UserError, match="is of type 'gpt2', but draft models here are plain Llamas"):
+        _ = head_cost("draft_model", DraftLmOptions(init_from=str(tmp_path)), shape).matrices
+
+
+def test_an_evaluation_holds_the_tuned_weights_too(target: Target) -> None:
+    shape = shape_of(target.model.config, 2)
+    cost = head_cost("medusa2", Medusa2Options(num_heads=2), shape)
+    adapted = [m for name, m in target.model.named_modules() if name.endswith("_proj")]
+    assert tuned_parameters(cost) == sum(m.weight.numel() for m in adapted)
+    assert tuned_parameters(head_cost("medusa", MedusaOptions(num_heads=2), shape)) == 0
 
 
 def test_a_method_without_formulas_is_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

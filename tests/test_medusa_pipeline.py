@@ -161,6 +161,18 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
     [
         (["--evaluate.drafts", "[{tree: nowhere.json}]"], "There is no tree 'nowhere.json'"),
         (["--evaluate.drafts", "[{tree: medusa_63}]"], "is 4 deep but medusa drafts 3 tokens at most"),
+        (
+            ["--evaluate.drafts", "[{tree: {work}/wide.json}]"],
+            "The tree wide tries rank 900000 (the most likely token has 0)",
+        ),
+        (
+            ["--evaluate.max_new_tokens_by_slice", "{poetry: 5}"],
+            "max_new_tokens_by_slice names the slice poetry, but the",
+        ),
+        (
+            ["--evaluate.example_slices", "[chat, prose]"],
+            "evaluate.example_slices names the slice prose, but the prompts have",
+        ),
         (["--evaluate.drafts", "[]"], "evaluate.drafts"),
         (["--evaluate.drafts", "[{tree: chain}, {tree: chain}]"], "named twice"),
         (["--evaluate.drafts", "[{tree: chain}, {tree: dynamic}]"], "none of the heads (medusa) drafts dynamic trees"),
@@ -184,6 +196,7 @@ def test_mistakes_are_named_and_change_nothing(
     finished: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    (workplace / "wide.json").write_text('{"name": "wide", "choices": [[0], [900000]]}')
     before = digests(finished)
     given = [word.replace("{eagle}", str(eagle)).replace("{work}", str(workplace)) for word in words]
     assert main(["run", *medusa(workplace, finished, "--data_dir", str(eagle), *given)]) == 2

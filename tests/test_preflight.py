@@ -78,6 +78,15 @@ def test_layers_to_store_and_a_draft_vocabulary_that_cannot_be(workplace: Path, 
     assert not (tmp_path / "run").exists()
 
 
+def test_sampling_that_the_datas_own_answers_do_not_follow(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in ((("--answers.top_p=0.9",), True), ((), False)):
+        session = session_of(workplace, tmp_path, "eagle3", {}, "--answers.regenerate=false", *words)
+        preflight(session, "train")
+        assert ("warning: answers.top_p is set, but answers.regenerate is false" in capsys.readouterr().err) == said
+
+
 def test_a_seed_that_no_generator_takes(workplace: Path, tmp_path: Path) -> None:
     for seed in (-1, 2**32):
         with pytest.raises(UserError, match=f"seed is {seed}: it must be from 0 to 4294967295"):

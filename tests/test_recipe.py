@@ -126,6 +126,12 @@ def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str)
         ),
         ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
         ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),
+        ("drafts", "{tree: chain, epsilon: 0.2}", r"epsilon is 0\.2: only acceptance: typical takes it"),
+        (
+            "drafts",
+            "{tree: chain, acceptance: typical, delta: 0.1}, {tree: chain, acceptance: typical}",
+            r"named twice \(thresholds of typical acceptance apart\)",
+        ),
         ("baselines", "{kind: ngram}", "kind is 'ngram': choose prompt_lookup or draft_model"),
         ("baselines", "{max_ngram: 2}", "kind is '': choose prompt_lookup or draft_model"),
         ("baselines", "{kind: prompt_lookup, path: x}", "path is 'x': only a draft_model takes it"),

@@ -306,6 +306,8 @@ def test_a_model_that_exists_is_trained_further(place: Path, target: Target, tmp
     assert named.config.rope_parameters["factor"] == 32
     assert (named.config.hidden_size, named.config.num_hidden_layers, named.lm_head) == (32, 2, None)
     save_head(named, tmp_path / "native", target)
+    with pytest.raises(UserError, match=r"^head\.init_from names .* which holds a draft head: .* train\.warm_start\.$"):
+        build(DraftLmOptions(init_from=str(tmp_path / "native")), target, None)
     warm = load_head(tmp_path / "native", target)
     with pytest.raises(UserError, match=r"head.layers_from_target is \[0\], but the head .* has null: set"):
         adopt_options(DraftLmOptions(layers_from_target=[0]), warm, target, "native")

@@ -221,6 +221,19 @@ def test_weights_below_zero_are_refused(changes, words):
         LossSpec(**changes)
 
 
+def test_a_decay_over_a_single_step_is_refused():
+    head = cast(
+        Any, SimpleNamespace(train_steps=1, regresses=False, confident=False, tunes=False, method="draft_model")
+    )
+    LossSpec().check_head(head)
+    with pytest.raises(
+        UserError, match=r"train\.loss\.decay is 0\.5, but draft_model heads of this recipe learn a single step"
+    ):
+        LossSpec(decay=0.5).check_head(head)
+    head.train_steps = 2
+    LossSpec(decay=0.5).check_head(head)
+
+
 def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
     head = cast(Any, SimpleNamespace(train_steps=2, regresses=False, confident=False, tunes=False, method="medusa"))
     LossSpec(confidence_weight=0.0).check_head(head)

@@ -18,6 +18,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.tally import tally_generation, total
 from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.trees import StaticTree
+from draftsmith.files import write_json
 from draftsmith.heads import depth_sample, peagle, training_pass
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import load_head
@@ -378,10 +379,15 @@ def test_a_mask_token_outside_the_vocabulary_is_one_sentence(token):
     assert "\n" not in str(told.value)
 
 
-def test_the_mask_token_that_a_target_offers():
+def test_the_mask_token_that_a_target_offers(tmp_path):
     assert make_head(make_target(), mask_token_id=None).options.mask_token_id == 0, "its padding token"
     target = make_target(pad_token_id=None)
     assert make_head(target, mask_token_id=None).options.mask_token_id == 2, "its end token"
+    reserved = {"id": 9, "content": "<|reserved_special_token_0|>", "special": True}
+    write_json(tmp_path / "tokenizer.json", {"added_tokens": [reserved]})
+    write_json(tmp_path / "tokenizer_config.json", {})
+    named = Target(target.model, path="tiny", fingerprint="0", directory=tmp_path)
+    assert make_head(named, mask_token_id=None).options.mask_token_id == 9, "one that its tokenizer reserves"
     target = make_target(pad_token_id=None, eos_token_id=None)
     target.model.generation_config.eos_token_id = None
     with pytest.raises(UserError, match="names neither a padding token nor an end token"):
@@ -396,6 +402,7 @@ def test_the_mask_token_that_a_target_offers():
         ({"depths": 1}, r"head\.depths is 1: it must be from 2 to 8"),
         ({"keep": 0.0}, r"head\.keep is 0\.0"),
         ({"keep_min": 1.5}, r"head\.keep_min is 1\.5"),
+        ({"keep": 1.0, "keep_min": 0.1}, r"head\.keep_min is 0\.1, but head\.keep is 1"),
         ({"num_hidden_layers": 0}, r"head\.num_hidden_layers is 0"),
     ],
 )

@@ -3,7 +3,7 @@
 Shapes: B batch rows, L tokens, A aux layers, Ht target hidden size.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,10 @@ class TrainBatch:
     def seeds(self) -> Tensor:
         """The seeds [B, L], zeros where there are none."""
         return torch.zeros_like(self.ids) if self.seed is None else self.seed
+
+    def without_states(self) -> "TrainBatch":
+        """Return the same batch with `aux` and `last` of width 0: what rows are counted by, without most of the bytes."""
+        return replace(self, aux=self.aux[..., :0], last=self.last[..., :0])
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the same batch on `device`."""

@@ -83,7 +83,8 @@ class FeatureStore:
         self.lengths = [length for shard in index.shards for length in shard.lengths]
         self._shards = index.shards
         self._place = [(number, row) for number, shard in enumerate(index.shards) for row in range(len(shard.ids))]
-        self._unverified = set(range(len(index.shards))) if verify else set()
+        # Shared with the workers of a DataLoader, which are started anew in every epoch.
+        self._verified = torch.full((len(index.shards),), not verify).share_memory_()
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -121,13 +122,13 @@ class FeatureStore:
         """An open shard; the least recently opened one is closed when there are many."""
         if number not in self._open:
             file, info = self.path / self._shards[number].file, self._shards[number]
-            if number in self._unverified:
+            if not self._verified[number]:
                 if sha256_file(file) != info.sha256:
                     raise UserError(
                         f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): "
                         "restore it, or delete the folder and extract again."
                     )
-                self._unverified.discard(number)
+                self._verified[number] = True
             if len(self._open) >= OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
             try:

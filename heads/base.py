@@ -160,7 +160,8 @@ class DraftHead(nn.Module, ABC):
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
         """Yield the rows [B, L] bool that step 0, 1, ... gives logits of: those of rule 1, all of them unless the head
-        learns from a sample; that is drawn from `batch.seeds` in training mode alone, the same at every call."""
+        learns from a sample; that is drawn from `batch.seeds` in training mode alone, the same at every call. Hidden states
+        have no part in it: training asks with `batch.without_states()`."""
         return iterate_supervised_rows(batch)
 
     def deployed(self, target: "Target") -> "DraftHead":

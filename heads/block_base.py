@@ -27,7 +27,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.block_layer import BlockLayer
 from draftsmith.heads.block_options import BlockOptions
-from draftsmith.heads.eagle_layer import RMSNorm, Rotary, rotate
+from draftsmith.heads.eagle_layer import RMSNorm, Rotary, attend, rotate
 from draftsmith.heads.final_norm import start_norm
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.mask_token import choose_mask_token
@@ -136,7 +136,7 @@ class BlockHead(DraftHead):
             turned = rotate(turning, *rotation).transpose(1, 2)
             q, k = turned.split((N, turned.shape[1] - N), 1)
             keys, values = update(number, k, v.transpose(1, 2))
-            attended = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+            attended = attend(q, keys, values, mask)
             x = layer.leave(attended.transpose(1, 2), x)
         return self.norm(x)
 

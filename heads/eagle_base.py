@@ -15,14 +15,13 @@ from functools import reduce
 from itertools import islice
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.draft import Fresh
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
-from draftsmith.heads.eagle_layer import EagleLayer, PlainLayer, Rotary, rotate
+from draftsmith.heads.eagle_layer import EagleLayer, PlainLayer, Rotary, attend, rotate
 from draftsmith.heads.row_plan import plan_rows
 from draftsmith.heads.training_pass import TrainingPass
 
@@ -143,7 +142,7 @@ class EagleHead(DraftHead):
         turned = rotate(turning, *rotation).transpose(1, 2)
         q, k = turned.split((self.config.num_attention_heads, self.config.num_key_value_heads), 1)
         all_k, all_v = update(number, k, v.transpose(1, 2))
-        attended = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=mask, enable_gqa=True)
+        attended = attend(q, all_k, all_v, mask)
         return layer.leave(attended.transpose(1, 2), residual)
 
     @property

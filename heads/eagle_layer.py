@@ -19,6 +19,14 @@ class Rotary(LlamaRotaryEmbedding):
     In bf16 they are off by up to 0.4%, which at position 1000 is a turn of radians.
     """
 
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [..., D] of positions [...], in the dtype of `x`."""
+        if not position_ids.numel():
+            # Where frequencies depend on the longest position, there is none to ask for.
+            none = x.new_empty(*position_ids.shape, 2 * len(self.inv_freq))
+            return none, none
+        return super().forward(x, position_ids)
+
     def table(self, positions: int, like: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines [positions, D] in the dtype of `like`; None where they depend on the longest position
         of a call."""
@@ -48,6 +56,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     together."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention of queries [B, N, n, D] over keys and values [B, G, slots, D], G a divisor of N. mask: bool [B, 1, n, slots],
+    True where a row may look, None for everywhere."""
+    if mask is not None and _repeats(q):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def _repeats(q: Tensor) -> bool:
+    """Whether keys are repeated for every query head: on a GPU no kernel takes both a mask and fewer key heads, and what is
+    left would hold all scores [B, N, n, slots] in fp32."""
+    return q.device.type == "cuda"
 
 
 class _Joint(NamedTuple):

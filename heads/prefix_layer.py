@@ -10,14 +10,13 @@ G key/value heads, D head size, S slots.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.cache import Slots, build_mask
 from draftsmith.eval.draft import Fresh, chain_above, numbers
-from draftsmith.heads.eagle_layer import PlainLayer, RMSNorm, Rotary, rotate
+from draftsmith.heads.eagle_layer import PlainLayer, RMSNorm, Rotary, attend, rotate
 from draftsmith.heads.row_plan import plan_rows
 from draftsmith.heads.ttt_attention import ttt_attention
 
@@ -57,7 +56,7 @@ class PrefixLayer(nn.Module):
         turned = rotate(turning, *self.rotary_emb(turning, position_Bn)).transpose(1, 2)
         q, k = turned.split((N, turned.shape[1] - N), 1)
         all_k, all_v = update(k, v.transpose(1, 2))
-        attended = F.scaled_dot_product_attention(q, all_k, all_v, attn_mask=mask, enable_gqa=True)
+        attended = attend(q, all_k, all_v, mask)
         return self.norm(layer.leave(attended.transpose(1, 2), last_BnH))
 
     @property

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,15 @@ from draftsmith.heads.pretrained import open_model
 from draftsmith.heads.probe import check_target
 
 AttentionMask = Tensor | dict[str, Tensor]
+
+
+class _Chosen(NamedTuple):
+    """Rows of a projection, and what they were made of: held here so that no other gets their place in memory."""
+
+    state: tuple[object, ...]
+    made_of: tuple[Tensor, ...]
+    weight: Tensor
+    bias: Tensor | None
 
 
 class TargetHead(nn.Module):
@@ -42,6 +51,7 @@ class TargetHead(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self.scale = scale
         self.softcap = softcap
+        self._chosen: _Chosen | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -54,10 +64,7 @@ class TargetHead(nn.Module):
         The product runs in the dtype of the weights, as in the target itself, also under autocast;
         scale and softcap run in float32. Gradients flow to `hidden`, never to the weights.
         """
-        weight, bias = self.weight, self.bias
-        if columns is not None:
-            weight = weight.index_select(0, columns)
-            bias = None if bias is None else bias.index_select(0, columns)
+        weight, bias = (self.weight, self.bias) if columns is None else self._rows(columns)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
             if self.scale != 1.0:
@@ -65,6 +72,16 @@ class TargetHead(nn.Module):
             if self.softcap is not None:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
+
+    def _rows(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of the projection for some tokens, kept for the next call: a drafter asks for the same in every round."""
+        made_of = tuple(x for x in (self.weight, columns, self.bias) if x is not None)
+        state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
+        if self._chosen is None or self._chosen.state != state:
+            with torch.inference_mode(False):  # a later call may be one of training
+                bias = None if self.bias is None else self.bias.index_select(0, columns)
+                self._chosen = _Chosen(state, made_of, self.weight.index_select(0, columns), bias)
+        return self._chosen.weight, self._chosen.bias
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,9 @@ class _Run:
             tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
         self.pace = Pace(progress.tokens)
+        stopping = False  # as all processes agreed, so that none leaves another waiting
         with bar, Interrupt() as interrupt:
-            while progress.step < self.total and not self._stale(progress) and not interrupt.asked:
+            while progress.step < self.total and not self._stale(progress) and not stopping:
                 before = time.perf_counter()
                 for window in self._windows(progress.step):
                     record, progress = self._step(window, progress)
@@ -124,12 +125,12 @@ class _Run:
                         tracker.log(record, {"tokens_per_second": speed})
                     bar.update()
                     bar.set_postfix_str(_postfix(record, progress, speed), refresh=False)
-                    self._maybe_checkpoint(progress, interrupt)
+                    stopping = self._maybe_checkpoint(progress, interrupt)
                     before = time.perf_counter()  # the next step begins with reading its batches
-                    if progress.step >= self.total or self._stale(progress) or interrupt.asked:
+                    if progress.step >= self.total or self._stale(progress) or stopping:
                         break
         save_checkpoint(self.accelerator, self.folder, progress)
-        if interrupt.asked:
+        if stopping:
             raise StoppedError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
                 f"{self.folder}: run the same command again to go on from there."
@@ -148,19 +149,21 @@ class _Run:
             return {}
         spec, source = self.spec, self.data.source
         sampling = self.recipe.answers.sampling
-        return calibrate_best(
-            self.folder / "best", self.target, source, self.heldout_batches, spec.row_tokens, sampling
-        )
+        with self.accelerator.autocast():  # as in the evaluations, whose memory it then takes
+            return calibrate_best(
+                self.folder / "best", self.target, source, self.heldout_batches, spec.row_tokens, sampling
+            )
 
-    def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> None:
-        """Save when the time has come; processes agree, as saving is a common act and so is stopping."""
-        due = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes
+    def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> bool:
+        """Save when the time has come, and return whether to stop; processes agree on both, which are common acts."""
+        due, asked = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes, interrupt.asked
         if self.accelerator.num_processes > 1:
-            asked = torch.tensor([float(due), float(interrupt.asked)], device=self.accelerator.device)
-            due, interrupt.asked = (bool(x) for x in self.accelerator.reduce(asked, "sum") > 0)
+            wishes = torch.tensor([float(due), float(asked)], device=self.accelerator.device)
+            due, asked = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
         if due:
             save_checkpoint(self.accelerator, self.folder, progress)
             self.pace.saved_at = time.perf_counter()
+        return asked
 
     def _stale(self, progress: Progress) -> bool:
         return self.spec.patience is not None and progress.stale >= self.spec.patience
@@ -207,12 +210,12 @@ class _Run:
     def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
         """One optimizer step: the loss is the sum over supervised rows divided by their global number."""
         accelerator, device = self.accelerator, self.accelerator.device
-        batches = [(batch.to(device), counts) for batch, counts in window]
         divisor = torch.zeros((), device=device)
         rows = torch.zeros((), device=device)
-        for batch, counts in batches:
-            divisor += loss_divisor(batch, self.spec.loss, self.head) * counts
-            rows += count_rows(batch) * counts
+        for batch, counts in window:
+            bare = batch.without_states().to(device)
+            divisor += loss_divisor(bare, self.spec.loss, self.head) * counts
+            rows += count_rows(bare) * counts
         divisor, rows = accelerator.reduce([divisor, rows], "sum")
         if rows == 0 or divisor == 0:
             return self._pass_over(progress)
@@ -222,7 +225,8 @@ class _Run:
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
         share = self.spec.loss.draft_share(progress.step / self.total)
-        for batch, counts in batches:
+        for batch, counts in window:
+            batch = batch.to(device)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
                 output = run_pass(self.model, batch, self.train_steps)
                 scored = head_loss(output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, share)

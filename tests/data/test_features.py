@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
-from draftsmith.data import feature_writer
+from draftsmith.data import feature_writer, features
 from draftsmith.data.batch import Features
 from draftsmith.data.features import FeatureStore, FeatureWriter, StoreSpec, check_disk_space, estimate_bytes
 from draftsmith.errors import UserError
@@ -189,6 +190,17 @@ def test_no_store_and_broken_index(tmp_path: Path) -> None:
     value["shards"][0]["lengths"].pop()
     index.write_text(json.dumps(value))
     refused(tmp_path, "damaged", "shard-00000")
+
+
+def test_a_shard_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader starts its workers anew in every epoch, and a store may take minutes to read."""
+    write_store(tmp_path, make_features())
+    store = FeatureStore(tmp_path)
+    loader = DataLoader(range(len(store)), batch_size=None, num_workers=1, collate_fn=store.get)
+    assert [one.sample_id for one in loader] == store.ids
+    monkeypatch.setattr(features, "sha256_file", lambda file: pytest.fail(f"{file} is read again"))
+    assert [one.sample_id for one in loader] == store.ids
+    assert store.get(0).sample_id == store.ids[0]
 
 
 def test_shard_missing_cut_or_corrupt(tmp_path: Path) -> None:

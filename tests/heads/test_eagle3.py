@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.heads import eagle_layer
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options, build
+from draftsmith.heads.eagle_layer import Rotary, attend
 from draftsmith.heads.layer_config import rope_parameters
 from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.losses import head_loss
@@ -220,6 +223,34 @@ def test_autocast_keeps_fp32_masters_and_comes_close():
     assert loss.loss_sum.dtype == head.fc.weight.grad.dtype == torch.float32
     spread = exact.steps[2].logits.std()
     assert (rough.steps[2].logits - exact.steps[2].logits).abs().max() < 0.15 * spread + 0.1
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+def test_a_step_without_rows_needs_no_frequencies(rope_type):
+    """Some frequencies go by the longest position of a call, and a short answer leaves later steps none."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 32}
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 2.0} | (factors if rope_type == "longrope" else {})
+    rotary = Rotary(LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=rope))
+    x = torch.zeros(1, 0, 64, dtype=torch.bfloat16)
+    for found, usual in zip(
+        rotary(x, torch.zeros(1, 0, dtype=torch.int64)), rotary(x, torch.zeros(1, 3, dtype=torch.int64)), strict=True
+    ):
+        assert (found.shape, found.dtype) == ((1, 0, 16), usual.dtype)
+        assert usual.shape == (1, 3, 16)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_repeated_keys_are_shared_ones(groups, monkeypatch):
+    """What a GPU computes under a mask, beside what a CPU does."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 3, 16, generator=generator)
+    k, v = torch.randn(2, 2, groups, 5, 16, generator=generator)
+    mask = torch.rand(2, 1, 3, 5, generator=generator) < 0.6
+    mask[..., 0] = True
+    shared = [attend(q, k, v, how) for how in (mask, None)]
+    monkeypatch.setattr(eagle_layer, "_repeats", lambda q: True)
+    for one, how in zip(shared, (mask, None), strict=True):
+        torch.testing.assert_close(attend(q, k, v, how), one)
 
 
 def test_casting_leaves_the_rotary_frequencies_exact():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,27 @@ def test_head_with_bias_and_columns() -> None:
     hidden, columns = torch.randn(3, 4), torch.tensor([8, 0])
     torch.testing.assert_close(head.logits(hidden), hidden @ head.weight.T + head.bias)
     torch.testing.assert_close(head.logits(hidden, columns), head.logits(hidden)[:, columns])
+
+
+def test_rows_of_some_columns_are_kept_and_follow_the_weights() -> None:
+    head = TargetHead(torch.randn(9, 4), torch.randn(9))
+    hidden, columns = torch.randn(3, 4, requires_grad=True), torch.tensor([8, 0])
+    with torch.inference_mode():
+        first = head.logits(hidden, columns)
+    rows = head._chosen
+    head.logits(hidden, columns).sum().backward()
+    torch.testing.assert_close(hidden.grad, head.weight[columns].sum(0).expand(3, 4))
+    assert head._chosen is rows, "made once"
+    torch.testing.assert_close(first, head.logits(hidden)[:, columns])
+    changes: dict[str, Callable[[], object]] = {
+        "other columns": lambda: columns.copy_(torch.tensor([1, 2])),
+        "other weights": lambda: head.weight.mul_(2),
+        "another bias": lambda: head.bias.add_(1),
+        "another dtype": head.double,
+    }
+    for what, change in changes.items():
+        change()
+        torch.testing.assert_close(head.logits(hidden, columns), head.logits(hidden)[:, columns], msg=what)
 
 
 def test_casting_the_head_leaves_the_model_alone() -> None:

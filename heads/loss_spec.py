@@ -117,7 +117,7 @@ class LossSpec:
         self.check_steps(head.train_steps)
         terms = [*self.term_weights(head.regresses, head.tunes), *self.also.values(), self.top_k_weight]
         terms += [1.0 if weight is None else weight for weight in self._of_parts(head)]
-        if self.decay != type(self).decay and head.train_steps == 1:
+        if self.decay not in (type(self).decay, 1.0) and head.train_steps == 1:
             raise UserError(
                 f"train.loss.decay is {self.decay}, but {head.method} heads of this recipe learn a single step: leave it out."
             )

@@ -137,9 +137,8 @@ class _Run:
             )
         if tracker:
             tracker.close()
-            speed = self.pace.speed(progress.tokens)
-            summary = asdict(progress) | {"train_seconds": self.pace.seconds, "tokens_per_second": speed}
-            write_json(self.folder / "summary.json", summary | self._calibrate())
+            pace = {"train_seconds": self.pace.seconds, "tokens_per_second": self.pace.speed(progress.tokens)}
+            write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
 
@@ -147,12 +146,9 @@ class _Run:
         """Let the best head fit its confidence, if it has one, to the held-out answers; return what it tells."""
         if not self.head.confident or not (self.folder / "best").exists():
             return {}
-        spec, source = self.spec, self.data.source
-        sampling = self.recipe.answers.sampling
+        data, sampling = (self.data.source, self.heldout_batches, self.spec.row_tokens), self.recipe.answers.sampling
         with self.accelerator.autocast():  # as in the evaluations, whose memory it then takes
-            return calibrate_best(
-                self.folder / "best", self.target, source, self.heldout_batches, spec.row_tokens, sampling
-            )
+            return calibrate_best(self.folder / "best", self.target, *data, sampling)
 
     def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> bool:
         """Save when the time has come, and return whether to stop; processes agree on both, which are common acts."""

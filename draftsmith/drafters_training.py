@@ -51,8 +51,8 @@ class Bench:
 class Trained:
     """A trained head. folder: of the run or of the head. lr, muon_lr: its peak learning rates. overrides: what its recipe was
     called with. answers: identify the texts that it learned from. seconds, tokens, steps: of its training, both stages where
-    there are two; supervised_tokens: with repetition. parameters: None where the head itself tells. settings: what another package trained it with. head_step: the
-    step whose head it is, None for the last one."""
+    there are two; supervised_tokens: with repetition. parameters: None where the head itself tells. settings: what another
+    package trained it with. head_step: the step whose head it is, None for the last one."""
 
     name: str
     folder: Path

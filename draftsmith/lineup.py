@@ -93,9 +93,15 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target) -> list[
     tuned = None if verifier is target else verifier
     spec = session.recipe.evaluate
     lengths = (spec.num_speculative_tokens, spec.max_k)
-    trees = [(draft, draft.load()) for draft in spec.drafts]
+    ways = [
+        (draft, tree)
+        for draft, tree in ((draft, draft.load()) for draft in spec.drafts)
+        if (not draft.heads or name in draft.heads)
+        and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
+        and (draft.confidence_threshold is None or head.confident or bool(draft.heads))
+    ]
     width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    for tree in (tree for _, tree in trees if isinstance(tree, StaticTree) and tree.ranks > width):
+    for tree in (tree for _, tree in ways if isinstance(tree, StaticTree) and tree.ranks > width):
         raise UserError(
             f"The tree {tree.name} tries rank {tree.ranks - 1} (the most likely token has 0), but {name} drafts {width} "
             "tokens: take ranks below that."
@@ -111,10 +117,7 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target) -> list[
             verifier=tuned,
             threshold=draft.confidence_threshold,
         )
-        for draft, tree in trees
-        if (not draft.heads or name in draft.heads)
-        and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
-        and (draft.confidence_threshold is None or head.confident or bool(draft.heads))
+        for draft, tree in ways
     ]
 
 

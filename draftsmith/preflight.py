@@ -27,7 +27,8 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     its context and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it
     evaluates: also checks that the prompts can be read, that the drafts fit the heads and the baselines the target, and
     returns the drafters' names; head: the folder of the one to measure, None for the run's. What takes no target is checked
-    before it is loaded: the launch file, the prompts, heads and trees of the evaluation, and the data. An export checks itself before it writes.
+    before it is loaded: the launch file, the prompts, heads and trees of the evaluation, and the data. An export checks
+    itself before it writes.
     """
     recipe = session.recipe
     check_launch(recipe.train)

@@ -47,6 +47,7 @@ class HeadPlan:
     layouts: tuple[str, ...]
 
 
+_DATA_KEYS = ("seed", "target", "data", "answers", "features")
 _BOTH = ("eagle3", "eagle3_speculators")
 _SHORTER = ("--train.max_steps", "60")
 PLANS = (
@@ -184,8 +185,25 @@ def slug(name: str) -> str:
 
 
 def _recipe_words(method: str, recipes: str, work: Path, name: str, words: Sequence[str]) -> list[str]:
-    places = ("--output_dir", str(work / "heads" / slug(name)), "--data_dir", str(work / "data"))
-    return ["--recipe", f"recipes/{method}/{recipes}.yaml", *SHORT, *places, *words]
+    """Return a head's command line. Its folder is named after its settings, so that a changed recipe trains anew beside
+    what an earlier state of the recipes left."""
+    plain = [
+        "--recipe",
+        f"recipes/{method}/{recipes}.yaml",
+        *SHORT,
+        "--data_dir",
+        str(_data(recipes, work, words)),
+        *words,
+    ]
+    folder = work / "heads" / f"{slug(name)}-{fingerprint(asdict(parse_recipe(plain)))}"
+    return [*plain, "--output_dir", str(folder)]
+
+
+def _data(recipes: str, work: Path, words: Sequence[str]) -> Path:
+    """Return the folder of the answers and features of all heads, named after the settings of these."""
+    recipe = parse_recipe(["--recipe", f"recipes/eagle3/{recipes}.yaml", *SHORT, *words])
+    made_from = {key: value for key, value in asdict(recipe).items() if key in _DATA_KEYS}
+    return work / f"data-{fingerprint(made_from)}"
 
 
 def _session(method: str, recipes: str, work: Path, words: Sequence[str]) -> Session:
@@ -221,8 +239,8 @@ def _train_all(
 
 def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tuple[float, Path, str]:
     """Train a head in a process of its own; return the seconds, its log, and that one's last line where it failed."""
-    started, log = time.perf_counter(), work / "heads" / slug(plan.name) / "train.log"
     more = _recipe_words(plan.method, recipes, work, plan.name, (*plan.words, *words))
+    started, log = time.perf_counter(), Path(more[-1]) / "train.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         command = [sys.executable, "-m", "draftsmith.cli", "train", *more]

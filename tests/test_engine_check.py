@@ -190,15 +190,41 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
     monkeypatch.setattr(engine_subjects, "features_stage", lambda session, samples: None)
     monkeypatch.setattr(engine_subjects, "load_samples", lambda session: SimpleNamespace(samples=[]))
     monkeypatch.setattr(engine_subjects, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
-    plans = [HeadPlan(name, "medusa", words, ()) for name, words in (("a", ()), ("b c", ("bad",)))]
+    plans = [HeadPlan(name, "medusa", words, ()) for name, words in (("a", ()), ("b c", ("--name", "bad")))]
     found = engine_subjects._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
-    assert found == {"a": tmp_path / "heads" / "a" / "train" / "best"}
+    folder = Path(asked[0][asked[0].index("--output_dir") + 1])
+    assert found == {"a": folder / "train" / "best"}
+    assert folder.parent == tmp_path / "heads"
+    assert folder.name.startswith("a-")
     assert asked[0][:4] == [sys.executable, "-m", "draftsmith.cli", "train"]
-    assert asked[0][-2:] == ["--seed", "1"]
+    assert asked[0][asked[0].index("--seed") + 1] == "1"
     assert "a: trained in" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"Training b c failed \(it broke\): its whole log is .*/b-c/train.log\."):
+    with pytest.raises(UserError, match=r"Training b c failed \(it broke\): its whole log is .*/b-c-\w+/train.log\."):
         engine_subjects._train_all(plans, "tiny", None, tmp_path, ())
-    assert "recipes/medusa/tiny.yaml" in (tmp_path / "heads" / "b-c" / "train.log").read_text()
+    (log,) = tmp_path.glob("heads/b-c-*/train.log")
+    assert "recipes/medusa/tiny.yaml" in log.read_text()
+
+
+def test_heads_of_changed_recipes_are_trained_in_folders_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def folders(*words: str) -> tuple[str, ...]:
+        line = engine_subjects._recipe_words("medusa", "tiny", tmp_path / "work", "a", words)
+        return tuple(line[line.index(key) + 1] for key in ("--data_dir", "--output_dir"))
+
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    first = folders()
+    assert folders() == first
+    assert folders("--evaluate.num_speculative_tokens", "2")[0] == first[0]
+    assert folders("--evaluate.num_speculative_tokens", "2")[1] != first[1]
+    assert not set(folders("--answers.temperature", "0.5")) & set(first)
+    (tmp_path / "recipes").unlink()
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    recipe = tmp_path / "recipes" / "medusa" / "tiny.yaml"
+    recipe.write_text(recipe.read_text().replace("seed: 0", "seed: 1"))
+    assert folders()[0] == first[0]
+    assert folders()[1] != first[1]
 
 
 def test_the_script_has_the_options_and_pins_versions_in_one_place() -> None:

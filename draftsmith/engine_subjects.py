@@ -184,17 +184,13 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _recipe_words(method: str, recipes: str, work: Path, name: str, words: Sequence[str]) -> list[str]:
-    """Return a head's command line. Its folder is named after its settings, so that a changed recipe trains anew beside
-    what an earlier state of the recipes left."""
-    plain = [
-        "--recipe",
-        f"recipes/{method}/{recipes}.yaml",
-        *SHORT,
-        "--data_dir",
-        str(_data(recipes, work, words)),
-        *words,
-    ]
+def _recipe_words(
+    method: str, recipes: str, work: Path, name: str, words: Sequence[str], own: Sequence[str] = ()
+) -> list[str]:
+    """Return a head's command line. words: those of every head. own: its own. Its folder is named after its settings, so
+    that a changed recipe trains anew beside what an earlier state of the recipes left."""
+    data = ("--data_dir", str(_data(recipes, work, words)))
+    plain = ["--recipe", f"recipes/{method}/{recipes}.yaml", *SHORT, *own, *data, *words]
     folder = work / "heads" / f"{slug(name)}-{fingerprint(asdict(parse_recipe(plain)))}"
     return [*plain, "--output_dir", str(folder)]
 
@@ -239,7 +235,7 @@ def _train_all(
 
 def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tuple[float, Path, str]:
     """Train a head in a process of its own; return the seconds, its log, and that one's last line where it failed."""
-    more = _recipe_words(plan.method, recipes, work, plan.name, (*plan.words, *words))
+    more = _recipe_words(plan.method, recipes, work, plan.name, words, plan.words)
     started, log = time.perf_counter(), Path(more[-1]) / "train.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:

@@ -190,7 +190,10 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
     monkeypatch.setattr(engine_subjects, "features_stage", lambda session, samples: None)
     monkeypatch.setattr(engine_subjects, "load_samples", lambda session: SimpleNamespace(samples=[]))
     monkeypatch.setattr(engine_subjects, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
-    plans = [HeadPlan(name, "medusa", words, ()) for name, words in (("a", ()), ("b c", ("--name", "bad")))]
+    plans = [
+        HeadPlan(name, "medusa", words, ())
+        for name, words in (("a", ("--head.num_layers", "2")), ("b c", ("--name", "bad")))
+    ]
     found = engine_subjects._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
     folder = Path(asked[0][asked[0].index("--output_dir") + 1])
     assert found == {"a": folder / "train" / "best"}
@@ -208,8 +211,8 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
 def test_heads_of_changed_recipes_are_trained_in_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def folders(*words: str) -> tuple[str, ...]:
-        line = engine_subjects._recipe_words("medusa", "tiny", tmp_path / "work", "a", words)
+    def folders(*words: str, own: tuple[str, ...] = ()) -> tuple[str, ...]:
+        line = engine_subjects._recipe_words("medusa", "tiny", tmp_path / "work", "a", words, own)
         return tuple(line[line.index(key) + 1] for key in ("--data_dir", "--output_dir"))
 
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
@@ -218,6 +221,9 @@ def test_heads_of_changed_recipes_are_trained_in_folders_of_their_own(
     assert folders() == first
     assert folders("--evaluate.num_speculative_tokens", "2")[0] == first[0]
     assert folders("--evaluate.num_speculative_tokens", "2")[1] != first[1]
+    # A word that only this method's recipe has.
+    assert folders(own=("--head.original_lm_head", "true"))[0] == first[0]
+    assert folders(own=("--head.original_lm_head", "true"))[1] != first[1]
     assert not set(folders("--answers.temperature", "0.5")) & set(first)
     (tmp_path / "recipes").unlink()
     shutil.copytree(ROOT / "recipes", tmp_path / "recipes")

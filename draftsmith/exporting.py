@@ -11,7 +11,7 @@ from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.differences import compare
 from draftsmith.heads.eagle3_export import target_reference
 from draftsmith.heads.engine_start import SERVE_ADAPTERS, Adapter
-from draftsmith.heads.export import LAYOUTS, convert_head, default_layout, export_head, layouts_for, replaced_files
+from draftsmith.heads.export import convert_head, default_layout, export_head, layouts_for, layouts_of, replaced_files
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.record import read_record, warnings_for
 from draftsmith.heads.target import Target
@@ -45,7 +45,9 @@ def check_adapter(recipe: Recipe, head: DraftHead) -> None:
         raise UserError(f"export.adapter is {asked!r}, but {head.method} heads come with no adapter: leave it out.")
     if asked == "keep" and head.tunes:
         layout = export_options(recipe, head.method)["layout"]
-        serve = [name for name in layouts_for(head.method) if not SERVE_ADAPTERS.isdisjoint(LAYOUTS[name].engines)]
+        serve = [
+            name for name, known in layouts_of(head.method).items() if not SERVE_ADAPTERS.isdisjoint(known.engines)
+        ]
         if layout not in serve:
             raise UserError(
                 f"export.adapter is 'keep', but no engine that reads the layout {layout!r} drafts for a target with an "

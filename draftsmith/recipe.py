@@ -131,8 +131,8 @@ class TrainSpec:
     """Optimisation."""
 
     warm_start: str | None = None
-    """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method; null
-    starts from scratch. Sizes that `head` leaves null are those of that head."""
+    """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method (Medusa-2
+    also takes Medusa's); null starts from scratch. What `head` leaves null is that of that head, the rest must be."""
     epochs: int = 3
     """Passes over the training answers."""
     max_steps: int | None = None

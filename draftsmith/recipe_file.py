@@ -163,8 +163,8 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     if group or unknown:
         key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
         keys = [action.dest for action in parser._actions]
-        near = get_close_matches(key, keys, n=1) or [name for name in keys if name.endswith(f".{key}")]
-        text = f"there is no key {key}" + (f", did you mean {near[0]}?" if near else "")
+        near = get_close_matches(key, keys, n=1, cutoff=0.7) or [name for name in keys if name.endswith(f".{key}")]
+        meant = f" (did you mean {near[0]}?)" if near else ""
         command = f"`draftsmith train --method {parser.get_default('method')} --help`"
-        return f"{text} {command} lists every key." if near else f"{text}; {command} lists them."
+        return f"there is no key {key}{meant}: {command} lists every key."
     return text + "; see --help for every key and its type."

@@ -88,7 +88,7 @@ def tree_acceptance(
     c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
     for step in output.steps[:depth]:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
-            at, logits_RW = step.rows[piece], step.logits[piece]
+            at, logits_RW = step.rows[piece], step.logits_of(piece)
             best_RK = logits_RW.topk(min(tree.ranks, logits_RW.shape[-1]), -1).indices
             best_RK = best_RK if draft_vocab_W is None else draft_vocab_W[best_RK]
             hit_RK = best_RK == ids[at + 2 + step.offset][:, None]
@@ -150,7 +150,7 @@ def chain_acceptance(
     p, off_text = _text_law(batch, target_head, places, sampling)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
-            at, logits_RW = step.rows[piece], step.logits[piece]
+            at, logits_RW = step.rows[piece], step.logits_of(piece)
             token_R = ids[at + 2 + step.offset]
             if p is None or greedy_drafts:
                 # A deterministic draft is accepted exactly where the text has its token.

@@ -99,7 +99,7 @@ def token_ranks(output: HeadOutput, batch: TrainBatch, draft_vocab_W: Tensor | N
     ranks = torch.full((len(ids), len(output.steps)), -1, dtype=torch.int16, device=ids.device)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
-            at, logits_RW = step.rows[piece], step.logits[piece]
+            at, logits_RW = step.rows[piece], step.logits_of(piece)
             best_RM = logits_RW.topk(min(most, logits_RW.shape[-1]), -1).indices
             best_RM = best_RM if draft_vocab_W is None else draft_vocab_W[best_RM]
             hit_RM = best_RM == ids[at + 2 + step.offset][:, None]

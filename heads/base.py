@@ -4,7 +4,7 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), V target
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
     from draftsmith.eval.sampling import Sampling
     from draftsmith.heads.target import Target, TargetHead
 
+Piece = Tensor | slice
+"""Numbers of rows, or a slice of them."""
+
 
 @dataclass(frozen=True)
 class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa).
 
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's law at position t+1+offset.
-    rows: [R] int64 flat indices b*L+t, ascending. logits: [R, W]. feature: [R, H] what the head took for the target's
+    rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or what computes those of some rows, where all
+    of them at once would be too many to hold (see `logits_of`). feature: [R, H] what the head took for the target's
     last state at position t+1+offset, where it has such an output and the logits are made from it (EAGLE-1).
     confidence: [R] the log-odds that the head gives its draft to be accepted, those before it being so (DSpark). stops:
     [R] bool, True where the head would draft no more, this token included; it may depend on the tokens before, never on
@@ -34,10 +38,24 @@ class StepOutput:
 
     offset: int
     rows: Tensor
-    logits: Tensor
+    source: Tensor | Callable[[Piece], Tensor]
     feature: Tensor | None = None
     confidence: Tensor | None = None
     stops: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """All logits, [R, W]."""
+        return self.source if isinstance(self.source, Tensor) else self.source(slice(None))
+
+    def logits_of(self, piece: Piece) -> Tensor:
+        """The logits of a piece of the rows."""
+        return self.source[piece] if isinstance(self.source, Tensor) else self.source(piece)
+
+    def select(self, piece: Piece) -> "StepOutput":
+        """The same step on a piece of its rows."""
+        others = (x if x is None else x[piece] for x in (self.feature, self.confidence, self.stops))
+        return StepOutput(self.offset, self.rows[piece], self.logits_of(piece), *others)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import DraftHead, HeadOutput, Piece, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.block_layer import BlockLayer
 from draftsmith.heads.block_options import BlockOptions
 from draftsmith.heads.eagle_layer import RMSNorm, Rotary, attend, rotate
@@ -105,6 +105,18 @@ class BlockHead(DraftHead):
             states.append(self.norm(out_RSH[counted, self.first_slot + step]))
             steps.append(needed[counted])
         return HeadOutput(tuple(self.outputs(states, steps, batch)))
+
+    def late(self, logits: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Piece], Tensor]:
+        """Return what computes logits of some rows of `inputs` when they are asked for: from every row a block begins where
+        nothing is trained, and all logits of all its slots would be many times what training holds."""
+        kind = inputs[0].device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+        def compute(piece: Piece) -> Tensor:
+            with torch.autocast(kind, dtype, enabled):
+                return logits(*(x[piece] for x in inputs))
+
+        return compute
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Aux streams [..., A*H] -> what the layers make the context's keys and values of, [..., H]."""

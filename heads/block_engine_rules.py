@@ -47,7 +47,10 @@ BLOCK_WATCH: tuple[Watch, ...] = (
           "of another length, which accepts less."),
     Watch("vllm", ("dflash",), "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers "
           "(its `rms_norm` knows one row of weights there), so drafts of several layers are accepted less."),
-    Watch("vllm", ("dspark",), "vLLM 0.32 has DSpark in its runner for GPUs alone (`VLLM_USE_V2_MODEL_RUNNER=1`)."),
+    Watch("vllm", ("dspark",), "vLLM 0.32 has DSpark in its runner for GPUs alone, which is the default there: leave "
+          "`VLLM_USE_V2_MODEL_RUNNER` unset."),
+    Watch("vllm", ("dspark",), "vLLM 0.32 knows no temperatures of the confidences: `enable_adaptive_verification` (off by "
+          "default) ranks drafts by the raw ones, not by those of evaluate.drafts."),
     Watch("llama_cpp", ("dflash_llama_cpp", "dspark_llama_cpp"), "Without `--spec-type` it does not speculate, and says nothing. "
           "With fewer tokens than the trained block has it fills in a shorter one, which accepts less."),
     Watch("llama_cpp", ("dspark_llama_cpp",), "`--spec-draft-p-min` ends a draft before the first slot whose own confidence is "

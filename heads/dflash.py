@@ -29,7 +29,11 @@ class DFlashHead(BlockHead):
     first_slot = 1
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
-        """The states [R_k, H] and rows [R_k] of each step -> its logits, those of all steps in one product."""
+        """The states [R_k, H] and rows [R_k] of each step -> its logits; in training those of all steps in one product."""
+        if not torch.is_grad_enabled():
+            return [
+                StepOutput(k, at, self.late(self.logits, x)) for k, (at, x) in enumerate(zip(rows, states, strict=True))
+            ]
         logits = self.logits(torch.cat([*states])).split([len(x) for x in rows])
         return [StepOutput(k, at, found) for k, (at, found) in enumerate(zip(rows, logits, strict=True))]
 

@@ -77,9 +77,14 @@ class DSparkHead(BlockHead):
         tokens = [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
         sizes, every = [len(at) for at in rows], torch.cat([*states])
         before = self.markov_head.markov_w1(torch.cat(tokens)).to(every.dtype)
-        logits = (self.logits(every) + self.markov_head.markov_w2(before)).split(sizes)
+        sources: Sequence[Any]
+        if torch.is_grad_enabled():
+            sources = self._biased(every, before).split(sizes)
+        else:
+            pairs = zip(states, before.split(sizes), strict=True)
+            sources = [self.late(self._biased, state, own) for state, own in pairs]
         if self.confidence_head is None:
-            return [StepOutput(k, at, found) for k, (at, found) in enumerate(zip(rows, logits, strict=True))]
+            return [StepOutput(k, at, source) for k, (at, source) in enumerate(zip(rows, sources, strict=True))]
         sure = self.log_odds(every, before).split(sizes)
         survival = every.new_ones(batch.ids.numel(), dtype=torch.float32)
         steps = []
@@ -88,8 +93,12 @@ class DSparkHead(BlockHead):
             if self.threshold is not None:
                 survival[at] = survival[at] * self.calibrated(k, sure[k].detach())
                 stops = survival[at] < self.threshold
-            steps.append(StepOutput(k, at, logits[k], confidence=sure[k], stops=stops))
+            steps.append(StepOutput(k, at, sources[k], confidence=sure[k], stops=stops))
         return steps
+
+    def _biased(self, states: Tensor, before: Tensor) -> Tensor:
+        """States [R, H] and embeddings of the tokens before [R, r] -> logits [R, W]."""
+        return self.logits(states) + self.markov_head.markov_w2(before)
 
     def bias(self, before: Tensor) -> Tensor:
         """Embeddings of the tokens before [..., r] -> what they add to the logits, [..., W]."""

@@ -234,6 +234,8 @@ WATCH: tuple[Watch, ...] = (
     Watch("vllm", ("eagle3",), "Leave `parallel_drafting` out: it asks for a head that was trained for it, which this is not."),
     Watch("vllm", ("peagle",), "`parallel_drafting` must be true: without it vLLM drafts token by token with the same weights, "
           "says nothing, and accepts little. Name the method too: without it vLLM guesses from the path of the draft."),
+    Watch("vllm", ("peagle", "peagle_speculators"), "Leave `VLLM_USE_V2_MODEL_RUNNER` unset: where it is 1, vLLM 0.32 ignores "
+          "`parallel_drafting`, and says nothing."),
     Watch("vllm", ("eagle3_speculators", "peagle_speculators"), "The export names the target and the number of tokens; other "
           "numbers need another export, or the flat layout."),
     Watch("vllm", ("eagle1", "eagle3", "medusa_vllm", "peagle"), "vLLM 0.32 runs these drafts on as many GPUs as the target: "

@@ -53,7 +53,7 @@ from draftsmith.heads.peagle_export import (
 )
 from draftsmith.heads.peagle_layouts import PEAGLE, PEAGLE_SPECULATORS
 from draftsmith.heads.record import RECORD, write_record
-from draftsmith.heads.registry import served_method
+from draftsmith.heads.registry import brought_layouts, served_method
 from draftsmith.heads.target import Target
 from draftsmith.heads.tensor_parallel import check_split
 
@@ -110,9 +110,21 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+def layouts_of(method: str) -> dict[str, Layout]:
+    """Return the layouts that hold heads of `method` by name, its default first; none for an unknown method. Raises
+    UserError where a package brings one under a name of ours."""
+    served = served_method(method)
+    found = {name: layout for name, layout in LAYOUTS.items() if layout.method == served}
+    for layout in brought_layouts(served):
+        if (name := layout.contract.name) in LAYOUTS:
+            raise UserError(f"The method {served!r} brings a layout named {name!r}, which draftsmith has: rename it.")
+        found[name] = layout
+    return found
+
+
 def layouts_for(method: str) -> list[str]:
     """Return the names of the layouts that hold heads of `method`, its default first; none for an unknown method."""
-    return [name for name, layout in LAYOUTS.items() if layout.method == served_method(method)]
+    return list(layouts_of(method))
 
 
 def default_layout(method: str) -> str:
@@ -125,11 +137,12 @@ def default_layout(method: str) -> str:
 
 def find_layout(layout: str, method: str) -> Layout:
     """Return the layout of that name. Raises UserError for an unknown one and for one of another method."""
-    if layout not in layouts_for(method):
+    known = layouts_of(method)
+    if layout not in known:
         default_layout(method)  # says so where there is none
         what = f"holds {LAYOUTS[layout].method} heads, not {method}" if layout in LAYOUTS else "is unknown"
-        raise UserError(f"export.layout is {layout!r}, which {what}: choose one of {', '.join(layouts_for(method))}.")
-    return LAYOUTS[layout]
+        raise UserError(f"export.layout is {layout!r}, which {what}: choose one of {', '.join(known)}.")
+    return known[layout]
 
 
 def export_head(
@@ -148,7 +161,7 @@ def export_head(
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
-    layout: a name in LAYOUTS, None for the method's default. dtype: of the float tensors, None for the target's.
+    layout: a name of `layouts_of`, None for the method's default. dtype: of the float tensors, None for the target's.
     include_embeddings: store the input embeddings too where engines otherwise share the target's.
     num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md.
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
@@ -168,9 +181,9 @@ def export_head(
         num_speculative_tokens=num_speculative_tokens,
         tensor_parallel=tensor_parallel,
     )
-    engines = LAYOUTS[layout].engines
+    chosen = find_layout(layout, head.method)
     told = Exported(
-        head, target, layout, engines, files, dest, num_speculative_tokens, tensor_parallel, beside, adapter
+        head, target, layout, chosen.engines, files, dest, num_speculative_tokens, tensor_parallel, beside, adapter
     )
     with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
@@ -178,7 +191,7 @@ def export_head(
             shutil.copyfile(source, temporary / name)
         write_record(temporary, head.method, layout, made_for or target.identity)
         (temporary / README).write_text(write_readme(told), encoding="utf-8")
-        reloaded = LAYOUTS[layout].load(temporary, target)
+        reloaded = chosen.load(temporary, target)
         assert same_logits(head, reloaded, files, target), "the export gives other logits"
     return dest
 

@@ -62,6 +62,8 @@ class Exported:
 def write_readme(exported: Exported) -> str:
     """Return the text of README.md. It has no front matter: converters that read model cards find none."""
     parts = [f"# {_title(exported)}\n", _facts(exported), "## Start an engine\n"]
+    if not exported.engines:
+        return "\n".join([*parts, "No engine that draftsmith knows reads this layout.\n"])
     parts += [_section(exported, engine) for engine in exported.engines]
     served = [engine for engine in exported.engines if _why_not(exported, engine) is None]
     counters = "\n".join(f"- {ENGINES[engine].title}: {ENGINES[engine].counters}." for engine in served)
@@ -96,7 +98,8 @@ def _section(exported: Exported, engine: str) -> str:
     lines = [f"### {known.title}", ""]
     if (why := _why_not(exported, engine)) is not None:
         return "\n".join([*lines, f"Not with this export: {known.title} {why}.", ""])
-    how = "" if was_run(exported.layout, engine) else ", read from its source"
+    ran = was_run(exported.layout, engine) and exported.adapter is None  # no engine was run with one
+    how = "" if ran else ", read from its source"
     lines.append(f"Held against {known.title} {known.version}{how}.\n")
     for snippet in start(engine, exported.layout, exported.serving):
         if snippet.file:

@@ -44,7 +44,8 @@ def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFi
         "original_lm_head": o.original_lm_head,
     }
     tensors = {PREFIX + name.removeprefix(OURS): value for name, value in own.items() if name.startswith(OURS)}
-    shared, none = target.head.weight.to(request.dtype), torch.zeros(head.vocab_size, dtype=request.dtype)
+    # On the CPU once: each head's copy of it there would be a tensor of its own in the file.
+    shared, none = target.head.weight.to("cpu", request.dtype), torch.zeros(head.vocab_size, dtype=request.dtype)
     for i in range(o.num_heads):
         for j in range(o.num_layers):
             ours = f"hydra_mlp.{i}.{min(j, len(head.blocks(i)) - 1)}."

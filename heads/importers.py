@@ -116,7 +116,9 @@ def _is_eagle3(folder: HeadFolder) -> bool:
 
 
 def _is_peagle(folder: HeadFolder) -> bool:
-    return "peagle" in folder.words or ("draft_vocab_size" in folder.config and "mask_hidden" in folder.names)
+    # What may stand in the configuration is asked before the tensors' names, which take reading the file.
+    told = folder.config.keys() & {"draft_vocab_size", "mask_token_id", "pard_token", "ptd_token_id"}
+    return "peagle" in folder.words or (bool(told) and "mask_hidden" in folder.names)
 
 
 def _is_llama(folder: HeadFolder) -> bool:

@@ -125,6 +125,11 @@ class LossSpec:
             raise UserError(
                 "train.loss.weight is 0 and no other loss has a weight, so nothing would be learned: raise one."
             )
+        if self.confidence_weight == 0 and head.confident:
+            raise UserError(
+                "train.loss.confidence_weight is 0, which leaves the confidence untrained: set head.confidence_head to false, "
+                "or a weight."
+            )
         if self.confidence_weight and not head.confident:
             raise UserError(
                 f"train.loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "

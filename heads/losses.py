@@ -9,7 +9,7 @@ FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from typing import get_args
@@ -25,6 +25,10 @@ from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_sup
 from draftsmith.heads.divergences import hard_ce, jsd, kl, lk_alpha, lk_hybrid, reverse_kl, soft_ce, top_k_ce, tv
 from draftsmith.heads.loss_spec import LossKind, LossSpec
 from draftsmith.heads.teacher import TargetLogits, Teacher, draft_index, make_teacher
+
+_CHUNK_ROWS = 1024
+"""Rows whose laws are held together where nothing is trained: block drafters are judged on many times the rows that they are
+trained on."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def head_loss(
         places = index.split([len(s.rows) for s in laws])
         for step, where in zip(output.steps, places, strict=False):
             weight = None if weights is None else weights[step.rows]
-            sums.append(_step_sums(step, teacher.select(where), top1[where], weight, draft_vocab, loss_of))
+            sums.append(_step_sums(step, teacher, where, top1[where], weight, draft_vocab, loss_of))
         tuned_loss, tuned = torch.zeros((), device=batch.ids.device), None
         if output.tuned is not None:
             assert draft_vocab is None, "a tuned target has a law over its whole vocabulary"
@@ -182,12 +186,22 @@ class _StepSums:
 def _step_sums(
     step: StepOutput,
     teacher: Teacher,
+    where_R: Tensor,
     top1_R: Tensor,
     weight_R: Tensor | None,
     draft_vocab: Tensor | None,
     loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
 ) -> _StepSums:
-    log_q_RW = torch.log_softmax(step.logits, -1, dtype=torch.float32)
+    """Return the sums over a step's rows, whose laws are those of `teacher` at `where_R`."""
+    if not torch.is_grad_enabled() and len(step.rows) > _CHUNK_ROWS:
+        parts = []
+        for piece in torch.arange(len(step.rows), device=top1_R.device).split(_CHUNK_ROWS):
+            weight = None if weight_R is None else weight_R[piece]
+            own = (step.select(piece), teacher, where_R[piece], top1_R[piece], weight)
+            parts.append(_step_sums(*own, draft_vocab, loss_of))
+        sums = ([getattr(part, field.name) for part in parts] for field in fields(_StepSums))
+        return _StepSums(*(torch.stack(values).sum(0) for values in sums))
+    teacher, log_q_RW = teacher.select(where_R), torch.log_softmax(step.logits, -1, dtype=torch.float32)
     best_R = draft_index(top1_R, draft_vocab)
     kept_R = (best_R >= 0).to(log_q_RW.dtype)
     loss_R = loss_of(step, log_q_RW, teacher, kept_R)

@@ -94,7 +94,8 @@ def with_mask_token(options: PEagleOptions, target: Target) -> PEagleOptions:
     """Return the options with the id of the mask token. Raises UserError for one outside the target's vocabulary."""
     token, V = options.mask_token_id, target.vocab_size
     if token is None:
-        token = getattr(target.config, "pad_token_id", None)
+        pad = getattr(target.config, "pad_token_id", None)
+        token = None if pad in target.eos_ids else pad  # the end is in every text
         reserved = () if target.directory is None else spare_tokens(target.directory, target.eos_ids)
         usable = [x for x in (token, *reserved, *target.eos_ids) if isinstance(x, int) and 0 <= x < V]
         if not usable:

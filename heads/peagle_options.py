@@ -19,8 +19,8 @@ class PEagleOptions(DraftShape):
     num_hidden_layers: int = field(default=4, kw_only=True)
     """Decoder layers: the first reads tokens and states, those above it are plain Llama layers."""
     mask_token_id: int | None = field(default=None, kw_only=True)
-    """The token whose embedding stands for one that is not drafted yet; null: the target's padding token, one that
-    its tokenizer reserves, or its first end token, the first of these that there is."""
+    """The token whose embedding stands for one that is not drafted yet; null: the target's padding token
+    where that ends no text, one that its tokenizer reserves, or its first end token, the first of these that there is."""
     keep: float = field(default=0.7, kw_only=True)
     """Depth d is trained on a random keep**d of an answer's rows; 1 takes all of them."""
     keep_min: float = field(default=0.2, kw_only=True)

@@ -39,7 +39,8 @@ class Method:
     drawn (a static tree whose children are drawn from the head's law) and dynamic. launcher is the file in train/ that
     `accelerate launch` starts, "" where training is not built yet; head.py trains any. cost names what `draftsmith plan`
     computes with, a callable (options, TargetShape) -> HeadCost of draftsmith.head_costs, None where nobody wrote it.
-    served_as: the method that engines take a trained head for, "" for its own: its layouts hold it.
+    served_as: the method that engines take a trained head for, "" for its own: its layouts hold it. layouts names what
+    heads are exported to beside the layouts of heads/export.py, a tuple of its `Layout`: a package brings its own.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Method:
     trees: frozenset[str] = frozenset()
     cost_path: str | None = None
     served_as: str = ""
+    layouts_path: str | None = None
 
     @property
     def options(self) -> type:
@@ -73,6 +75,11 @@ class Method:
     def cost(self) -> Callable[..., Any] | None:
         """What computes the costs of training, None where nothing does."""
         return None if self.cost_path is None else _resolve(self.cost_path)
+
+    @property
+    def layouts(self) -> tuple[Any, ...]:
+        """The layouts that come with the method."""
+        return () if self.layouts_path is None else _resolve(self.layouts_path)
 
 
 METHODS: dict[str, Method] = {
@@ -169,8 +176,16 @@ def find_method(name: str) -> Method:
 
 def served_method(name: str) -> str:
     """Return the method that engines take trained heads of the method `name` for; an unknown one stands for itself."""
-    known = name in METHODS or name in _installed()
-    return (find_method(name).served_as if known else "") or name
+    return (find_method(name).served_as if _is_known(name) else "") or name
+
+
+def brought_layouts(name: str) -> tuple[Any, ...]:
+    """Return the layouts that come with a method of another package; none for an unknown method."""
+    return find_method(name).layouts if _is_known(name) else ()
+
+
+def _is_known(name: str) -> bool:
+    return name in METHODS or name in _installed()
 
 
 def _installed() -> dict[str, metadata.EntryPoint]:

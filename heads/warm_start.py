@@ -18,22 +18,27 @@ from draftsmith.heads.target import Target
 def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> Any:
     """Return the recipe's `options` with what they leave null taken from `head`, whose `name` is for messages.
 
-    Fields that say how to train stay those of the recipe. Raises UserError where the recipe names another value than the
-    head has.
+    Fields that say how to train stay those of the recipe. Raises UserError where the recipe names other values than the
+    head has, or its defaults are others, with all of them.
     """
-    found, adopted = _made_of(head, target), {}
+    found, adopted, apart = _made_of(head, target), {}, []
     for key in (field.name for field in fields(options)):
         asked = getattr(options, key)
         if key in getattr(options, "TRAINING", ()) or key not in found or asked == found[key]:
             continue
         if key == "draft_vocab_size" and asked is not None and asked >= target.vocab_size == found[key]:
             continue
-        if asked is not None:
-            raise UserError(
-                f"head.{key} is {_shown(asked)}, but the head that train.warm_start names ({name}) has "
-                f"{_shown(found[key])}: set head.{key} to that, or start from another head."
-            )
-        adopted[key] = found[key]
+        if asked is None:
+            adopted[key] = found[key]
+        else:
+            apart.append(key)
+    if apart:
+        asked_for = ", ".join(f"head.{key} is {_shown(getattr(options, key))}" for key in apart)
+        has, names = ", ".join(_shown(found[key]) for key in apart), ", ".join(f"head.{key}" for key in apart)
+        raise UserError(
+            f"{asked_for}, but the head that train.warm_start names ({name}) has {has}: set {names} to that, or start from "
+            "another head."
+        )
     options = replace(options, **adopted)
     if (check := getattr(options, "check_adopted", None)) is not None:
         check()

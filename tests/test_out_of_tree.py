@@ -1,15 +1,20 @@
 """A drafter of another package, found by its entry point: trained by a recipe, measured, loaded; broken ones refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import draftsmith.train
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.heads import registry
+from draftsmith.heads.conformance import Spec, check_layouts, tiny_target
+from draftsmith.heads.export import layouts_for
 from draftsmith.heads.registry import METHODS, TRAINED, find_method, trained_names
 from draftsmith.launching import find_script
 from draftsmith.recipe_file import parse_recipe
@@ -45,7 +50,7 @@ def test_a_package_adds_a_method_and_ours_stay(site: Path) -> None:
     assert "bigram" not in METHODS
     recipe = parse_recipe(["--method", "bigram", "--head.depth", "3"])
     assert (recipe.method, recipe.head) == ("bigram", BigramOptions(3))
-    with pytest.raises(UserError, match=r"no key head\.deth, did you mean head\.depth"):
+    with pytest.raises(UserError, match=r"no key head\.deth \(did you mean head\.depth"):
         parse_recipe(["--method", "bigram", "--head.deth", "3"])
     names = ", ".join(sorted([*METHODS, "bigram"]))
     with pytest.raises(UserError, match=rf"The method 'trigram' is unknown: choose one of {names}\.$"):
@@ -142,6 +147,52 @@ def test_a_recipe_trains_and_measures_it(site: Path, tmp_path: Path, capsys: pyt
     words += ["--target.path", str(workplace / "target"), "--data.limit", "80"]
     assert main(["plan", *words]) == 2
     assert "no formula for the method 'bigram' yet" in capsys.readouterr().err
+
+
+def test_a_method_brings_its_layout(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import toy_layout
+
+    served = replace(METHOD, layouts_path="tests.toy_layout:LAYOUTS")
+    monkeypatch.setattr("tests.toy_drafter.METHOD", served)
+    install(site, "toy", bigram=TOY)
+    assert layouts_for("bigram") == ["bigram_table"]
+    assert check_layouts(Spec("bigram", BigramOptions(), tiny_target(), learning_rate=0.1)) == ["bigram_table"]
+    workplace = make_workplace(tmp_path)
+    recipe = yaml.safe_load((workplace / "recipe.yaml").read_text())
+    recipe |= {"method": "bigram", "head": {"depth": 2}, "train": {**recipe["train"], "optimizer": "adamw", "lr": 0.1}}
+    recipe["export"] = {"layout": "bigram_table", "dtype": "bfloat16"}
+    (workplace / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    words = ["--recipe", str(workplace / "recipe.yaml"), "--output_dir", str(tmp_path / "run")]
+    assert main(["train", *words]) == 0
+    assert main(["export", *words]) == 0
+    folder = tmp_path / "run" / "export" / "bigram_table"
+    assert load_file(folder / "model.safetensors")["table"].dtype == torch.bfloat16
+    assert "No engine that draftsmith knows reads this layout." in (folder / "README.md").read_text()
+    # Its loader is the one that is asked whether the export is the head.
+    monkeypatch.setattr(
+        toy_layout,
+        "LAYOUTS",
+        (replace(toy_layout.LAYOUTS[0], load=lambda p, t: toy_layout.build(BigramOptions(), t, None)),),
+    )
+    with pytest.raises(AssertionError, match="other logits"):
+        main(["export", *words, "--redo", "export"])
+
+
+def test_a_layout_keeps_off_our_names(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import toy_layout
+
+    monkeypatch.setattr("tests.toy_drafter.METHOD", replace(METHOD, layouts_path="tests.toy_layout:LAYOUTS"))
+    taken = replace(toy_layout.LAYOUTS[0], contract=replace(toy_layout.CONTRACT, name="medusa"))
+    monkeypatch.setattr(toy_layout, "LAYOUTS", (taken,))
+    install(site, "toy", bigram=TOY)
+    with pytest.raises(UserError, match=r"The method 'bigram' brings a layout named 'medusa', which draftsmith has"):
+        layouts_for("bigram")
+
+
+def test_a_method_may_be_served_as_one_of_ours(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.toy_drafter.METHOD", replace(METHOD, served_as="medusa"))
+    install(site, "toy", bigram=TOY)
+    assert layouts_for("bigram") == layouts_for("medusa")
 
 
 def test_the_guide_counts_its_lines() -> None:

@@ -64,7 +64,7 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
         ("name: x\n\ttarget:\n", "line 2 .* not with tabs"),
         ("train:\n  lr: 1\nname: x\ntrain:\n  rows: 2\n", "'train' twice, in lines 1 and 4"),
         ("target: embedded\n", "target is 'embedded', but it is a section"),
-        ("target:\n  pth: x\n", r"no key target\.pth, did you mean target\.path"),
+        ("target:\n  pth: x\n", r"no key target\.pth \(did you mean target\.path\?\): `"),
     ],
 )
 def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str) -> None:
@@ -81,9 +81,9 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
         (["--recipe", TINY, "--train.epochs", "three"], "train.epochs"),
         (["--recipe", TINY, "--train.epochs"], "train.epochs"),
         (["--recipe", str(RECIPES)], "is a folder"),
-        (["--recipe", TINY, "--data.limt", "3"], r"no key data\.limt, did you mean data\.limit\?"),
+        (["--recipe", TINY, "--data.limt", "3"], r"no key data\.limt \(did you mean data\.limit\?\): `"),
         (["--recipe", TINY, "--heldout", "3"], r"did you mean data\.heldout\?"),
-        (["--recipe", TINY, "--nodecode"], "no key nodecode;"),
+        (["--recipe", TINY, "--nodecode"], "no key nodecode: `"),
         (["--recipe", TINY, "--data.limit", "1.5"], "data.limit is '1.5', which is not a whole number or null"),
         (["--recipe", TINY, "--data.sources", "a.jsonl"], "data.sources is 'a.jsonl', which is not a list"),
         (["--recipe", TINY, "--train.optimizer", "sgd"], r"not one of \['adamw', 'muon'\]"),

@@ -35,20 +35,11 @@ from tests.batches import documents_of, pack
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 CONFIGS = Path(__file__).resolve().parent / "fixtures" / "configs"
 MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))
-NAMES = [f"{method}/{name}" for method in ("eagle3", "medusa") for name in MODELS]
-NAMES += [
-    f"{name}-8b-instruct"
-    for name in (
-        "dflash/llama-3.1",
-        "draft_model/llama-3.1",
-        "dspark/llama-3.1",
-        "eagle1/llama-3.1",
-        "eagle1/hass-llama-3.1",
-        "hydra/llama-3.1",
-        "medusa2/llama-3.1",
-        "peagle/llama-3.1",
-    )
-]
+NAMES = sorted(
+    str(path.relative_to(RECIPES).with_suffix(""))
+    for path in RECIPES.glob("*/*.yaml")
+    if path.stem.endswith(tuple(MODELS))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +49,17 @@ def _draft_models_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(name: str) -> str:
     """The target of a recipe."""
-    return name.split("/")[1].removeprefix("hass-")
+    return next(model for model in MODELS if name.endswith(model))
+
+
+def test_every_drafter_has_three_sizes() -> None:
+    sizes = ("tiny", "shared-target", "llama-3.1-8b-instruct")
+    for method in METHODS:
+        names = {path.stem for path in (RECIPES / method).glob("*.yaml")}
+        kinds = {name.removesuffix("tiny") for name in names if name.endswith("tiny")}
+        assert "" in kinds
+        assert names >= {kind + size for kind in kinds for size in sizes}
+        assert all(any(name.removeprefix(kind) in (*sizes, *MODELS) for kind in kinds) for name in names)
 
 
 def load(name: str) -> Recipe:

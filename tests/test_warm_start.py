@@ -138,6 +138,12 @@ def test_training_starts_from_the_head(
     assert main(["train", *words(workplace, run, workplace / start)]) == 0
     said = capsys.readouterr().err
     assert "draft vocab: " in said
+    # At a learning rate of 0 nothing is better than the start, which is measured first.
+    lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1]
+    assert lines[0]["tau"] == lines[1]["tau"]
+    assert json.loads((run / "train" / "summary.json").read_text())["best_step"] == 0
+    assert "warning: no evaluation was better than that of the head that training started from" in said
     assert "warning: train.warm_start" not in said
     before = load_file(workplace / "head" / "model.safetensors")
     after = load_file(run / "train" / "best" / "model.safetensors")
@@ -156,6 +162,37 @@ def test_training_starts_from_the_head(
     save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, moved / "model.safetensors")
     assert main(["train", *words(workplace, run, moved)]) == 2
     assert "train.warm_start was" in capsys.readouterr().err
+
+
+def test_a_better_head_takes_the_place_of_the_start(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    learn = ("--train.lr", "3e-3", "--train.max_steps", "12", "--train.optimizer", "adamw", "--train.evaluations", "1")
+    assert main(["train", *words(workplace, run, workplace / "head", *learn)]) == 0
+    lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["heldout_loss"] < lines[0]["heldout_loss"]
+    summary = json.loads((run / "train" / "summary.json").read_text())
+    assert summary["best_step"] == (12 if lines[-1]["tau"]["overall"] > lines[0]["tau"]["overall"] else 0)
+    assert ("no evaluation was better" in capsys.readouterr().err) == (summary["best_step"] == 0)
+
+
+def test_all_that_differs_is_named_at_once() -> None:
+    target = make_target()
+    head = make_eagle3(target, norm_before_residual=True, intermediate_size=48)
+    asked = Eagle3Options(intermediate_size=96, ttt_steps=head.train_steps)
+    with pytest.raises(
+        UserError, match=r"^head\.\w+ is \w+, head\.\w+ is \w+, but the head that .* to that, or"
+    ) as caught:
+        adopt_options(asked, head, target, "runs/first")
+    for words in (
+        "head.norm_before_residual is false",
+        "head.intermediate_size is 96",
+        "(runs/first) has",
+        "48",
+        "true",
+    ):
+        assert words in str(caught.value)
 
 
 def test_more_steps_than_the_heads_window_are_refused() -> None:

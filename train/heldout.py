@@ -1,5 +1,6 @@
 """What a head is worth on answers that it was not trained on: loss, accuracy, and simulated tau per slice."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,3 +99,24 @@ def evaluate_heldout(
         int(choices.max()) / max(1, int(choices.sum())),
         tuned_facts(tuned),
     )
+
+
+def warn_at_chance(held: HeldOut) -> None:
+    """Say early when the head has learned nothing: always naming the most common token does as well."""
+    if held.accuracy[0] <= held.chance:
+        print(
+            f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
+            f"{held.chance:.3f}: check the learning rate, and with `draftsmith inspect` that the supervised tokens are "
+            "the answers.",
+            file=sys.stderr,
+        )
+
+
+def warn_at_start(warm_start: str | None, best_step: int, best_tau: float) -> None:
+    """Say when no evaluation was better than the one of the head that training went on from."""
+    if warm_start is not None and not best_step:
+        print(
+            f"warning: no evaluation was better than that of the head that training started from ({warm_start}, held-out "
+            f"tau {best_tau:.2f}), which is kept: lower train.lr, or train it for longer.",
+            file=sys.stderr,
+        )

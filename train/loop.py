@@ -7,7 +7,6 @@ and a checkpoint to resume from. The head with the best held-out tau is kept in 
 """
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -30,10 +29,10 @@ from draftsmith.heads.target import Target
 from draftsmith.recipe import Recipe
 from draftsmith.train.calibrate import calibrate_best
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
-from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
+from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches, warn_at_chance, warn_at_start
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.pace import Interrupt, Pace
-from draftsmith.train.parallel import make_accelerator, prepare, run_pass, whole_head, whole_state
+from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
 from draftsmith.train.sums import StepSums, check_finite, tuned_facts
 from draftsmith.train.tracking import Tracker
@@ -109,6 +108,8 @@ class _Run:
         if main:
             config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
             tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
+        if self.spec.warm_start is not None and not progress.step:
+            progress = self._look_at_the_start(progress, tracker)
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
         self.pace = Pace(progress.tokens)
         stopping = False  # as all processes agreed, so that none leaves another waiting
@@ -137,6 +138,7 @@ class _Run:
             )
         if tracker:
             tracker.close()
+            warn_at_start(self.spec.warm_start, progress.best_step, progress.best_tau)
             pace = {"train_seconds": self.pace.seconds, "tokens_per_second": self.pace.speed(progress.tokens)}
             write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
         self.accelerator.wait_for_everyone()
@@ -147,7 +149,7 @@ class _Run:
         if not self.head.confident or not (self.folder / "best").exists():
             return {}
         data, sampling = (self.data.source, self.heldout_batches, self.spec.row_tokens), self.recipe.answers.sampling
-        with self.accelerator.autocast():  # as in the evaluations, whose memory it then takes
+        with autocast_of(self.accelerator.device, self.spec):  # as in the evaluations, whose memory it then takes
             return calibrate_best(self.folder / "best", self.target, *data, sampling)
 
     def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> bool:
@@ -269,6 +271,14 @@ class _Run:
             )
         return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
 
+    def _look_at_the_start(self, progress: Progress, tracker: Tracker | None) -> Progress:
+        """Measure the head that training goes on from: it stays the best one until another is better."""
+        record = {"step": 0, "tokens": 0, "epoch": 0.0}
+        progress = self._evaluate(record, progress)
+        if tracker:
+            tracker.log(record)
+        return progress
+
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
         """Look at the held-out answers; keep the head if its tau is the best so far."""
         with whole_head(self.model):
@@ -292,24 +302,14 @@ class _Run:
             "tau": {"overall": held.tau, "slices": held.tau_by_slice},
             **{f"heldout_{name}": facts for name, facts in held.tuned.items()},
         }
-        if not progress.best_step:
-            self._warn_at_chance(held)
-        if progress.best_step and held.tau <= progress.best_tau:
+        if not progress.best_tau and self.accelerator.is_main_process:
+            warn_at_chance(held)
+        if progress.best_tau and held.tau <= progress.best_tau:
             return replace(progress, stale=progress.stale + 1)
         tensors = whole_state(self.accelerator, self.model)
         if self.accelerator.is_main_process:
             save_head(self.head, self.folder / "best", self.target, tensors)
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
-
-    def _warn_at_chance(self, held: HeldOut) -> None:
-        """Say early when the head has learned nothing: always naming the most common token does as well."""
-        if held.accuracy[0] <= held.chance and self.accelerator.is_main_process:
-            print(
-                f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
-                f"{held.chance:.3f}: check the learning rate, and with `draftsmith inspect` that the supervised tokens are "
-                "the answers.",
-                file=sys.stderr,
-            )
 
 
 def _postfix(record: dict[str, Any], progress: Progress, speed: float) -> str:

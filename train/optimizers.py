@@ -15,19 +15,24 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.muon import Muon
 from draftsmith.recipe import TrainSpec
 
+_Groups = dict[tuple[float, bool], list[nn.Parameter]]
+"""Parameters by the multiple of the learning rate, and by whether they decay."""
+
 
 def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a head's trainable parameters, one group per multiple of the learning rate that the head
-    names (`DraftHead.lr_factor`); every group remembers its peak as `peak_lr`."""
-    matrices: dict[float, list[nn.Parameter]] = {}
-    others: dict[float, list[nn.Parameter]] = {}
+    names (`DraftHead.lr_factor`), norms and biases apart, which no weight decay pulls to 0; every group remembers its peak
+    as `peak_lr`."""
+    matrices: _Groups = {}
+    others: _Groups = {}
     factor_of = head.lr_factor if isinstance(head, DraftHead) else lambda name: 1.0
     outer = head.outer if isinstance(head, DraftHead) else DraftHead.outer
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             inner = parameter.ndim == 2 and not any(part in name for part in outer)
             chosen = matrices if inner and spec.optimizer == "muon" else others
-            chosen.setdefault(factor_of(name), []).append(parameter)
+            decays = not spec.weight_decay or parameter.ndim > 1
+            chosen.setdefault((factor_of(name), decays), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         groups = _groups(matrices, spec.muon_lr)
@@ -42,8 +47,11 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
     return optimizers
 
 
-def _groups(parameters: dict[float, list[nn.Parameter]], lr: float) -> list[dict[str, Any]]:
-    return [{"params": some, "lr": lr * factor} for factor, some in parameters.items()]
+def _groups(parameters: _Groups, lr: float) -> list[dict[str, Any]]:
+    return [
+        {"params": some, "lr": lr * factor} | ({} if decays else {"weight_decay": 0.0})
+        for (factor, decays), some in parameters.items()
+    ]
 
 
 def lr_factor(step: int, total: int, spec: TrainSpec) -> float:

@@ -185,6 +185,12 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
     return accelerator
 
 
+def autocast_of(device: torch.device, spec: TrainSpec) -> torch.autocast:
+    """Return train.precision as the context that heads compute in."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return torch.autocast(device.type, dtypes.get(spec.precision), enabled=spec.precision in dtypes)
+
+
 def prepare(
     accelerator: Any, head: DraftHead, optimizers: Sequence[torch.optim.Optimizer], spec: TrainSpec
 ) -> tuple[nn.Module, list[Any]]:
@@ -192,10 +198,8 @@ def prepare(
 
     From here on the head computes in train.precision whoever calls it; its weights are fp32 in every mode.
     """
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if spec.precision in dtypes:
-        autocast = torch.autocast(accelerator.device.type, dtypes[spec.precision])
-        head.forward = autocast(head.forward)  # type: ignore[method-assign]
+    if spec.precision != "no":
+        head.forward = autocast_of(accelerator.device, spec)(head.forward)  # type: ignore[method-assign]
     if accelerator.is_fsdp2:
         # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.
         frozen = [m for m in head.modules() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)]

@@ -31,7 +31,8 @@ class Tracker:
 
     def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
         self.path = folder / "metrics.jsonl"
-        self._cut_after(resume_step)
+        # A run that starts again measures the head it started from again, which is step 0.
+        self._cut_after(resume_step or -1)
         self._run: Any = None
         if spec.wandb != "disabled":
             import wandb

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.heads import eagle_base, eagle_drafter, medusa, medusa_drafter
-from draftsmith.heads.conformance import CHECKS, Spec, run_conformance, tiny_target
+from draftsmith.eval.sampling import draw
+from draftsmith.heads import eagle_base, eagle_drafter, medusa, medusa_drafter, slot_drafts
+from draftsmith.heads.conformance import CHECKS, Spec, check_layouts, run_conformance, tiny_target
 from draftsmith.heads.dflash_options import DFlashOptions
 from draftsmith.heads.draft_lm_options import DraftLmOptions
 from draftsmith.heads.dspark_options import DSparkOptions
@@ -38,6 +39,16 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         DSparkOptions([1, 2], 48, block_size=3, num_layers=1, mask_token_id=0, anchors=6, markov_rank=8),
         VOCAB,
     ),
+    "dflash, draft vocabulary": (
+        "dflash",
+        DFlashOptions([1, 2], 48, block_size=3, num_layers=1, mask_token_id=0, anchors=6),
+        VOCAB,
+    ),
+    "dspark, not confident": (
+        "dspark",
+        DSparkOptions([0, 2], block_size=4, num_layers=2, mask_token_id=0, markov_rank=4, confidence_head=False),
+        None,
+    ),
     "eagle3": ("eagle3", Eagle3Options(layer_ids=[0, 1, 2], ttt_steps=3, draft_vocab_size=48), VOCAB),
     "eagle3, norms": (
         "eagle3",
@@ -52,6 +63,7 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         VOCAB,
     ),
     "eagle1": ("eagle1", Eagle1Options(fc_bias=True, qkv_bias=True), None),
+    "hass": ("eagle1", Eagle1Options(aligned_passes=3), None),
     "hydra": ("hydra", HydraOptions(num_heads=3), None),
     "hydra++": ("hydra", HydraOptions(3, 4, tie_blocks=True, prefix_attention=True, dropout=0.2), None),
     "hydra, the target's projection": (
@@ -68,6 +80,19 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         None,
     ),
     "peagle": ("peagle", PEagleOptions([0, 1, 2], 48, depths=4, num_hidden_layers=2), VOCAB),
+    "peagle, width, window, low rank": (
+        "peagle",
+        PEagleOptions(
+            [1, 2],
+            depths=3,
+            num_hidden_layers=1,
+            hidden_size=24,
+            train_embeddings=True,
+            sliding_window=7,
+            lm_head_rank=8,
+        ),
+        None,
+    ),
     "another package's": ("bigram", None, None),
 }
 
@@ -87,6 +112,11 @@ def test_conformance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(METHODS, "bigram", METHOD)
         made = replace(made, options=BigramOptions(), learning_rate=0.1)
     run_conformance(made)
+
+
+def test_every_layout_gives_a_head_back() -> None:
+    taken = {layout for name in SPECS if name != "another package's" for layout in check_layouts(spec(name, steps=0))}
+    assert taken == set(LAYOUTS)
 
 
 def wrong_rotary(patch: pytest.MonkeyPatch) -> None:
@@ -225,6 +255,26 @@ def depths_by_turns(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+def most_likely_children(patch: pytest.MonkeyPatch) -> None:
+    """Drawn trees hold the most likely tokens, and say that they were drawn."""
+
+    def chosen(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        return laws.topk(uniforms.shape[-1], -1).indices
+
+    patch.setattr(slot_drafts, "draw_children", chosen)
+
+
+def with_replacement(patch: pytest.MonkeyPatch) -> None:
+    """Each child of a node in a drawn tree is drawn as if the others were not there."""
+
+    def drawn(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        flat = laws.flatten(0, -2)
+        each = [draw(flat, column.flatten()) for column in uniforms.unbind(-1)]
+        return torch.stack(each, -1).view(uniforms.shape)
+
+    patch.setattr(slot_drafts, "draw_children", drawn)
+
+
 def no_trees(patch: pytest.MonkeyPatch) -> None:
     """A method that names trees, with a drafter that knows of none."""
     real = StaticDrafter.__init__
@@ -254,6 +304,9 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ),
     ("trees are as the method says", "medusa", depths_by_turns, "rounds differ with a static tree"),
     ("trees are as the method says", "medusa", no_trees, "names drawn trees, but its drafter takes none"),
+    ("drawn trees are drawn from their laws", "medusa", most_likely_children, "not drawn from the laws they name"),
+    ("drawn trees are drawn from their laws", "medusa", with_replacement, "not drawn from the laws they name"),
+    ("drawn trees are drawn from their laws", "medusa", depths_by_turns, "drawn from another law than training's"),
 ]
 
 
@@ -261,7 +314,9 @@ def test_every_check_has_a_mutant() -> None:
     assert {check for check, *_ in MUTANTS} == set(CHECKS)
 
 
-@pytest.mark.parametrize(("check", "name", "mutant", "words"), MUTANTS, ids=[m.__name__ for _, _, m, _ in MUTANTS])
+@pytest.mark.parametrize(
+    ("check", "name", "mutant", "words"), MUTANTS, ids=[f"{m.__name__}-{n}" for _, n, m, _ in MUTANTS]
+)
 def test_a_broken_drafter_is_found(
     check: str, name: str, mutant: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,7 +97,7 @@ def test_confidence_learns_the_acceptance_rate_and_leaves_the_law_alone(target, 
 def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, batch):
     """Their drafts fail, which is what a confidence is to know; their laws learn nothing."""
     whole, vocab = random_output(batch, 1, confident=True), torch.arange(0, 160, 2)
-    output = HeadOutput(tuple(replace(s, logits=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
+    output = HeadOutput(tuple(replace(s, source=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
     (step,) = output.steps
     dropped = batch.top1.flatten()[step.rows + 1] % 2 == 1
     assert dropped.any()
@@ -130,7 +130,7 @@ def test_the_divisor_of_weighed_steps_is_the_sum_of_their_weights(target, batch)
     assert float(loss_divisor(batch, spec, head)) == pytest.approx(rows[0] + rows[1] / 2 + rows[2] / 8)
     with torch.no_grad():
         constant = [torch.zeros_like(step.logits) for step in head(batch, 3).steps]
-    flat = HeadOutput(tuple(replace(s, logits=x) for s, x in zip(head(batch, 3).steps, constant, strict=True)))
+    flat = HeadOutput(tuple(replace(s, source=x) for s, x in zip(head(batch, 3).steps, constant, strict=True)))
     scored = head_loss(flat, batch, target.head, None, replace(spec, kind="hard_ce"))
     # The mean of a loss that is the same everywhere is that loss.
     assert float(scored.loss_sum / loss_divisor(batch, spec, head)) == pytest.approx(math.log(160), rel=1e-5)

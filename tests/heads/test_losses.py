@@ -114,7 +114,7 @@ def test_metrics_use_the_full_vocabulary_and_count_misses(target, batch):
         right = VOCAB[step.logits.argmax(-1)] == teacher.argmax(-1)
         assert scored.step_correct[k] == right.sum()
     perfect = [F.one_hot(batch.top1.flatten()[s.rows + 1 + s.offset], 160)[:, VOCAB].float() for s in output.steps]
-    perfect = HeadOutput(tuple(replace(s, logits=x) for s, x in zip(output.steps, perfect, strict=True)))
+    perfect = HeadOutput(tuple(replace(s, source=x) for s, x in zip(output.steps, perfect, strict=True)))
     scored = head_loss(perfect, batch, target.head, VOCAB, LossSpec())
     inside = [(batch.top1.flatten()[s.rows + 1 + s.offset] % 2 == 0).sum() for s in output.steps]
     assert scored.step_correct.tolist() == [int(n) for n in inside]
@@ -153,8 +153,8 @@ def test_depth_weights_replace_the_decay(target, batch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_everything_runs_in_fp32_also_under_autocast(kind, target, batch):
     """bf16 logits are the draft's own rounding; nothing is lost after that."""
-    rough = HeadOutput(tuple(replace(s, logits=s.logits.bfloat16()) for s in random_output(batch, len(VOCAB)).steps))
-    wide = HeadOutput(tuple(replace(s, logits=s.logits.float()) for s in rough.steps))
+    rough = HeadOutput(tuple(replace(s, source=s.logits.bfloat16()) for s in random_output(batch, len(VOCAB)).steps))
+    wide = HeadOutput(tuple(replace(s, source=s.logits.float()) for s in rough.steps))
     spec = LossSpec(kind=kind)
     with torch.autocast("cpu", torch.bfloat16):
         inside = head_loss(rough, batch, target.head, VOCAB, spec)

@@ -388,6 +388,9 @@ def test_the_mask_token_that_a_target_offers(tmp_path):
     write_json(tmp_path / "tokenizer_config.json", {})
     named = Target(target.model, path="tiny", fingerprint="0", directory=tmp_path)
     assert make_head(named, mask_token_id=None).options.mask_token_id == 9, "one that its tokenizer reserves"
+    ends = make_target(pad_token_id=2)
+    named = Target(ends.model, path="tiny", fingerprint="0", directory=tmp_path)
+    assert make_head(named, mask_token_id=None).options.mask_token_id == 9, "not a padding token that ends texts"
     target = make_target(pad_token_id=None, eos_token_id=None)
     target.model.generation_config.eos_token_id = None
     with pytest.raises(UserError, match="names neither a padding token nor an end token"):

@@ -1,16 +1,30 @@
 """Held-out answers: the loss per slice is that of the slice's answers alone."""
 
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.extract import OnlineSource
+from draftsmith.data.packing import collate
+from draftsmith.eval import simulate
 from draftsmith.eval.sampling import Sampling
+from draftsmith.heads import losses
+from draftsmith.heads.base import HeadOutput, agree
+from draftsmith.heads.block_base import BlockHead
 from draftsmith.heads.eagle3 import build
 from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.loss_spec import LossSpec
 from draftsmith.heads.target import Target
-from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
+from draftsmith.recipe import TrainSpec
+from draftsmith.train import loop
+from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
+from draftsmith.train.parallel import make_accelerator
+from tests.heads.blocks import LOSSES, make_head, make_target
 from tests.models import tiny_model
 
 
@@ -48,3 +62,64 @@ def test_batches_hold_one_slice_and_losses_add_up() -> None:
         rows[name] = sum(len(samples()[i].ids) - 4 - 1 for i in index)
     mean = sum(everything.loss_by_slice[name] * rows[name] for name in rows) / sum(rows.values())
     assert everything.loss == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_block_drafters_are_judged_piece_by_piece(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is trained a block begins at every row: their logits are never held together, and the figures are those
+    of all at once."""
+    target = make_target()
+    head = make_head(method, target, torch.arange(0, 160, 3)).train()
+    source = OnlineSource(target, samples(), head.layer_ids)
+    plan = make_heldout_batches(source, list(range(9)), 48, 2)
+
+    def held() -> HeldOut:
+        return evaluate_heldout(head, source, plan, 48, target.head, LOSSES[method], Sampling(1.0), 3)
+
+    rows: list[int] = []
+    real = type(head).logits
+
+    def logits(self: BlockHead, states: torch.Tensor) -> torch.Tensor:
+        rows.append(states.shape[:-1].numel())
+        return real(self, states)
+
+    monkeypatch.setattr(type(head), "logits", logits)
+    whole = held()
+    most = max(rows)
+    rows.clear()
+    monkeypatch.setattr(losses, "_CHUNK_ROWS", 5)
+    monkeypatch.setattr(simulate, "_CHUNK_ROWS", 7)
+    pieces = held()
+    assert max(rows) == 7 < most
+    for name, value in asdict(whole).items():
+        assert getattr(pieces, name) == pytest.approx(value, rel=1e-5), name
+    # As in training, where all logits are one product.
+    batch = collate([source.get_many([0, 1], head.layer_ids)], 48)
+    head.eval()
+    for ours, theirs in zip(head(batch, 3).steps, no_grad(head)(batch, 3).steps, strict=True):
+        assert torch.equal(ours.rows, theirs.rows)
+        assert agree(ours.logits, theirs.logits)
+
+
+def no_grad(head: BlockHead) -> Callable[..., HeadOutput]:
+    return torch.no_grad()(head.__call__)
+
+
+def test_calibration_computes_in_the_precision_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "best").mkdir()
+    seen = []
+    monkeypatch.setattr(loop, "calibrate_best", lambda *_: seen.append(torch.is_autocast_enabled("cpu")) or {})
+    for precision in ("bf16", "no"):
+        recipe = SimpleNamespace(answers=SimpleNamespace(sampling=Sampling()))
+        run = SimpleNamespace(
+            head=SimpleNamespace(confident=True),
+            folder=tmp_path,
+            data=SimpleNamespace(source=None),
+            heldout_batches=[],
+            spec=TrainSpec(precision=precision),
+            recipe=recipe,
+            accelerator=make_accelerator(TrainSpec(precision=precision), torch.device("cpu")),
+            target=None,
+        )
+        loop._Run._calibrate(run)
+    assert seen == [True, False]

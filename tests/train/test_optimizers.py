@@ -28,6 +28,13 @@ def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     assert len(only.param_groups[0]["params"]) == 3, "the frozen embedding is left out"
 
 
+def test_norms_and_biases_do_not_decay() -> None:
+    muon, adamw = build_optimizers(Head(), TrainSpec(optimizer="muon", lr=1e-3, muon_lr=0.02, weight_decay=0.1))
+    assert [group["weight_decay"] for group in muon.param_groups] == [0.1]
+    decay = {tuple(p.shape): g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
+    assert decay == {(4,): 0.0, (8, 4): 0.1}
+
+
 def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
     spec = TrainSpec(warmup=0.1, final_lr=0.2)
     factors = [lr_factor(step, 100, spec) for step in range(100)]

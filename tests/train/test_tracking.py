@@ -23,6 +23,12 @@ def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -
     assert lines[-1]["loss"] == 0.5
 
 
+def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
+    for _ in range(2):
+        Tracker(tmp_path, TrackingSpec(), "x", {}, 0).log({"step": 0, "tau": 2.0})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tau": 2.0}\n'
+
+
 def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     run = SimpleNamespace(

@@ -1,0 +1,33 @@
+"""A layout as another package would bring it: the table of tests/toy_drafter.py in fp16, bf16 or fp32, and its dtype."""
+
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from draftsmith.heads.contracts import Contract, ExportRequest, KeyRule, ModelFiles, TensorRule
+from draftsmith.heads.export import Layout
+from draftsmith.heads.head_files import read_config
+from draftsmith.heads.target import Target
+from tests.toy_drafter import BigramHead, BigramOptions, build
+
+CONTRACT = Contract(
+    name="bigram_table",
+    tensors=(TensorRule("table", ("V", "V")),),
+    keys=(KeyRule("vocab_size", int, "the reader makes the table of it"),),
+    sizes=lambda config: {"V": config["vocab_size"]},
+    ranges={},
+)
+
+
+def convert(head: BigramHead, target: Target, request: ExportRequest) -> ModelFiles:
+    return ModelFiles({"vocab_size": len(head.table)}, {"table": head.table.detach().to(request.dtype)}, request.dtype)
+
+
+def load(path: Path, target: Target) -> BigramHead:
+    head = build(BigramOptions(), target, None)
+    assert read_config(path)["vocab_size"] == target.vocab_size
+    head.load_state_dict({name: value.float() for name, value in load_file(path / "model.safetensors").items()})
+    return head.requires_grad_(False)
+
+
+LAYOUTS = (Layout("bigram", CONTRACT, convert, load, engines=()),)

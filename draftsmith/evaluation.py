@@ -15,6 +15,7 @@ from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.sections import OVERALL
 from draftsmith.evaluator import Evaluator
 from draftsmith.files import fingerprint
+from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target import Target
 from draftsmith.lineup import at_temperature, digests, load_heads, make_lineup
 from draftsmith.session import Session, say
@@ -26,6 +27,11 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     stage = "evaluate" if decode else "simulate"
     folder = recipe.run_dir / ("evaluation" if decode else "simulation")
     requests, conversations = make_requests(session, session.target)
+    if (original := tuned_from(Path(session.target_path))) is not None:
+        session.warn(
+            f"the target {session.target_path} was tuned together with heads: speed here is beside this target, and what the "
+            f"tuning changed of the original ({original.path}) is in the report of the run that tuned it."
+        )
     longest = longest_text(requests)
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     lineup = make_lineup(session, load_heads(session, session.target, head_folder), session.target, longest)

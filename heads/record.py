@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
+TUNED = "target"
+"""The layout that the record of a tuned target names."""
 
 
 def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentity) -> None:
@@ -44,6 +46,13 @@ def read_record(folder: Path) -> TargetIdentity | None:
     if {"schema_version", "method", "target"} <= config.keys():
         return TargetIdentity.from_json(config["target"], str(folder / "config.json"))
     return None
+
+
+def tuned_from(folder: Path) -> TargetIdentity | None:
+    """Return the original of a target that was tuned together with its heads and exported whole, None for any other."""
+    file = folder / RECORD
+    whole = file.is_file() and read_object(file).get("layout") == TUNED
+    return read_record(folder) if whole else None
 
 
 def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] | None = None) -> None:

@@ -23,7 +23,7 @@ from draftsmith.heads.export_readme import README
 from draftsmith.heads.fingerprint import weight_files
 from draftsmith.heads.identity import TargetIdentity, identify_directory
 from draftsmith.heads.pretrained import open_model
-from draftsmith.heads.record import RECORD, write_record
+from draftsmith.heads.record import RECORD, TUNED, write_record
 from draftsmith.heads.target import Target
 from draftsmith.heads.tuned import TunedTarget, view_of
 
@@ -73,7 +73,7 @@ def write_merged(
                         shutil.copyfile(file, folder / file.name)
         tuned.model.save_pretrained(folder)
         identity = identify_directory(folder, str(dest))
-        write_record(folder, method, "target", original.identity)
+        write_record(folder, method, TUNED, original.identity)
         (folder / README).write_text(_merged_readme(method, original), encoding="utf-8")
         attention = tuned.config._attn_implementation
         again = open_model(

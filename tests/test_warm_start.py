@@ -17,6 +17,7 @@ from draftsmith.heads.export import export_head
 from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.target import Target, load_target
 from draftsmith.heads.warm_start import adopt_options, restart
+from tests.heads.test_conformance import SPECS, spec
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
@@ -90,7 +91,7 @@ def test_medusa_names_its_numbers():
     head = medusa.build(MedusaOptions(2, original_lm_head=True), target, None)
     shake(head)
     with pytest.raises(UserError, match=r"head\.num_heads is 5, but .* has 2: set head\.num_heads to that"):
-        adopt_options(MedusaOptions(), head, target, "x")
+        adopt_options(MedusaOptions(original_lm_head=True), head, target, "x")
     again = restart(head, adopt_options(MedusaOptions(2, original_lm_head=True), head, target, "x"), target)
     batch = pack(target, documents_of(target), ())
     assert all(
@@ -169,7 +170,9 @@ def test_a_better_head_takes_the_place_of_the_start(
 ) -> None:
     run = tmp_path / "run"
     learn = ("--train.lr", "3e-3", "--train.max_steps", "12", "--train.optimizer", "adamw", "--train.evaluations", "1")
-    assert main(["train", *words(workplace, run, workplace / "head", *learn)]) == 0
+    target = load_target(str(workplace / "target"))
+    save_head(make_eagle3(target, None), tmp_path / "whole", target)
+    assert main(["train", *words(workplace, run, tmp_path / "whole", *learn)]) == 0
     lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["heldout_loss"] < lines[0]["heldout_loss"]
     summary = json.loads((run / "train" / "summary.json").read_text())
@@ -193,6 +196,23 @@ def test_all_that_differs_is_named_at_once() -> None:
         "true",
     ):
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "another package's"])
+def test_training_goes_on_from_any_head(name: str) -> None:
+    """With nothing but the head's own options all tensors are those of the head, ready to be trained."""
+    made = spec(name, steps=1)
+    head, target = made.head, made.target
+    again = restart(head, adopt_options(made.options, head, target, "runs/first"), target)
+    ours, theirs = head.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    assert {n for n, p in head.named_parameters() if p.requires_grad} == {
+        n for n, p in again.named_parameters() if p.requires_grad
+    }
+    batch = pack(target, documents_of(target), head.layer_ids)
+    for a, b in zip(head.eval()(batch, 2).steps, again.eval()(batch, 2).steps, strict=True):
+        assert torch.equal(a.logits, b.logits)
 
 
 def test_more_steps_than_the_heads_window_are_refused() -> None:

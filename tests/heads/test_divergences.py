@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads import divergences
-from draftsmith.heads.eagle3_options import Eagle3Options
 from draftsmith.heads.loss_spec import LossKind, LossSpec
 from draftsmith.heads.losses import head_loss, row_loss
-from draftsmith.heads.medusa_options import MedusaOptions
-from draftsmith.heads.registry import find_method
+from draftsmith.heads.registry import METHODS, find_method
 from draftsmith.heads.target import Target
 from draftsmith.heads.teacher import Teacher
+from draftsmith.recipe import TrainSpec
+from draftsmith.train.optimizers import build_optimizers
 from tests.batches import documents_of, pack
+from tests.gpu.support import OPTIONS
 from tests.models import tiny_model
 
 KINDS = get_args(LossKind)
@@ -187,20 +188,21 @@ def target() -> Target:
     return Target(tiny_model("llama"), path="memory", fingerprint="none")
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_loss_trains_every_head(kind, method, target):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
-    eagle = method == "eagle3"
-    options = Eagle3Options(layer_ids=[1, 4], ttt_steps=2, draft_vocab_size=80) if eagle else MedusaOptions(num_heads=2)
     torch.manual_seed(0)
-    head = find_method(method).build(options, target, torch.arange(0, 160, 2) if eagle else None)
+    head = find_method(method).build(OPTIONS[method], target, torch.arange(0, 160, 2) if method == "eagle3" else None)
     batch = pack(target, documents_of(target), head.layer_ids)
-    spec, weights = LossSpec(kind=kind, depth_weights=[1.0, 0.5]), [p for p in head.parameters() if p.requires_grad]
+    spec, weights = (
+        LossSpec(kind=kind, decay=0.5),
+        [p for p in head.parameters() if p.requires_grad],
+    )
     before, losses = [w.detach().clone() for w in weights], []
-    optimizer = torch.optim.AdamW(weights, 3e-3, weight_decay=0.0)
+    (optimizer,) = build_optimizers(head, TrainSpec(lr=3e-3))
     for _ in range(4):
-        scored = head_loss(head(batch, 2), batch, target.head, head.draft_vocab, spec)
+        scored = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, spec)
         losses.append(float(scored.loss_sum.detach() / scored.rows))
         optimizer.zero_grad()
         scored.loss_sum.div(scored.rows).backward()

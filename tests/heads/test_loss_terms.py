@@ -245,6 +245,8 @@ def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
     assert "\n" not in str(caught.value)
     head.confident = True
     LossSpec(confidence_weight=1.0).check_head(head)
+    with pytest.raises(UserError, match=r"confidence_weight is 0, which leaves .*: set head\.confidence_head to false"):
+        LossSpec(confidence_weight=0.0).check_head(head)
 
 
 def test_losses_that_are_not_used_leave_a_recipe_as_it_was():

@@ -352,6 +352,17 @@ def test_exports_come_back_bit_by_bit(layout, shape, tmp_path):
         assert torch.equal(a.logits, b.logits)
 
 
+def test_a_whole_vocabulary_need_not_be_named(tmp_path):
+    target = make_target()
+    head = peagle.build(PEagleOptions(layer_ids=list(LAYERS), depths=3, mask_token_id=4), target, None).eval()
+    export_head(head, target, tmp_path / "out", layout="peagle", dtype="float32", num_speculative_tokens=3)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    del config["draft_vocab_size"]
+    write_json(tmp_path / "out" / "config.json", config)
+    (tmp_path / "out" / "draftsmith.json").unlink()
+    assert isinstance(load_head(tmp_path / "out", target), PEagleHead)
+
+
 def test_what_vllm_reads():
     target = make_target()
     head = make_head(target, num_hidden_layers=2)

@@ -1,6 +1,7 @@
 """Recipes: every file parses, overrides reach their key, mistakes are named."""
 
-from dataclasses import FrozenInstanceError
+import re
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,17 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Peak learning rate of Muon" in text
     assert "--head.ttt_steps" in text
     assert "Step k weighs decay**k" in text
+
+
+def test_the_table_of_switches_is_that_of_the_options() -> None:
+    text = (RECIPES.parent / "docs" / "drafters.md").read_text(encoding="utf-8")
+    section = text.split("## What shapes a head")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    options = {name: {field.name for field in fields(method.options)} for name, method in METHODS.items()}
+    told: dict[str, set[str]] = {}
+    for keys, drafters in rows:
+        named = set(re.findall(r"`(\w+)`", drafters))
+        for key in re.findall(r"`(\w+)`", keys):
+            told[key] = named
+    assert len(told) >= 15
+    assert told == {key: {name for name, has in options.items() if key in has} for key in told}

@@ -26,6 +26,7 @@ from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle_base import EagleHead
 from draftsmith.heads.eagle_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
+from draftsmith.heads.probe import probe_ids
 from draftsmith.heads.target import Target, TargetHead
 
 __all__ = ["Eagle1Head", "Eagle1Options", "build", "load"]
@@ -114,7 +115,22 @@ def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) ->
     """Return an untrained fp32 head for `target`. Raises UserError for dimensions that do not fit together."""
     assert draft_vocab is None, "EAGLE-1 predicts the whole vocabulary"
     with torch.device(target.device):
-        return Eagle1Head(options, derive_layer_config(options, target), target.embedding, target.head)
+        head = Eagle1Head(options, derive_layer_config(options, target), target.embedding, target.head)
+    _raise_tokens(head, target)
+    return head
+
+
+@torch.no_grad()
+def _raise_tokens(head: Eagle1Head, target: Target) -> None:
+    """Scale the half of `fc` that reads embeddings so that the last token is heard as well as the state.
+
+    Embeddings are a tenth of the target's states and less, and both enter as they are: at torch's defaults the head hardly
+    sees at first which token it goes on from. Medians over some random tokens are taken.
+    """
+    ids = probe_ids(target)
+    state, token = target.forward(ids, layer_ids=()).last.float(), head.embed_tokens(ids).float()
+    louder = state.square().mean(-1).sqrt().median() / token.square().mean(-1).sqrt().median().clamp_min(1e-6)
+    head.fc.weight[:, : token.shape[-1]] *= louder
 
 
 def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Eagle1Head:

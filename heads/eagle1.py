@@ -26,8 +26,8 @@ from draftsmith.heads.eagle1_options import Eagle1Options
 from draftsmith.heads.eagle_base import EagleHead
 from draftsmith.heads.eagle_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
-from draftsmith.heads.probe import probe_ids
 from draftsmith.heads.target import Target, TargetHead
+from draftsmith.heads.token_scale import token_scale
 
 __all__ = ["Eagle1Head", "Eagle1Options", "build", "load"]
 
@@ -46,7 +46,8 @@ class Eagle1Head(EagleHead):
     """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see eagle1_layouts.py).
 
     embedding: [V, H] the target's raw input embedding, shared and frozen. target_head: its output projection, shared
-    and frozen; it is no part of the head's parameters. Weights start in fp32 at torch's defaults.
+    and frozen; it is no part of the head's parameters. token_scale: what embeddings are multiplied by where they enter (see
+    token_scale.py), 1 for heads of others. Weights start in fp32 at torch's defaults.
     """
 
     method: ClassVar[str] = "eagle1"
@@ -54,8 +55,16 @@ class Eagle1Head(EagleHead):
     draft_vocab = None
     regresses: ClassVar[bool] = True
 
-    def __init__(self, options: Eagle1Options, config: LlamaConfig, embedding: Tensor, target_head: TargetHead) -> None:
+    def __init__(
+        self,
+        options: Eagle1Options,
+        config: LlamaConfig,
+        embedding: Tensor,
+        target_head: TargetHead,
+        token_scale: float = 1.0,
+    ) -> None:
         super().__init__()
+        self.token_scale = token_scale
         H = config.hidden_size
         assert embedding.shape[1] == target_head.weight.shape[1] == H
         self.options, self.config, self.train_steps = options, config, options.aligned_passes
@@ -72,7 +81,7 @@ class Eagle1Head(EagleHead):
 
     def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the layer's input [..., H], twice: the attention reads the residual as it is."""
-        x = self.fc(torch.cat([embedded, hidden], -1))
+        x = self.fc(torch.cat([embedded * self.token_scale, hidden], -1))
         return x, x
 
     def logits(self, out: Tensor) -> Tensor:
@@ -100,7 +109,8 @@ class Eagle1Head(EagleHead):
 
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
-        return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
+        layer = describe_layer_config(self.config)
+        return {"options": asdict(self.options), "layer_config": layer, "token_scale": self.token_scale}
 
 
 def _document_tokens(document_BL: Tensor) -> Tensor:
@@ -114,23 +124,9 @@ def _document_tokens(document_BL: Tensor) -> Tensor:
 def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
     """Return an untrained fp32 head for `target`. Raises UserError for dimensions that do not fit together."""
     assert draft_vocab is None, "EAGLE-1 predicts the whole vocabulary"
+    config, scale = derive_layer_config(options, target), token_scale(target)
     with torch.device(target.device):
-        head = Eagle1Head(options, derive_layer_config(options, target), target.embedding, target.head)
-    _raise_tokens(head, target)
-    return head
-
-
-@torch.no_grad()
-def _raise_tokens(head: Eagle1Head, target: Target) -> None:
-    """Scale the half of `fc` that reads embeddings so that the last token is heard as well as the state.
-
-    Embeddings are a tenth of the target's states and less, and both enter as they are: at torch's defaults the head hardly
-    sees at first which token it goes on from. Medians over some random tokens are taken.
-    """
-    ids = probe_ids(target)
-    state, token = target.forward(ids, layer_ids=()).last.float(), head.embed_tokens(ids).float()
-    louder = state.square().mean(-1).sqrt().median() / token.square().mean(-1).sqrt().median().clamp_min(1e-6)
-    head.fc.weight[:, : token.shape[-1]] *= louder
+        return Eagle1Head(options, config, target.embedding, target.head, scale)
 
 
 def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
@@ -138,4 +134,4 @@ def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Ea
     assert draft_vocab is None
     options, config = Eagle1Options(**spec["options"]), LlamaConfig(**spec["layer_config"])
     with torch.device(target.device):
-        return Eagle1Head(options, config, target.embedding, target.head)
+        return Eagle1Head(options, config, target.embedding, target.head, spec.get("token_scale", 1.0))

@@ -12,6 +12,7 @@ from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle1_contract import FC_BIAS, OUTPUT_BIAS
 from draftsmith.heads.eagle3_export import layer_keys
 from draftsmith.heads.target import Target
+from draftsmith.heads.token_scale import fold
 
 
 def to_eagle1(head: Eagle1Head, target: Target, request: ExportRequest) -> ModelFiles:
@@ -37,4 +38,6 @@ def to_eagle1_sglang(head: Eagle1Head, target: Target, request: ExportRequest) -
 
 
 def _tensors(head: Eagle1Head, request: ExportRequest) -> dict[str, Tensor]:
-    return {name: value.detach().to(request.dtype) for name, value in head.state_dict().items()}
+    own, H = head.state_dict(), head.config.hidden_size
+    own["fc.weight"] = fold(own["fc.weight"].roll(H, 1), H, head.token_scale).roll(H, 1)  # embeddings come first here
+    return {name: value.detach().to(request.dtype) for name, value in own.items()}

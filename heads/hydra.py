@@ -28,6 +28,7 @@ from draftsmith.heads.hydra_options import HydraOptions
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.prefix_layer import PrefixLayer
 from draftsmith.heads.target import Target, TargetHead
+from draftsmith.heads.token_scale import token_scale
 
 __all__ = ["HydraHead", "HydraOptions", "build", "load"]
 
@@ -93,7 +94,8 @@ class HydraHead(DraftHead):
     `prefix_embedding_layer.{layers.0.*,norm.weight}`.
 
     embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and
-    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. Weights start in fp32.
+    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. token_scale: what embeddings
+    are multiplied by where they enter (see token_scale.py), 1 for heads of others. Weights start in fp32.
     """
 
     method: ClassVar[str] = "hydra"
@@ -101,9 +103,15 @@ class HydraHead(DraftHead):
     draft_vocab = None
 
     def __init__(
-        self, options: HydraOptions, config: LlamaConfig | None, embedding: Tensor, target_head: TargetHead
+        self,
+        options: HydraOptions,
+        config: LlamaConfig | None,
+        embedding: Tensor,
+        target_head: TargetHead,
+        token_scale: float = 1.0,
     ) -> None:
         super().__init__()
+        self.token_scale = token_scale
         V, H = target_head.weight.shape
         self.options, self.config = options, config
         self.train_steps = self.max_speculative_tokens = options.num_heads
@@ -140,7 +148,7 @@ class HydraHead(DraftHead):
     def extend(self, path: Tensor, tokens: Tensor) -> Tensor:
         """What head i - 1 read [..., C] and the next token [...] -> what head i reads [..., C + H]; head 0's is made of a
         state and the root."""
-        return torch.cat([path, self.embed_tokens(tokens).to(path.dtype)], -1)
+        return torch.cat([path, self.embed_tokens(tokens).to(path.dtype) * self.token_scale], -1)
 
     def logits(self, head: int, path: Tensor, drop: Dropper | None = None) -> Tensor:
         """What head number `head` reads [..., C] -> draft logits [..., V]. drop: dropout in training."""
@@ -178,7 +186,7 @@ class HydraHead(DraftHead):
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         layer = {} if self.config is None else {"layer_config": describe_layer_config(self.config)}
-        return {"options": asdict(self.options), **layer}
+        return {"options": asdict(self.options), **layer, "token_scale": self.token_scale}
 
 
 def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> HydraHead:
@@ -190,9 +198,9 @@ def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> 
             f"The target {target.path} has input embeddings of width {target.embedding.shape[1]}, but {target.hidden_size} "
             "hidden units: Hydra reads both side by side and needs the same; choose another target."
         )
-    config = derive_layer_config(options, target) if options.prefix_attention else None
+    config, scale = derive_layer_config(options, target) if options.prefix_attention else None, token_scale(target)
     with torch.device(target.device):
-        head = HydraHead(options, config, target.embedding, target.head)
+        head = HydraHead(options, config, target.embedding, target.head, scale)
         for projection in head.hydra_lm_head:
             assert isinstance(projection, Projection)
             if projection.weight is not None:
@@ -207,4 +215,5 @@ def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Hy
     assert draft_vocab is None
     config = LlamaConfig(**spec["layer_config"]) if "layer_config" in spec else None
     with torch.device(target.device):
-        return HydraHead(HydraOptions(**spec["options"]), config, target.embedding, target.head)
+        scale = spec.get("token_scale", 1.0)
+        return HydraHead(HydraOptions(**spec["options"]), config, target.embedding, target.head, scale)

@@ -23,6 +23,7 @@ from draftsmith.heads.hydra_options import HydraOptions
 from draftsmith.heads.layer_config import derive_layer_config
 from draftsmith.heads.published import is_the_same
 from draftsmith.heads.target import Target
+from draftsmith.heads.token_scale import fold
 
 OURS = "prefix_embedding_layer."
 _BLOCK = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
@@ -32,7 +33,11 @@ _MADE_FOR = "give the target that they were made for"
 
 def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFiles:
     """Convert to the published layout."""
-    o, own = head.options, {name: value.detach().to(request.dtype) for name, value in head.state_dict().items()}
+    o, own = head.options, {name: value.detach() for name, value in head.state_dict().items()}
+    for name in own:
+        if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
+            own[name] = fold(own[name], head.hidden_size, head.token_scale)
+    own = {name: value.to(request.dtype) for name, value in own.items()}
     kind = PREFIX_MLP if o.prefix_attention else MLP
     config = {
         "hydra_num_heads": o.num_heads,

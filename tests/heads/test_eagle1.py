@@ -38,7 +38,9 @@ def make_target(kind: str = "llama", **overrides) -> Target:
     return Target(tiny_model(kind, **overrides), path="models/tiny", fingerprint="abc")
 
 
-def make_head(target: Target, head_class: type[Eagle1Head] = Eagle1Head, **options) -> Eagle1Head:
+def make_head(
+    target: Target, head_class: type[Eagle1Head] = Eagle1Head, token_scale: float = 1.0, **options
+) -> Eagle1Head:
     """A head whose every tensor matters: biases away from zero, the norm away from one."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -46,14 +48,14 @@ def make_head(target: Target, head_class: type[Eagle1Head] = Eagle1Head, **optio
         for name, parameter in head.named_parameters():
             if parameter.ndim == 1:
                 nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-    head.__class__ = head_class
+    head.__class__, head.token_scale = head_class, token_scale
     return head.eval()
 
 
 class SlowEagle1:
     """EAGLE-1 around transformers' own decoder layer: no cache, all rows again for every draft token."""
 
-    def __init__(self, tensors: dict[str, Tensor], config: LlamaConfig, target: Target) -> None:
+    def __init__(self, tensors: dict[str, Tensor], config: LlamaConfig, target: Target, scale: float = 1.0) -> None:
         weights = {name.removeprefix(LAYER): value for name, value in tensors.items() if name.startswith(LAYER)}
         config = LlamaConfig(**{**config.to_dict(), "attention_bias": "self_attn.q_proj.bias" in weights})
         config._attn_implementation = "eager"
@@ -63,7 +65,7 @@ class SlowEagle1:
             weights["self_attn.o_proj.bias"] = torch.zeros(config.hidden_size)
         self.layer.load_state_dict(weights)
         self.fc, self.fc_bias = tensors["fc.weight"], tensors.get("fc.bias", 0)
-        self.embedding = tensors.get("embed_tokens.weight", target.embedding)
+        self.embedding = scale * tensors.get("embed_tokens.weight", target.embedding)
         # The whole model's way from the final norm to logits, scale and all.
         self.project, self.scale = target.model.lm_head, 1 / getattr(target.config, "logits_scaling", 1.0)
 
@@ -112,7 +114,7 @@ def check_training(head: Eagle1Head, batch: TrainBatch, draft: Callable[[int, Te
 
 
 def check_reference(head: Eagle1Head, target: Target) -> None:
-    slow = SlowEagle1(head.state_dict(), head.config, target)
+    slow = SlowEagle1(head.state_dict(), head.config, target, head.token_scale)
     check_training(head, pack(target, documents_of(target), ()), slow.draft)
 
 
@@ -131,7 +133,7 @@ def test_training_logits_are_those_of_the_slow_reference(case):
     kind, overrides, options = CASES[case]
     target = make_target(kind, **overrides)
     check_target(target)  # finds the scale of the logits
-    check_reference(make_head(target, **options), target)
+    check_reference(make_head(target, token_scale=4.0, **options), target)
 
 
 class HiddenFirst(Eagle1Head):

@@ -39,5 +39,5 @@ def to_eagle1_sglang(head: Eagle1Head, target: Target, request: ExportRequest) -
 
 def _tensors(head: Eagle1Head, request: ExportRequest) -> dict[str, Tensor]:
     own, H = head.state_dict(), head.config.hidden_size
-    own["fc.weight"] = fold(own["fc.weight"].roll(H, 1), H, head.token_scale).roll(H, 1)  # embeddings come first here
+    own["fc.weight"] = fold(own["fc.weight"].detach(), slice(H), head.token_scale)
     return {name: value.detach().to(request.dtype) for name, value in own.items()}

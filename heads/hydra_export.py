@@ -36,7 +36,7 @@ def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFi
     o, own = head.options, {name: value.detach() for name, value in head.state_dict().items()}
     for name in own:
         if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
-            own[name] = fold(own[name], head.hidden_size, head.token_scale)
+            own[name] = fold(own[name], slice(head.hidden_size, None), head.token_scale)
     own = {name: value.to(request.dtype) for name, value in own.items()}
     kind = PREFIX_MLP if o.prefix_attention else MLP
     config = {

@@ -22,7 +22,8 @@ def token_scale(target: Target) -> float:
     return float(2 ** (sizes[0] / sizes[1].clamp_min(1e-9)).log2().round())
 
 
-def fold(weight: Tensor, width: int, scale: float) -> Tensor:
-    """A matrix that reads [state, scaled embeddings] -> the one that reads them as they are. width: of the state, whose
-    columns come first."""
-    return torch.cat([weight[:, :width], weight[:, width:] * scale], 1)
+def fold(weight: Tensor, tokens: slice, scale: float) -> Tensor:
+    """A matrix that reads scaled embeddings in the columns `tokens` -> the one that reads them as they are."""
+    folded = weight.clone()
+    folded[:, tokens] *= scale
+    return folded

@@ -19,7 +19,8 @@ from draftsmith.train.parallel import checkpoint_layout
 @dataclass(frozen=True)
 class Progress:
     """How far training has come. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
-    is still the head that training started from; stale: evaluations since then. window: micro-batches per step over all processes."""
+    is still the head that training started from; stale: evaluations since then. window: micro-batches per step over all
+    processes."""
 
     step: int = 0
     tokens: int = 0

@@ -1,10 +1,13 @@
 """Tiny targets and heads to export, with weights that no initial value hides."""
 
+import re
+
 import torch
 from models import tiny_model
 from torch import Tensor
 
 from draftsmith.heads import dflash, draft_lm, dspark, eagle1, eagle3, hydra, medusa, peagle
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashHead, DFlashOptions
 from draftsmith.heads.draft_lm import DraftLmHead, DraftLmOptions
 from draftsmith.heads.dspark import DSparkHead, DSparkOptions
@@ -36,6 +39,19 @@ def shake(head: torch.nn.Module) -> None:
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+
+
+def folded_state(head: DraftHead, again: DraftHead) -> dict[str, Tensor]:
+    """The state of `head` as `again` must hold it, bit for bit: what a head multiplies embeddings by before it reads them
+    beside states is a power of two, and in the matrices of an export."""
+    state = {name: value.clone() for name, value in head.state_dict().items()}
+    if isinstance(head, Eagle1Head | HydraHead) and isinstance(again, type(head)):
+        H = head.embed_tokens.embedding_dim
+        tokens = slice(H) if isinstance(head, Eagle1Head) else slice(H, None)
+        for name in state:
+            if re.fullmatch(r"fc\.weight|hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
+                state[name][:, tokens] *= head.token_scale / again.token_scale
+    return state
 
 
 def make_eagle3(

@@ -2,6 +2,7 @@
 out, and what is refused."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from draftsmith.heads.target import Target
 from tests.batches import documents_of, pack
 from tests.heads.test_hydra import make_head
 from tests.models import tiny_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from exports import folded_state
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "hydra": {},
@@ -120,7 +124,7 @@ def HydraHeadOptions(head: HydraHead) -> Any:
 
 
 def check_the_same(head: HydraHead, again: HydraHead, target: Target) -> None:
-    ours, theirs = head.state_dict(), again.state_dict()
+    ours, theirs = folded_state(head, again), again.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     batch = pack(target, documents_of(target), ())

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from batches import documents_of, pack
 from exports import (
     VOCAB,
+    folded_state,
     make_dflash,
     make_draft_model,
     make_dspark,
@@ -61,11 +61,6 @@ NOT_THERE = {
     ("eagle3_llama_cpp", "eagle3 flags"): "llama.cpp serves none of these",
     ("medusa", "medusa deep"): "the original code would use the last block only",
 }
-# The matrices and columns that read raw embeddings beside states, each 64 wide.
-READ_EMBEDDINGS = {
-    "eagle1": (r"fc\.weight", slice(64)),
-    "hydra": (r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", slice(64, None)),
-}
 CASES = [
     pytest.param(layout, name, id=f"{layout}, {name}")
     for layout, one in LAYOUTS.items()
@@ -79,15 +74,8 @@ def logits(head: DraftHead, target: Target) -> list[Tensor]:
 
 
 def check_the_same(head: DraftHead, again: DraftHead, target: Target) -> None:
-    """Equal parameters and equal logits, bit for bit; what one format adds to a head is zero. An export holds the number
-    that a head reads embeddings with in its matrices; a power of two, so bit for bit here too."""
-    ours, theirs = head.state_dict(), again.state_dict()
-    louder = getattr(head, "token_scale", 1.0) / getattr(again, "token_scale", 1.0)
-    reads, tokens = READ_EMBEDDINGS.get(head.method, ("", slice(0)))
-    for name in ours:
-        if re.fullmatch(reads, name):
-            ours[name] = ours[name].clone()
-            ours[name][:, tokens] *= louder
+    """Equal parameters and equal logits, bit for bit; what one format adds to a head is zero."""
+    ours, theirs = folded_state(head, again), again.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not any(theirs[name].any() for name in theirs.keys() - ours.keys())
     assert {p.dtype for p in again.parameters()} == {torch.float32}

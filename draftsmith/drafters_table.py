@@ -59,6 +59,12 @@ class Subject:
 
 SUBJECTS = (
     Subject("eagle3", "recipes/eagle3/shared-target.yaml", factors=(0.5, 1.0, 2.0)),
+    Subject(
+        "eagle3-whole-vocab",
+        "recipes/eagle3/shared-target.yaml",
+        factors=(0.5,),
+        overrides=("--head.draft_vocab_size=null",),
+    ),
     Subject("speculators-eagle3", rates=(0.003, 0.01, 0.03)),
     Subject("eagle3.1", "recipes/eagle3/eagle3.1-shared-target.yaml"),
     Subject("peagle", "recipes/peagle/shared-target.yaml"),

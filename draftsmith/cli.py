@@ -107,7 +107,7 @@ def _handler(command: str) -> Callable[[list[str]], int]:
 
 
 def _session(words: list[str], command: str) -> "Session":
-    from draftsmith.run import check_stage_names
+    from draftsmith.run import check_redo, check_stage_names
 
     redo = take(words, "--redo")
     check_stage_names(redo)
@@ -115,7 +115,8 @@ def _session(words: list[str], command: str) -> "Session":
     from draftsmith.recipe_file import parse_recipe
 
     # A mistake in the recipe is told before the slow imports.
-    recipe = parse_recipe(words, f"draftsmith {command}", COMMANDS[command])
+    recipe = parse_recipe(words, f"draftsmith {command}", COMMANDS[command.split()[0]])
+    check_redo(redo, command, recipe)
     from draftsmith.session import Session
 
     return Session(recipe, redo=set(redo))
@@ -190,7 +191,7 @@ def _train(words: list[str]) -> int:
 def _evaluate(words: list[str]) -> int:
     decode = not take(words, "--no-decode", flag=True)
     head, thresholds = take(words, "--head"), _thresholds(words)
-    session = _session(words, "evaluate")
+    session = _session(words, "evaluate" if decode else "evaluate --no-decode")
     from draftsmith.gating import check_thresholds, gate
     from draftsmith.preflight import preflight
     from draftsmith.stages import find_head

@@ -49,7 +49,9 @@ def train(session: "Session", config: str, words: list[str]) -> None:
 
     stages.features_stage(session, stages.load_samples(session).samples)
     if "train" in session.redo:
-        session.run.remove("train")
+        session.run.clear("train")
+        session.redo.discard("train")
+    session.drop_target()
     launch(session.recipe.method, config, words)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from draftsmith.errors import UserError
 from draftsmith.files import claim, fingerprint, write_json
+from draftsmith.recipe import Recipe
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 DATA_STAGES = ("answers", "features")
@@ -37,6 +38,18 @@ FOLLOWERS = {
     "export": ("export",),
 }
 """What is worthless once a stage is removed, the stage included."""
+
+
+COMMAND_STAGES = {
+    "run": ("answers", "features", "train", "evaluate", "export"),
+    "regenerate": ("answers",),
+    "extract": ("answers", "features"),
+    "train": ("answers", "features", "train"),
+    "evaluate": ("evaluate",),
+    "evaluate --no-decode": ("simulate",),
+    "export": ("export",),
+}
+"""The stages that commands make where they are missing."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,15 @@ class RunDirectory:
         known = self.record(stage)
         assert known is not None
         self._write(stage, StageRecord(known.inputs, known.fingerprint, "done", facts))
+        self._release()
+
+    def clear(self, stage: str) -> None:
+        """Remove a stage as `remove` does, for another process to make it. Raises UserError where one is making a stage here."""
+        self._alone()
+        self.remove(stage)
+        self._release()
+
+    def _release(self) -> None:
         if self._claim is not None:
             self._claim.close()
             self._claim = None
@@ -182,3 +204,15 @@ def check_stage_names(names: Sequence[str]) -> None:
     for name in names:
         if name not in STAGES:
             raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")
+
+
+def check_redo(names: Sequence[str], command: str, recipe: Recipe) -> None:
+    """Refuse to remove what `draftsmith COMMAND` would not make again with this recipe."""
+    absent = {"answers": not recipe.answers.regenerate, "features": recipe.features.source == "online"}
+    made = [stage for stage in COMMAND_STAGES.get(command, ()) if not absent.get(stage)]
+    for name in names:
+        if name not in made:
+            others = f"only {', '.join(made)}" if made else "nor any other"
+            raise UserError(
+                f"--redo {name}: `draftsmith {command}` does not make that stage here, {others}: leave --redo {name} out."
+            )

@@ -1,5 +1,6 @@
 """A recipe at work: its run directory, and what several stages load only once."""
 
+import gc
 import hashlib
 import os
 import sys
@@ -113,6 +114,13 @@ class Session:
     def target(self) -> Target:
         """The target in the dtype for answers and hidden states."""
         return self.load_target(self.recipe.target.dtype)
+
+    def drop_target(self) -> None:
+        """Give the target's memory back, for processes that load one of their own; who asks again loads it again."""
+        self.__dict__.pop("target", None)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -134,6 +134,7 @@ class DraftHead(nn.Module, ABC):
     max_speculative_tokens: the longest draft, None where there is no limit. reads_target: it reads states of the target,
     not the text alone. served_tokens: how many tokens an engine must be told to draft, None where it may be any number up
     to the longest. outer: parts of the names of matrices that are no weights inside the head, which Muon leaves to AdamW.
+    measured: attributes that `build` measures on the target and no tensor holds, which a resumed training takes back.
     steady: every draft is as long as asked for; otherwise a draft may end early. context_length: the longest text with its
     draft that the head reads, in tokens; None where it is that of the target.
     """
@@ -144,6 +145,7 @@ class DraftHead(nn.Module, ABC):
     train_steps: int
     reads_target: ClassVar[bool] = True
     outer: ClassVar[tuple[str, ...]] = ("lm_head", "embed_tokens")
+    measured: ClassVar[tuple[str, ...]] = ()
     regresses: ClassVar[bool] = False
     confident: bool = False
     tunes: ClassVar[bool] = False

@@ -133,7 +133,8 @@ def train_briefly(spec: Spec, steps: int) -> DraftHead:
         with torch.no_grad():
             for parameter in head.parameters():
                 if parameter.requires_grad:
-                    parameter.add_(0.02 * torch.randn_like(parameter))
+                    # What starts at zero would otherwise hide whatever is wrong before it.
+                    parameter.add_((0.02 if parameter.any() else 0.1) * torch.randn_like(parameter))
         batch = _pack(spec.target, [spec.samples[i : i + 2] for i in range(0, len(spec.samples), 2)], head.layer_ids)
         optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=spec.learning_rate)
         for _ in range(steps):

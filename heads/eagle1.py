@@ -51,6 +51,7 @@ class Eagle1Head(EagleHead):
     """
 
     method: ClassVar[str] = "eagle1"
+    measured: ClassVar[tuple[str, ...]] = ("token_scale",)
     layer_ids: tuple[int, ...] = ()
     draft_vocab = None
     regresses: ClassVar[bool] = True

@@ -28,7 +28,7 @@ from draftsmith.heads.hydra_options import HydraOptions
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
 from draftsmith.heads.prefix_layer import PrefixLayer
 from draftsmith.heads.target import Target, TargetHead
-from draftsmith.heads.token_scale import token_scale
+from draftsmith.heads.token_scale import sizes, token_scale
 
 __all__ = ["HydraHead", "HydraOptions", "build", "load"]
 
@@ -99,6 +99,7 @@ class HydraHead(DraftHead):
     """
 
     method: ClassVar[str] = "hydra"
+    measured: ClassVar[tuple[str, ...]] = ("token_scale",)
     layer_ids: tuple[int, ...] = ()
     draft_vocab = None
 
@@ -201,6 +202,8 @@ def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> 
     config, scale = derive_layer_config(options, target) if options.prefix_attention else None, token_scale(target)
     with torch.device(target.device):
         head = HydraHead(options, config, target.embedding, target.head, scale)
+        if head.prefix_embedding_layer is not None:
+            head.prefix_embedding_layer.start(float(sizes(target)[0]))
         for projection in head.hydra_lm_head:
             assert isinstance(projection, Projection)
             if projection.weight is not None:

@@ -33,6 +33,14 @@ class PrefixLayer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Rotary(config)
 
+    @torch.no_grad()
+    def start(self, size: float) -> None:
+        """Let a new layer give its states back, but for their norm: the layer adds nothing at first, and its outputs have the
+        root mean square `size`, that of the target's states."""
+        for last in (self._layer.self_attn.o_proj, self._layer.mlp.down_proj):
+            nn.init.zeros_(last.weight)
+        nn.init.constant_(self.norm.weight, size)
+
     def rows(self, batch: TrainBatch, needed_BL: Tensor) -> Tensor:
         """Return the outputs [R, H] of the rows marked in `needed_BL`, each having seen its document up to itself."""
         plan, layer = plan_rows(batch.document, needed_BL), self._layer

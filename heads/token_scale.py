@@ -12,14 +12,22 @@ from draftsmith.heads.probe import probe_ids
 from draftsmith.heads.target import Target
 
 
-@torch.no_grad()
 def token_scale(target: Target) -> float:
     """Return what brings the target's embeddings to the size of its last states: the next power of two, with which exports
-    hold the same numbers. Medians over some random tokens are taken, as single ones have states a thousand times larger."""
+    hold the same numbers."""
+    state, token = sizes(target)
+    return float(2 ** (state / token.clamp_min(1e-9)).log2().round())
+
+
+@torch.no_grad()
+def sizes(target: Target) -> tuple[Tensor, Tensor]:
+    """Return the root mean squares of the target's last states and of its embeddings: medians over some random tokens, as
+    single ones have states a thousand times larger."""
     ids = probe_ids(target)
-    state, token = target.forward(ids).last, target.embedding[ids]
-    sizes = [x.float().square().mean(-1).sqrt().median() for x in (state, token)]
-    return float(2 ** (sizes[0] / sizes[1].clamp_min(1e-9)).log2().round())
+    state, token = (
+        x.float().square().mean(-1).sqrt().median() for x in (target.forward(ids).last, target.embedding[ids])
+    )
+    return state, token
 
 
 def fold(weight: Tensor, tokens: slice, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ from draftsmith.cli import main
 from draftsmith.eval.result import read_result
 from draftsmith.heads.export import load_eagle3_directory
 from draftsmith.heads.target import load_target
+from draftsmith.train import loop
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
@@ -196,17 +197,40 @@ def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path
     assert (run / "answers.jsonl").stat().st_mtime_ns == (finished / "answers.jsonl").stat().st_mtime_ns
 
 
-@pytest.mark.parametrize("command", ["run", "train"])
-def test_training_is_launched_in_processes_of_their_own(
-    command: str, workplace: Path, finished: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "--redo", "train"], "`draftsmith evaluate` does not make that stage here, only evaluate"),
+        (["evaluate", "--no-decode", "--redo", "evaluate"], "only simulate: leave --redo evaluate out"),
+        (["inspect", "--redo", "answers"], "nor any other"),
+        (["train", "--features.source", "online", "--redo", "features"], "only answers, train"),
+        (["run", "--answers.regenerate", "false", "--redo", "answers"], "only features, train, evaluate, export"),
+    ],
+)
+def test_redo_of_what_the_command_does_not_make_is_refused(
+    words: list[str], message: str, workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--launch` goes through accelerate and leaves the same head."""
+    before = digests(finished)
+    assert main([words[0], *options(workplace, finished), *words[1:]]) == 2
+    assert message in capsys.readouterr().err
+    assert digests(finished) == before
+
+
+@pytest.mark.parametrize(("command", "redo"), [("run", False), ("train", True)])
+def test_training_is_launched_in_processes_of_their_own(
+    command: str, redo: bool, workplace: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--launch` goes through accelerate and leaves the same head, and the launched processes are the ones that train."""
     run = tmp_path / "launched"
-    shutil.copytree(finished, run, ignore=shutil.ignore_patterns("train", "evaluation", "export"))
+    dropped = ("evaluation", "export") if redo else ("train", "evaluation", "export")
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns(*dropped))
     config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
     words = ["--launch", config, "--evaluate.repeats", "1", "--evaluate.temperatures", "[0.0]"]
-    assert main([command, *options(workplace, run), *words]) == 0
+    marker = finished / "train" / "best" / "model.safetensors"
+    monkeypatch.setattr(loop, "train", None)  # of this process
+    assert main([command, *options(workplace, run), *words, *(["--redo", "train"] if redo else [])]) == 0
     assert (run / "evaluation").exists() == (command == "run")
+    assert (run / marker.relative_to(finished)).stat().st_mtime_ns > marker.stat().st_mtime_ns
     assert digests(run)["train/metrics.jsonl"] == digests(finished)["train/metrics.jsonl"]
 
 

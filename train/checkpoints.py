@@ -13,6 +13,7 @@ from accelerate import Accelerator
 
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error
+from draftsmith.heads.base import DraftHead
 from draftsmith.train.parallel import checkpoint_layout
 
 
@@ -31,8 +32,8 @@ class Progress:
     window: int = 0
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress) -> None:
-    """Save model, optimizers, random states and `progress`; then remove older checkpoints."""
+def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:
+    """Save model, optimizers, random states, what `head` measured and `progress`; then remove older checkpoints."""
     final = folder / f"step_{progress.step}"
     temporary = folder / f"step_{progress.step}.tmp"
     if final.exists():
@@ -49,7 +50,8 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress) 
             raise
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            record = asdict(progress) | {"layout": checkpoint_layout(accelerator)}
+            measured = {name: getattr(head, name) for name in head.measured}
+            record = asdict(progress) | {"layout": checkpoint_layout(accelerator), "measured": measured}
             (temporary / "progress.json").write_text(json.dumps(record), encoding="utf-8")
             (temporary / "DONE").touch()
             temporary.rename(final)
@@ -65,8 +67,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(done, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path) -> Progress:
-    """Restore the newest complete checkpoint; a fresh Progress where there is none.
+def load_checkpoint(accelerator: Accelerator, folder: Path, head: DraftHead) -> Progress:
+    """Restore the newest complete checkpoint and what `head` had measured; a fresh Progress where there is none.
 
     Raises UserError for a checkpoint of another way to spread the head over processes.
     """
@@ -81,6 +83,9 @@ def load_checkpoint(accelerator: Accelerator, folder: Path) -> Progress:
             "--redo train."
         )
     accelerator.load_state(str(path))
+    # Measured again, on another device say, it may round to another number than the weights were trained with.
+    for name, value in record.pop("measured", {}).items():
+        setattr(head, name, value)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return Progress(**record)

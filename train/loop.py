@@ -55,7 +55,7 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     head = head.to(accelerator.device).train()
     target_head = target.head.to(accelerator.device)
     model, optimizers = prepare(accelerator, head, build_optimizers(head, spec), spec)
-    progress = load_checkpoint(accelerator, folder)
+    progress = load_checkpoint(accelerator, folder, head)
     schedule = Schedule([data.source.lengths[i] for i in data.train], spec, recipe.seed, accelerator.num_processes)
     run = _Run(recipe, accelerator, model, head, optimizers, target_head, data, schedule, folder, target)
     return run.run(progress)
@@ -130,7 +130,7 @@ class _Run:
                     before = time.perf_counter()  # the next step begins with reading its batches
                     if progress.step >= self.total or self._stale(progress) or stopping:
                         break
-        save_checkpoint(self.accelerator, self.folder, progress)
+        save_checkpoint(self.accelerator, self.folder, progress, self.head)
         if stopping:
             raise StoppedError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
@@ -159,7 +159,7 @@ class _Run:
             wishes = torch.tensor([float(due), float(asked)], device=self.accelerator.device)
             due, asked = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
         if due:
-            save_checkpoint(self.accelerator, self.folder, progress)
+            save_checkpoint(self.accelerator, self.folder, progress, self.head)
             self.pace.saved_at = time.perf_counter()
         return asked
 

@@ -12,6 +12,8 @@ from draftsmith.heads.dflash import build as build_dflash
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import build as build_eagle3
 from draftsmith.heads.final_norm import final_norm_weight
+from draftsmith.heads.hydra import HydraOptions
+from draftsmith.heads.hydra import build as build_hydra
 from draftsmith.heads.probe import check_target
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
@@ -115,6 +117,19 @@ def test_hydras_bias_starts_as_the_targets() -> None:
     head = find_method("hydra").build(OPTIONS["hydra"], target, None)
     state = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(head.hydra_lm_head[0](state, target.head), target.head.logits(state))
+
+
+@torch.no_grad()
+def test_hydras_prefix_layer_starts_by_giving_the_states_back() -> None:
+    """But for what a norm does to the size of a single one."""
+    target = loud_target()
+    head = build_hydra(HydraOptions(num_heads=1, prefix_attention=True), target, None)
+    last = target.forward(torch.randint(3, target.vocab_size, (2, 12))).last
+    position, mask = torch.arange(12).expand(2, -1), torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    given = head.prefix_embedding_layer.step(last, position, lambda keys, values: (keys, values), mask)
+    assert torch.cosine_similarity(given, last, dim=-1).min() > 0.999
+    size, same = (x.square().mean(-1).sqrt() for x in (given, last))
+    torch.testing.assert_close(size.median(), same.median(), rtol=0.2, atol=0.0)
 
 
 def fused_rms(head: DraftHead, target: Target) -> float:

@@ -11,12 +11,15 @@ import torch
 import yaml
 
 from draftsmith.errors import UserError
+from draftsmith.heads.hydra import HydraHead, HydraOptions, build
+from draftsmith.heads.target import Target
 from draftsmith.launching import check_config
 from draftsmith.recipe import TrainSpec
 from draftsmith.train import parallel
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
 from draftsmith.train.pace import Interrupt
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
+from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "recipes" / "accelerate"
@@ -27,6 +30,11 @@ SPEC = TrainSpec(accumulation=3, clip=0.0, rows=2)
 def at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(parallel, "find_spec", lambda name: object())
+
+
+def make_head() -> HydraHead:
+    target = Target(tiny_model("llama"), path="tiny", fingerprint="tiny")
+    return build(HydraOptions(num_heads=1), target, None)
 
 
 def changed(tmp_path: Path, name: str, section: str, **keys: Any) -> Path:
@@ -159,9 +167,20 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytes
 
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     accelerator = make_accelerator(SPEC, torch.device("cpu"))
-    save_checkpoint(accelerator, tmp_path, Progress(step=5, window=1))
-    assert load_checkpoint(accelerator, tmp_path) == Progress(step=5, window=1)
+    head = make_head()
+    save_checkpoint(accelerator, tmp_path, Progress(step=5, window=1), head)
+    assert load_checkpoint(accelerator, tmp_path, head) == Progress(step=5, window=1)
     file = tmp_path / "step_5" / "progress.json"
     file.write_text(file.read_text().replace("plain", "FSDP2"))
     with pytest.raises(UserError, match="made under FSDP2 and cannot be resumed under plain"):
-        load_checkpoint(accelerator, tmp_path)
+        load_checkpoint(accelerator, tmp_path, head)
+
+
+def test_a_resumed_head_keeps_what_it_measured(tmp_path: Path) -> None:
+    """Weights were trained with that number; where it is measured again it may be another."""
+    accelerator = make_accelerator(SPEC, torch.device("cpu"))
+    head, again = make_head(), make_head()
+    head.token_scale = again.token_scale * 4
+    save_checkpoint(accelerator, tmp_path, Progress(step=5, window=1), head)
+    load_checkpoint(accelerator, tmp_path, again)
+    assert again.token_scale == head.token_scale

@@ -239,7 +239,7 @@ def check_accelerate() -> Iterator[Check]:
 
 def check_optional() -> Iterator[Check]:
     """Packages and programs that only some tasks need."""
-    for name, extra, use in (("deepspeed", "deepspeed", "ZeRO"), ("torchao", "quant", "quantized drafts")):
+    for name, extra, use in (("deepspeed", "deepspeed", "ZeRO"), ("torchao", "quant", "models quantized with it")):
         version = installed(name)
         fix = "" if version else f'for {use}: pip install -e ".[{extra}]" -c constraints.txt'
         yield Check(name, "ok" if version else "note", version or "not installed", fix)

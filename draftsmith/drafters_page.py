@@ -4,7 +4,7 @@ What the tables show is said in findings.md beside them, which stands on top of 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,17 @@ Entry = dict[str, Any]
 
 _INTRO = """# Drafters side by side
 
-Every drafter learned from the same answers of the same target, with the same number of supervised tokens (one that is trained
-in two stages has them in both together), and is measured on the same prompts; made by `scripts/bench_drafters.py`, which
-writes this page from the result files beside it.
+Every drafter learned from answers of the same target, with the same number of supervised tokens (one that is trained in two
+stages has them in both together), and is measured on the same prompts; where one is not quite to be held against the first, it
+is said under the overview. Made by `scripts/bench_drafters.py`, which writes this page from the result files beside it.
 
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
   is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
 - `trained parameters` leaves out what is frozen: input embeddings, and the output projection of speculators (0.79M), which ours
   trains, and of block drafters, which is the target's.
-- `ms per draft` is the median time of drafting K tokens in the middle of an answer, beside `target ms`, one pass of the target
-  over one token. `speedup` is measured: decoding with the drafter and with the target alone in turns, one request at a time;
+- `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
+  pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is measured: decoding with the drafter and with the target alone in turns, one request at a time;
   the median of several repeats, and behind it the lowest and the highest.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
@@ -97,18 +97,20 @@ def render(folder: Path, order: Sequence[str]) -> str:
 
 
 def _apart(entries: Sequence[Entry]) -> str:
-    """Say which drafters are not to be held against the first one."""
-
-    def conditions(entry: Entry) -> tuple[int, str, str | None]:
-        return entry["budget"], best(entry)["inputs"], best(entry)["training"].get("answers")
-
-    odd = [entry["name"] for entry in entries if conditions(entry) != conditions(entries[0])]
-    if not odd:
-        return ""
-    return (
-        f"\n**Trained on another budget, on answers that were sampled anew, or measured on other prompts than "
-        f"{entries[0]['name']}: {', '.join(odd)}.**\n"
-    )
+    """Say which drafters are not quite to be held against the first one, and why."""
+    reasons: dict[str, Callable[[Entry], Any]] = {
+        "Trained on another number of tokens than": lambda entry: entry["budget"],
+        "Trained on answers that the target sampled anew, others than those of": lambda entry: best(entry)[
+            "training"
+        ].get("answers"),
+        "Measured on other prompts than": lambda entry: best(entry)["inputs"],
+    }
+    told = ""
+    for reason, of in reasons.items():
+        odd = [entry["name"] for entry in entries if of(entry) != of(entries[0])]
+        if odd:
+            told += f"\n**{reason} {entries[0]['name']}: {', '.join(odd)}.**\n"
+    return told
 
 
 def best_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

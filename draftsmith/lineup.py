@@ -100,6 +100,12 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target) -> list[
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
         and (draft.confidence_threshold is None or head.confident or bool(draft.heads))
     ]
+    reach = head.max_speculative_tokens
+    if reach is not None and reach < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
+        session.warn(
+            f"evaluate.num_speculative_tokens is {spec.num_speculative_tokens}, but {name} drafts {reach} tokens at most: its chains "
+            f"are measured with {reach}."
+        )
     width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     for tree in (tree for _, tree in ways if isinstance(tree, StaticTree) and tree.ranks > width):
         raise UserError(

@@ -13,6 +13,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
 
 from draftsmith.errors import UserError
+from draftsmith.evaluate_spec import BaselineSpec, DraftSpec
 from draftsmith.heads.registry import METHODS, find_method, trained_names
 from draftsmith.recipe import (
     AnswersSpec,
@@ -40,6 +41,9 @@ _SECTIONS: dict[str, type] = {
     "export": ExportSpec,
     "tracking": TrackingSpec,
 }
+
+_ITEMS: dict[str, type] = {"evaluate.drafts": DraftSpec, "evaluate.baselines": BaselineSpec}
+"""Keys whose values are lists of mappings."""
 
 
 def recipe_parser(method: str, prog: str | None = None, description: str | None = None) -> ArgumentParser:
@@ -158,6 +162,12 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         kind = kind.replace(", <class 'NoneType'>", " or null")
         kind = re.sub(r"<class '(\w+)'>", lambda match: _KINDS.get(match[1], match[1]), kind)
         text = f"{key} is {value!r}, which is not {kind.replace('typing.Literal', 'one of ')}"
+    item = re.match(rf"Parser key \"({'|'.join(_ITEMS)})(?:\[\d+\])?\".*?: .*?Option '([\w.]+)' is not accepted", text)
+    if item:
+        keys = [f.name for f in fields(_ITEMS[item[1]])]
+        near = get_close_matches(item[2], keys, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        return f"{item[1]} has no key {item[2]}{meant}: its keys are {', '.join(keys)}."
     group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
     unknown = re.match(r"unrecognized arguments: --([\w.-]+)", text)
     if group or unknown:

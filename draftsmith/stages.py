@@ -220,7 +220,7 @@ def train_stage(session: Session) -> Path:
         warm = load_warm(session)
         vocab = draft_vocab(session, samples, train_index, None if warm is None else warm.draft_vocab)
         torch.manual_seed(recipe.seed)
-        head = start_head(session, warm, vocab)
+        head = start_head(session, warm, vocab, samples)
         source = features_stage(session, samples)
         if session.begin("train", train_inputs(session)):
             return folder / "best"

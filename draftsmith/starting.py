@@ -1,11 +1,12 @@
 """The head that training starts from: a new one, or with `train.warm_start` one that exists."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_head
@@ -64,8 +65,18 @@ def head_options(session: Session) -> Any:
     return adopt_options(session.recipe.head, head, session.target, str(named))
 
 
-def start_head(session: Session, warm: DraftHead | None, draft_vocab: Tensor | None) -> DraftHead:
-    """Return the head to train: `warm` of `load_warm`, or a new one with this draft vocabulary."""
+def start_head(
+    session: Session, warm: DraftHead | None, draft_vocab: Tensor | None, samples: Iterable[Tokenized] = ()
+) -> DraftHead:
+    """Return the head to train: `warm` of `load_warm`, or a new one with this draft vocabulary. samples: what it learns from;
+    says where they hold the token that the recipe takes for a mask."""
+    mask = getattr(session.recipe.head, "mask_token_id", None)
+    holds = None if mask is None else next((one for one in samples if bool((one.ids == mask).any())), None)
+    if holds is not None:
+        say(
+            f"warning: head.mask_token_id is {mask}, which texts have ({holds.sample_id} for one): the head takes it there for a "
+            "token that is still to be drafted; name one that no text has."
+        )
     if warm is not None:
         return restart(warm, session.head_options, session.target, session.recipe.method)
     return find_method(session.recipe.method).build(session.recipe.head, session.target, draft_vocab)

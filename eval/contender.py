@@ -148,7 +148,7 @@ def make_contender(
     if reach is not None and tree.depth > reach:
         raise UserError(
             f"The tree {tree.name} is {tree.depth} deep but {name} drafts {reach} tokens at most: take one of depth {reach} or "
-            "less."
+            "less, or give it `heads` with the names of those that reach it."
         )
     # What a dynamic tree or drawn children propose depends on more than the text.
     certain = isinstance(tree, StaticTree) and not drawn and typical is None

@@ -33,7 +33,7 @@ _MEANINGS: dict[str, tuple[str, str]] = {
         "another configuration, so other hidden states: texts stay exact, fewer drafts may be accepted",
         _MEASURE,
     ),
-    "embeddings": ("other input embeddings, which all heads but Medusa's read: fewer drafts may be accepted", _MEASURE),
+    "embeddings": ("other input embeddings, which most heads read: fewer drafts may be accepted", _MEASURE),
     "lm_head": (
         "another output projection (lm_head): a head that shares it (EAGLE-1, DFlash, DSpark; Medusa and Hydra with "
         "original_lm_head) drafts through another one than it learned with",

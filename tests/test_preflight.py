@@ -10,11 +10,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.preflight import preflight
 from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session
 from draftsmith.stages import train_inputs
+from draftsmith.starting import start_head
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace
@@ -38,6 +40,26 @@ def session_of(workplace: Path, tmp_path: Path, method: str, head: dict[str, Any
     return Session(
         parse_recipe(["--recipe", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", *words])
     )
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "peagle"])
+def test_a_mask_token_that_texts_hold_is_said(
+    method: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [Tokenized(torch.tensor([5, 7, 9]), torch.ones(3, dtype=torch.bool), "line 4", "chat")]
+    for token, said in ((7, True), (8, False)):
+        session = session_of(workplace, tmp_path, method, {"mask_token_id": token})
+        start_head(session, None, None, samples)
+        assert ("head.mask_token_id is 7, which texts have (line 4 for one)" in capsys.readouterr().err) == said
+
+
+def test_chains_shorter_than_asked_for_are_said(workplace: Path, tmp_path: Path) -> None:
+    session = session_of(workplace, tmp_path, "medusa", {"num_heads": 2}, "--evaluate.drafts", "[{tree: chain}]")
+    preflight(session, "run")
+    asked = session.recipe.evaluate.num_speculative_tokens
+    assert session.warnings == [
+        f"evaluate.num_speculative_tokens is {asked}, but medusa drafts 2 tokens at most: its chains are measured with 2."
+    ]
 
 
 def test_samples_that_are_longer_than_the_head_reads(workplace: Path, tmp_path: Path) -> None:

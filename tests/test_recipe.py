@@ -65,6 +65,14 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
         ("name: x\n\ttarget:\n", "line 2 .* not with tabs"),
         ("train:\n  lr: 1\nname: x\ntrain:\n  rows: 2\n", "'train' twice, in lines 1 and 4"),
         ("target: embedded\n", "target is 'embedded', but it is a section"),
+        (
+            "evaluate:\n  drafts: [{tre: chain}]\n",
+            r"evaluate\.drafts has no key tre \(did you mean tree\?\): its keys are tree, ",
+        ),
+        (
+            "evaluate:\n  baselines: [{kin: x}]\n",
+            r"evaluate\.baselines has no key kin \(did you mean kind\?\): its keys are kind",
+        ),
         ("target:\n  pth: x\n", r"no key target\.pth \(did you mean target\.path\?\): `"),
     ],
 )
@@ -99,7 +107,7 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
         (["--recipe", TINY, "--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperature is -1\.0"),
         (
             ["--recipe", TINY, "--evaluate.baselines", "[{knd: x}]"],
-            r"evaluate\.baselines\": Option 'knd' is not accepted",
+            r"evaluate\.baselines has no key knd \(did you mean kind\?\)",
         ),
         (["--recipe", TINY, "--evaluate.baselines", "prompt_lookup"], "is 'prompt_lookup', which is not a list"),
     ],

@@ -53,8 +53,9 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
 - `trained parameters` leaves out what is frozen: input embeddings, and the output projection of speculators (0.79M), which ours
   trains, and of block drafters, which is the target's.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
-  pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is measured: decoding with the drafter and with the target alone in turns, one request at a time;
-  the median of several repeats, and behind it the lowest and the highest.
+  pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
+  measured: decoding with the drafter and with the target alone in turns, one request at a time; the median of several repeats,
+  and behind it the lowest and the highest.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
 - Ours are the heads with the best held-out tau among the evaluations of their run; the last table but one has the step.

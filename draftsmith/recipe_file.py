@@ -165,8 +165,7 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     item = re.match(rf"Parser key \"({'|'.join(_ITEMS)})(?:\[\d+\])?\".*?: .*?Option '([\w.]+)' is not accepted", text)
     if item:
         keys = [f.name for f in fields(_ITEMS[item[1]])]
-        near = get_close_matches(item[2], keys, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
+        meant = _meant(get_close_matches(item[2], keys, n=1))
         return f"{item[1]} has no key {item[2]}{meant}: its keys are {', '.join(keys)}."
     group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
     unknown = re.match(r"unrecognized arguments: --([\w.-]+)", text)
@@ -174,7 +173,11 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
         keys = [action.dest for action in parser._actions]
         near = get_close_matches(key, keys, n=1, cutoff=0.7) or [name for name in keys if name.endswith(f".{key}")]
-        meant = f" (did you mean {near[0]}?)" if near else ""
+        meant = _meant(near)
         command = f"`draftsmith train --method {parser.get_default('method')} --help`"
         return f"there is no key {key}{meant}: {command} lists every key."
     return text + "; see --help for every key and its type."
+
+
+def _meant(near: list[str]) -> str:
+    return f" (did you mean {near[0]}?)" if near else ""

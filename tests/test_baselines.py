@@ -64,10 +64,16 @@ def bush(workplace: Path) -> str:
 
 
 def asking(session: Session, workplace: Path, *words: str) -> Session:
-    """The same session with another recipe; the target is loaded once."""
+    """The same session with another recipe, which gathers its warnings; the target is loaded once."""
     recipe = parse_recipe([*options(workplace, workplace / "run"), *words])
+    warnings: list[str] = []
     fake = SimpleNamespace(
-        recipe=recipe, target_path=session.target_path, device=session.device, tokenizer=session.tokenizer
+        recipe=recipe,
+        target_path=session.target_path,
+        device=session.device,
+        tokenizer=session.tokenizer,
+        warnings=warnings,
+        warn=warnings.append,
     )
     return cast(Session, fake)
 
@@ -213,7 +219,11 @@ def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
     session: Session, workplace: Path, heads: dict[str, DraftHead]
 ) -> None:
     words = ["--evaluate.num_speculative_tokens", "4", "--evaluate.max_k", "6"]
-    found = make_lineup(asking(session, workplace, *words), heads, session.target, 100)
+    asked = asking(session, workplace, *words)
+    found = make_lineup(asked, heads, session.target, 100)
+    assert cast(Any, asked).warnings == [
+        "evaluate.num_speculative_tokens is 4, but medusa drafts 3 tokens at most: its chains are measured with 3."
+    ]
     assert [(c.num_speculative_tokens, c.lengths) for c in found] == [(4, (1, 2, 3, 4, 5, 6)), (3, (1, 2, 3))]
     assert replace(found[0], simulate=None).lengths == (4,)
 

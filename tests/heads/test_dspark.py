@@ -185,7 +185,9 @@ def test_a_threshold_needs_a_confidence() -> None:
 def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> None:
     target, head, _ = trained("dspark")
     words = ["--evaluate.drafts", "[{tree: chain}, {tree: chain, confidence_threshold: 0.3}]"]
-    session: Any = SimpleNamespace(recipe=parse_recipe(["--recipe", "recipes/dspark/tiny.yaml", *words]))
+    warnings: list[str] = []
+    recipe = parse_recipe(["--recipe", "recipes/dspark/tiny.yaml", *words])
+    session: Any = SimpleNamespace(recipe=recipe, warn=warnings.append)
     found = make_lineup(session, {"dspark": head, "dflash": trained("dflash")[1]}, target, 100)
     assert [c.name for c in found] == ["dspark", "dspark until 0.3", "dflash"]
     assert [c.threshold for c in found] == [None, 0.3, None]

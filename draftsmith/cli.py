@@ -133,8 +133,8 @@ def _run(words: list[str]) -> int:
 
     if config:
         launching.check_config(session.recipe.train, config[-1])
-    drafters = preflight(session, "run")
-    check_thresholds(session, thresholds, drafters, decode=True)
+    lineup = preflight(session, "run")
+    check_thresholds(session, thresholds, lineup, decode=True)
     if config:
         launching.train(session, config[-1], words)
     stages.train_stage(session)
@@ -197,8 +197,8 @@ def _evaluate(words: list[str]) -> int:
     from draftsmith.stages import find_head
 
     find_head(session, Path(head[-1]) if head else None)
-    drafters = preflight(session, "evaluate", Path(head[-1]) if head else None)
-    check_thresholds(session, thresholds, drafters, decode=decode)
+    lineup = preflight(session, "evaluate", Path(head[-1]) if head else None)
+    check_thresholds(session, thresholds, lineup, decode=decode)
     paths = _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None)
     for path in paths:
         print(path)

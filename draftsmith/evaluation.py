@@ -39,10 +39,16 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         **digests(session, head_folder, lineup),
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
+        "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
         "evaluate": spec.inputs,
         "seed": recipe.seed,
     }
+    if decode:  # which is timed
+        inputs |= {
+            "device": session.device.split(":")[0],
+            "target.attn_implementation": recipe.target.attn_implementation,
+        }
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
@@ -121,4 +127,4 @@ def _lossless(
     heads = load_heads(session, target, head_folder)
     lineup = at_temperature(make_lineup(session, heads, target, longest_text(requests)), Sampling())
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
-    return check_lossless(target, lineup, requests)
+    return check_lossless(target, lineup, requests, session.recipe.evaluate.sampling(0))

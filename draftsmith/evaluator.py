@@ -17,7 +17,7 @@ from draftsmith.eval.decode import decode, decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.generate_baseline import time_generate
 from draftsmith.eval.lossless import compare_texts
-from draftsmith.eval.measure import Timings, collect_texts, judge, run_systems, summarize
+from draftsmith.eval.measure import Timings, collect_texts, judge, run_systems, summarize, sweep_point
 from draftsmith.eval.noise import row_key
 from draftsmith.eval.result import (
     WARNING,
@@ -28,7 +28,6 @@ from draftsmith.eval.result import (
     Piece,
     Result,
     Settings,
-    SweepPoint,
     TargetInfo,
     environment,
 )
@@ -118,6 +117,7 @@ class Evaluator:
             [t.decoded for t in texts],
             [t.simulated[k - 1] for t in texts] if contender.simulate is not None else None,
             k,
+            sampling,
         )
 
     def simulated(self, sampling: Sampling) -> Result:
@@ -162,10 +162,10 @@ class Evaluator:
                 prompts=len({generations[i].request.sample_id for i in places}),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
-                acceptance_rate=chosen.acceptance_rate,
+                acceptance_rate=chosen.acceptance_rate if c.counts_drafts else None,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
-                k_sweep=tuple(SweepPoint(n + 1, t.tau, t.acceptance_rate) for n, t in enumerate(sweep)),
+                k_sweep=tuple(sweep_point(c, n + 1, t) for n, t in enumerate(sweep)),
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
                 **judged.get(slice_name or "overall", {}),
             )

@@ -67,6 +67,12 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     inputs = {
         "head": head_digest(session, head_folder),
         "target": session.target.fingerprint,
+        # What else the files hold of it: its name, the dtype unless one is asked for, and with whole models the rest.
+        "target.reference": target_reference(session.target),
+        "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
+        "identity": {
+            name: getattr(session.target.identity, name) for name in ("tokenizer", "chat_template", "eos_ids")
+        },
         # Not the layout: one run may be exported for several engines.
         "export": without_neutral(
             {key: value for key, value in asdict(spec).items() if key != "layout"},

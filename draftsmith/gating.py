@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.errors import UserError
+from draftsmith.eval.contender import Contender
 from draftsmith.eval.gate import Threshold, check_names, check_results
 from draftsmith.eval.result import read_result
 from draftsmith.evaluation import evaluation_conversations
@@ -14,9 +16,16 @@ MISSED = 3
 
 
 def check_thresholds(
-    session: Session, thresholds: Sequence[Threshold], drafters: Sequence[str], *, decode: bool
+    session: Session, thresholds: Sequence[Threshold], lineup: Sequence[Contender], *, decode: bool
 ) -> None:
-    """Refuse, before anything is decoded, thresholds on what the recipe does not measure. drafters: their names."""
+    """Refuse, before anything is decoded, thresholds on what the recipe does not measure, or not without decoding."""
+    drafters = [c.name for c in lineup if decode or c.simulate is not None]
+    for threshold in thresholds:
+        if threshold.drafter is not None and threshold.drafter in {c.name for c in lineup} - set(drafters):
+            raise UserError(
+                f"--fail-under {threshold.text}: {threshold.drafter} cannot be simulated, so --no-decode leaves it out; name "
+                "another drafter, or drop --no-decode."
+            )
     if thresholds:
         slices = list(dict.fromkeys(c.slice for c in evaluation_conversations(session)))
         temperatures = session.recipe.evaluate.temperatures

@@ -6,6 +6,7 @@ import torch
 
 from draftsmith.baselines import check_path
 from draftsmith.errors import UserError
+from draftsmith.eval.contender import Contender
 from draftsmith.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.exporting import check_adapter, export_options
 from draftsmith.heads.base import DraftHead
@@ -20,13 +21,13 @@ from draftsmith.starting import load_warm, start_head, warm_folder
 from draftsmith.train.parallel import check_launch
 
 
-def preflight(session: Session, command: str, head: Path | None = None) -> list[str]:
+def preflight(session: Session, command: str, head: Path | None = None) -> list[Contender]:
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
     Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary,
     its context and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it
     evaluates: also checks that the prompts can be read, that the drafts fit the heads and the baselines the target, and
-    returns the drafters' names; head: the folder of the one to measure, None for the run's. What takes no target is checked
+    returns the drafters; head: the folder of the one to measure, None for the run's. What takes no target is checked
     before it is loaded: the launch file, the prompts, heads and trees of the evaluation, and the data. An export checks
     itself before it writes.
     """
@@ -64,7 +65,7 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
     limited = recipe.evaluate.baselines or any(one.context_length is not None for one in heads.values())
     longest = longest_text(make_requests(session, target)[0]) if limited else 0
-    return [contender.name for contender in make_lineup(session, heads, target, longest)]
+    return make_lineup(session, heads, target, longest)
 
 
 def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:

@@ -60,6 +60,12 @@ class Contender:
     threshold: float | None = None
 
     @property
+    def counts_drafts(self) -> bool:
+        """Whether a simulation tells how many tokens are drafted: not where drafts end by what they hold themselves, which
+        behind a rejected token is not the text."""
+        return self.threshold is None
+
+    @property
     def lossless(self) -> bool:
         """Whether its texts follow the law of the target that verifies its drafts."""
         return self.typical is None

@@ -9,21 +9,27 @@ from draftsmith.eval.contender import Contender
 from draftsmith.eval.decode import decode_batch
 from draftsmith.eval.draft import TargetAlone
 from draftsmith.eval.result import Divergence, Lossless
-from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.sampling import Sampling, penalize
 from draftsmith.eval.tally import Tally, tally_generation, total
 from draftsmith.heads.target import Target
 
+GREEDY = Sampling()
+
 
 def check_lossless(
-    target: Target, contenders: Sequence[Contender], requests: Sequence[Request], *, batch: int = 1
+    target: Target,
+    contenders: Sequence[Contender],
+    requests: Sequence[Request],
+    greedy: Sampling = GREEDY,
+    *,
+    batch: int = 1,
 ) -> dict[str, dict[str, Lossless]]:
     """Decode every request greedily with and without each draft, by the target that verifies it; return, by the
     drafter's name, the comparison per slice and as "overall".
 
     Run it with target and head in float32: there every token must agree. In other dtypes each first
-    divergence is listed with its logit gap.
+    divergence is listed with its logit gap. greedy: a setting of temperature 0, as its repetition penalty counts there too.
     """
-    greedy = Sampling()
     alone: dict[Target, Sequence[Generation]] = {}
     found = {}
     for c in contenders:
@@ -34,7 +40,7 @@ def check_lossless(
         simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
         simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
         tallies = [tally_generation(g, k) for g in drafted]
-        found[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k)
+        found[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k, greedy)
     return found
 
 
@@ -45,10 +51,14 @@ def compare_texts(
     decoded: Sequence[Tally],
     simulated: Sequence[Tally] | None,
     num_speculative_tokens: int,
+    greedy: Sampling = GREEDY,
 ) -> dict[str, Lossless]:
-    """Compare greedy answers to the same requests, per slice and as "overall". simulated: None where it is not known."""
+    """Compare answers to the same requests at the setting `greedy`, per slice and as "overall". simulated: None where it is
+    not known."""
     divergences = {
-        i: d for i, (a, b) in enumerate(zip(alone, drafted, strict=True)) if (d := _first_divergence(target, a, b))
+        i: d
+        for i, (a, b) in enumerate(zip(alone, drafted, strict=True))
+        if (d := _first_divergence(target, a, b, greedy.repetition_penalty))
     }
     scopes = {"overall": list(range(len(alone)))}
     for i, generation in enumerate(alone):
@@ -68,16 +78,20 @@ def compare_texts(
     }
 
 
-def _first_divergence(target: Target, expected: Generation, got: Generation) -> Divergence | None:
-    """Return where two answers part, with the target's logit gap there."""
+def _first_divergence(
+    target: Target, expected: Generation, got: Generation, repetition_penalty: float
+) -> Divergence | None:
+    """Return where two answers part, with the gap there of the target's logits, penalised as they were compared."""
     if expected.output_ids == got.output_ids:
         return None
     pairs = zip(expected.output_ids, got.output_ids, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     assert position is not None, "two answers can only differ in length where they differ in a token"
     prefix = [*expected.request.prompt_ids, *expected.output_ids[:position]]
-    output = target.forward(torch.tensor([prefix], device=target.device))
-    logits_V = target.head.logits(output.last[0, -1])
+    ids = torch.tensor([prefix], device=target.device)
+    logits_V = target.head.logits(target.forward(ids).last[0, -1])
+    seen_V = torch.zeros_like(logits_V, dtype=torch.bool).index_fill_(0, ids[0], True)
+    logits_V = penalize(logits_V, seen_V, repetition_penalty)
     a, b = expected.output_ids[position], got.output_ids[position]
     request = expected.request
     return Divergence(request.sample_id, request.slice, position, a, b, float(logits_V[a] - logits_V[b]))

@@ -210,6 +210,7 @@ def _measures(
         speedup=_median(ratios),
         speedup_spread=_spread(ratios),
         speedup_vs_generate=_over_generate(repeats, generate),
+        baseline_vs_generate=_over_generate(baseline, generate),
         ttft_s=median(g.ttft_s for r in repeats for d in r for g in d.generations),
         ttft_baseline_s=median(g.ttft_s for r in baseline for d in r for g in d.generations),
         # In a batch a request's own end is not on the clock.
@@ -271,5 +272,10 @@ def _sweep(contender: Contender, texts: Sequence[Text], costs: Costs) -> tuple[S
     for k in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
         tally = total((t.simulated[k - 1] for t in texts), k)
         speedup = costs.speedup(contender.name, k, tally.tau) if tally.tau and contender.steady else None
-        points.append(SweepPoint(k, tally.tau, tally.acceptance_rate, speedup))
+        points.append(sweep_point(contender, k, tally, speedup))
     return tuple(points)
+
+
+def sweep_point(contender: Contender, k: int, tally: Tally, speedup: float | None = None) -> SweepPoint:
+    """Return what a simulation says of the draft length k."""
+    return SweepPoint(k, tally.tau, tally.acceptance_rate if contender.counts_drafts else None, speedup)

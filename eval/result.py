@@ -42,7 +42,8 @@ class MsPerRound:
 class SweepPoint:
     """One draft length K = num_speculative_tokens of the sweep.
 
-    tau_simulated, acceptance_rate: exact, from one teacher-forced pass. predicted_speedup: see `Costs.speedup`.
+    tau_simulated, acceptance_rate: exact, from one teacher-forced pass; the rate is null where that does not tell how many
+    tokens are drafted. predicted_speedup: see `Costs.speedup`.
     """
 
     num_speculative_tokens: int
@@ -114,7 +115,7 @@ class Measures:
     tau_difference_se: float | None = None
     #: Accepted / drafted tokens.
     acceptance_rate: float | None = None
-    #: [K] P(draft position i accepted), over all rounds that drafted so far.
+    #: [K] P(draft position i accepted), over all rounds.
     acceptance_at: tuple[float | None, ...] | None = None
     #: [K] P(draft position i accepted, given that all before it were); null where no round came that far.
     alpha_at: tuple[float | None, ...] | None = None
@@ -133,8 +134,10 @@ class Measures:
     #: decode_tok_s / baseline_tok_s, median over repeats.
     speedup: float | None = None
     speedup_spread: tuple[float, float] | None = None
-    #: decode_tok_s over transformers' `generate`.
+    #: Tokens per second over those of transformers' `generate`, both on the prompts that it was timed on.
     speedup_vs_generate: float | None = None
+    #: The same for the target alone, on generate's prompts too.
+    baseline_vs_generate: float | None = None
     #: Seconds from the request's start to its first token (prefill only), median over requests.
     ttft_s: float | None = None
     #: The same for the target alone.

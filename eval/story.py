@@ -129,10 +129,8 @@ def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
     base = next((m for _, m in pairs if some([m.baseline_tok_s, m.ttft_baseline_s])), None)
     if base is not None:
         speed = between(significant(base.baseline_tok_s), base.baseline_tok_s_spread, significant)
-        over = None
-        if base.speedup_vs_generate is not None and base.speedup:
-            over = base.speedup_vs_generate / base.speedup
-        rows.append(Row((name, ALONE, "1.00", "1.00×", speed, milliseconds(base.ttft_baseline_s), times(over)), strong))
+        over = times(base.baseline_vs_generate)
+        rows.append(Row((name, ALONE, "1.00", "1.00×", speed, milliseconds(base.ttft_baseline_s), over), strong))
     for system, m in pairs:
         tau = between(number(m.tau), m.tau_interval, number)
         if m.tau is None and m.tau_simulated is not None:

@@ -96,6 +96,10 @@ def test_decoded_and_simulated_results_are_written_before_the_gate(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Path(words[-1])
+    drafts = ["--evaluate.drafts", "[{tree: chain}, {tree: dynamic, depth: 2, branching: 2, total_tokens: 4}]"]
+    lines = "eagle3 dynamic 2x2, 4 tokens"
+    assert main([*words, *drafts, "--no-decode", "--fail-under", f"{lines}:tau_simulated=1.5"]) == 2
+    assert f"{lines} cannot be simulated, so --no-decode leaves it out" in capsys.readouterr().err
     gates = ["--fail-under", "tau=7.5,code.tau=7.5", "--fail-under", "eagle3:chat.tau_simulated=7.5"]
     assert main([*words, *gates]) == 3
     missed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]

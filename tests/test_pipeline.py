@@ -158,6 +158,31 @@ def test_what_a_result_depends_on_is_noticed(
         assert "head was" in capsys.readouterr().err
 
 
+def test_what_a_target_holds_besides_its_weights_is_noticed(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its end tokens end answers elsewhere; its name and its dtype are in what is exported."""
+    other, run = tmp_path / "other", tmp_path / "copy"
+    shutil.copytree(workplace / "target", other)
+    shutil.copytree(finished, run)
+    moved = ["--target.path", str(other)]
+    assert main(["evaluate", *options(workplace, run), *moved]) == 0
+    assert "evaluate: reusing" in capsys.readouterr().err, "where a target lies says nothing about what was measured"
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    for words, said in (
+        (["evaluate", *moved], "eos was"),
+        (["export", *moved], "target.reference was"),
+        (["export", "--target.dtype", "bfloat16"], "target.dtype was 'float32', is 'bfloat16'"),
+    ):
+        before = digests(run)
+        assert main([words[0], *options(workplace, run), *words[1:]]) == 2
+        assert said in capsys.readouterr().err
+        assert digests(run) == before, "a mistake changes nothing"
+    assert main(["export", *options(workplace, run), *moved, "--export.dtype", "bfloat16", "--redo", "export"]) == 0
+    config = json.loads((run / "export" / "eagle3" / "config.json").read_text())
+    assert "bfloat16" in (config.get("torch_dtype"), config.get("dtype"))
+
+
 def test_lost_files_are_made_again(workplace: Path, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(finished, run)

@@ -13,7 +13,7 @@ from draftsmith.eval.contender import Contender
 from draftsmith.eval.costs import measure_costs
 from draftsmith.eval.decode import Decoded, Generation, Request, Round, decode_batch
 from draftsmith.eval.draft import Draft, TargetAlone
-from draftsmith.eval.generate_baseline import time_generate
+from draftsmith.eval.generate_baseline import GenerateTiming, time_generate
 from draftsmith.eval.lossless import compare_texts
 from draftsmith.eval.measure import Texts, Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.passes import run_draft
@@ -79,6 +79,33 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     assert m.ideal_speedup == pytest.approx(2.4 / ((12 + 3) / 10))
     assert found.slices["code"].tau == pytest.approx(3.0)
     assert found.slices["code"].acceptance_rate == 1.0
+
+
+def test_both_are_held_against_generate_on_its_own_prompts() -> None:
+    """The first prompt is drafted twice as fast as it is answered alone, the second four times; generate had the second."""
+    a, b = answer("a", "chat", [2, 2]), answer("b", "chat", [2, 2])
+    drafted = Timings([[decoded(a, verify=3.0), decoded(b, verify=3.0)]])
+    plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=12.0)]])
+    generate = [GenerateTiming("b", "chat", 6, 24.0)]
+    timings = {"": plain, "eagle3": drafted}
+    m = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
+    assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
+        pytest.approx(3),
+        pytest.approx(8),
+        pytest.approx(2),
+    )
+
+
+def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> None:
+    only = [text(answer("a", "chat", [2, 1, 0]))]
+    timings = {"": Timings([[decoded(only[0].generation)]]), "eagle3": Timings([[decoded(only[0].generation)]])}
+    for ends in (None, 0.3):
+        m = summarize(
+            replace(contender("eagle3"), threshold=ends), Texts(only), timings, Costs({}, {}), {}, {}, []
+        ).overall
+        assert m.k_sweep is not None
+        assert all(point.tau_simulated is not None for point in m.k_sweep)
+        assert all((point.acceptance_rate is None) == (ends is not None) for point in m.k_sweep)
 
 
 def test_what_was_not_measured_is_null() -> None:
@@ -241,6 +268,23 @@ def test_first_divergence_is_found_with_its_gap(target: Target) -> None:
     assert (divergence.position, divergence.expected, divergence.got) == (3, alone.output_ids[3], other.output_ids[3])
     assert divergence.logit_gap is not None
     assert divergence.logit_gap > 0
+
+
+def test_the_gap_is_that_of_the_logits_that_were_compared(target: Target) -> None:
+    """With a repetition penalty the likeliest token may be one that the plain logits put behind another."""
+    request, penalized = Request("p", "a", (3, 4, 5), 12), Sampling(repetition_penalty=3.0)
+    (alone,) = decode_batch(target, TargetAlone(), [request], penalized).generations
+    (plain,) = decode_batch(target, TargetAlone(), [request], Sampling()).generations
+    place = next(i for i, (a, b) in enumerate(zip(alone.output_ids, plain.output_ids, strict=True)) if a != b)
+    other = Generation(
+        request, [*alone.output_ids[:place], plain.output_ids[place], *alone.output_ids[place + 1 :]], "length"
+    )
+    tally = Tally.empty(1)
+    gaps = []
+    for setting in (penalized, Sampling()):
+        found = compare_texts(target, [alone], [other], [tally], [tally], 1, setting)["overall"].first_divergences
+        gaps.append(found[0].logit_gap)
+    assert gaps[0] > 0 > gaps[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -170,8 +170,8 @@ def _fit(
     if max_length is not None and len(ids) > max_length:
         if on_too_long == "error":
             raise UserError(
-                f"Sample {name} has {len(ids)} tokens, more than max_length {max_length}: raise max_length, or let "
-                "on_too_long be 'drop' or 'truncate'."
+                f"Sample {name} has {len(ids)} tokens, more than the {max_length} that data.max_length and the target allow: "
+                "raise data.max_length, or set data.on_too_long to drop or truncate."
             )
         kept = sum(mask[:max_length]) if on_too_long == "truncate" else 0
         stats.cut_supervised_tokens += supervised - kept
@@ -190,8 +190,8 @@ def _not_empty(samples: list[Tokenized], stats: TokenizeStats, max_length: int |
         return TokenizedSet(samples, stats)
     if stats.dropped_too_long:
         raise UserError(
-            f"No sample is left: all {stats.dropped_too_long} samples with tokens to learn are longer than max_length "
-            f"{max_length}; raise it, or set on_too_long to 'truncate'."
+            f"No sample is left: all {stats.dropped_too_long} samples with tokens to learn are longer than the "
+            f"{max_length} tokens that data.max_length and the target allow: raise data.max_length, or set data.on_too_long to truncate."
         )
     raise UserError(
         f"No sample has a token to learn: none of the {stats.without_supervised} samples holds an assistant turn after "

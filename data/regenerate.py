@@ -43,20 +43,22 @@ def prepare_prompts(
     max_length: int,
     seed: int,
     template: dict[str, Any] | None = None,
+    limit: str = "data.max_length and the target allow: raise data.max_length or give shorter prompts",
 ) -> list[Prompt]:
     """Render prompts (the history up to the last turn that is not the assistant's) and give each its own seed.
 
-    Prompts that leave no room for an answer within `max_length` are left out. max_new_tokens: by slice.
+    Prompts that leave no room for an answer within `max_length` are left out. max_new_tokens: by slice. limit: what limits
+    them and how to raise it, for the message where none is left.
     """
     prompts = []
     for conversation in conversations:
         ids = render_prompt(tokenizer, conversation.prompt(), conversation.tools, **(template or {}))
-        limit = min(max_new_tokens(conversation.slice), max_length - len(ids))
-        if limit > 0:
-            request = Request.seeded(conversation.id, conversation.slice, ids, limit, seed)
+        room = min(max_new_tokens(conversation.slice), max_length - len(ids))
+        if room > 0:
+            request = Request.seeded(conversation.id, conversation.slice, ids, room, seed)
             prompts.append(Prompt(conversation, request))
     if conversations and not prompts:
-        raise UserError(f"No prompt leaves room for an answer within max_length={max_length}: raise data.max_length.")
+        raise UserError(f"No prompt leaves room for an answer within the {max_length} tokens that {limit}.")
     return prompts
 
 

@@ -1,16 +1,25 @@
 """The target's tokenizer and chat template: loading them, checking them, rendering messages."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.errors import UserError
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
+
+_PARSER = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""The tag that transformers adds to the language."""
 
 # What templates raise: raise_exception() and undefined names, or Python's own errors for a missing content.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
@@ -56,6 +65,23 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None
         raise UserError(
             f"The tokenizer {tokenizer.name_or_path} does not belong to this target: its token {token!r} has the id "
             f"{largest}, but the target's vocabulary has {vocab_size} entries; load the target's own tokenizer."
+        )
+
+
+def check_template_keys(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, Any]) -> None:
+    """Refuse arguments that the chat template never reads, which would change nothing."""
+    templates = tokenizer.chat_template
+    read: set[str] = set()
+    for text in templates.values() if isinstance(templates, dict) else [templates]:
+        try:
+            read |= jinja2.meta.find_undeclared_variables(_PARSER.parse(_GENERATION.sub("", text)))
+        except jinja2.TemplateError:
+            return  # which rendering explains
+    if unread := sorted(set(keys) - read):
+        near = get_close_matches(unread[0], read, n=1)
+        raise UserError(
+            f"data.template names {unread[0]!r}, which the chat template of {tokenizer.name_or_path} does not read"
+            f"{f' (did you mean {near[0]}?)' if near else ''}: correct it, or leave it out."
         )
 
 

@@ -164,8 +164,14 @@ class EvaluateSpec:
         count = self.per_slice
         require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
         require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
+        twice = len(set(self.temperatures)) < len(self.temperatures)
+        require(not twice, "evaluate.temperatures", self.temperatures, "the same one is named twice")
         for temperature in self.temperatures:
+            require(temperature >= 0, "evaluate.temperatures", temperature, "a temperature is not negative")
             self.sampling(temperature)
+        limits = {f"max_new_tokens_by_slice.{name}": value for name, value in self.max_new_tokens_by_slice.items()}
+        for key, value in {"max_new_tokens": self.max_new_tokens, **limits}.items():
+            require(value >= 1, f"evaluate.{key}", value, "an answer needs at least 1 token")
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
         ways = {

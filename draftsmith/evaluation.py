@@ -82,6 +82,7 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
         max_length=target.context_length - deepest,
         seed=session.recipe.seed,
         template=session.recipe.data.template,
+        limit=f"the target's context leaves beside a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
     )
     if len(prompts) < len(chosen):
         say(

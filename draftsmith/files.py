@@ -36,6 +36,15 @@ def explain_os_error(path: Path) -> Iterator[None]:
         raise
 
 
+def check_folder(key: str, path: Path) -> None:
+    """Raise UserError, in which `key` names it, where the folder `path` is none and cannot be made; makes nothing."""
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{key} is {str(path)!r}, but you may not write to {there}: name another folder.")
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on success it is flushed to disk and renamed to `path`.

@@ -105,7 +105,9 @@ def _sizes_of(path: str) -> _Sizes:
     """The sizes of a model in a folder or on the Hub, from its config. Raises UserError where there is none, and for one
     that training would refuse."""
     try:
-        config = read_llama(load_config(path), f"The model {path}", "take another one, or start from scratch")
+        config = read_llama(
+            load_config(path, what="the model"), f"The model {path}", "take another one, or start from scratch"
+        )
     except UserError as error:
         raise UserError(f"head.init_from names a model whose sizes are not known: {error}") from error
     heads = config.num_attention_heads

@@ -9,6 +9,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.contender import Contender
 from draftsmith.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.exporting import check_adapter, export_options
+from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export import convert_head, layouts_for
 from draftsmith.heads.layer_config import steady_positions
@@ -32,6 +33,8 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     itself before it writes.
     """
     recipe = session.recipe
+    check_folder("output_dir", recipe.run_dir)
+    check_folder("data_dir", recipe.data_path)
     check_launch(recipe.train)
     learning, evaluating = command in ("run", "train"), command in ("run", "evaluate")
     making = learning or command == "extract"
@@ -63,9 +66,7 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         heads = load_heads(session, target, head)
     else:
         heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
-    limited = recipe.evaluate.baselines or any(one.context_length is not None for one in heads.values())
-    longest = longest_text(make_requests(session, target)[0]) if limited else 0
-    return make_lineup(session, heads, target, longest)
+    return make_lineup(session, heads, target, longest_text(make_requests(session, target)[0]))
 
 
 def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:
@@ -102,6 +103,7 @@ def _check_evaluation(session: Session) -> None:
 def _check_start(session: Session, exporting: bool) -> DraftHead:
     """Return the head that training starts from, held against what is stored and exported."""
     recipe, target = session.recipe, session.target
+    _ = session.tokenizer  # which is held against the target and data.template
     size = draft_vocab_size_of(session.head_options)
     vocab, warm = None, load_warm(session)
     if warm is None and size is not None and size != target.vocab_size:

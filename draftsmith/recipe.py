@@ -4,6 +4,7 @@ Dimensions of the target are never repeated here: they are read from its config.
 """
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,8 +24,8 @@ class TargetSpec:
     """Dtype for answers and hidden states; `auto` is that of the checkpoint."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
-    attn_implementation: str = "sdpa"
-    """Attention code of transformers: sdpa or eager."""
+    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    """Attention code of transformers."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint."""
 
@@ -40,7 +41,7 @@ class DataSpec:
     slice: str | None = None
     """Slice name for rows without one; None takes the file's name."""
     limit: int | None = None
-    """Conversations to use, taken evenly over the data; None takes all."""
+    """Conversations to use, the first so many, in turn from every file; None takes all."""
     max_length: int = 2048
     """Tokens per sample, prompt and answer together."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
@@ -178,8 +179,10 @@ class TrainSpec:
         for key in ("max_steps", "patience"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"train.{key}", value, "it must be at least 1, or null")
-        for key in ("lr", "muon_lr", "clip", "weight_decay", "workers", "final_lr"):
-            require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "it must not be negative")
+        for key in ("lr", "muon_lr", "clip", "weight_decay", "workers", "checkpoint_minutes"):
+            value = getattr(self, key)
+            require(isfinite(value) and value >= 0, f"train.{key}", value, "it must be a finite number, not negative")
+        require(0 <= self.final_lr <= 1, "train.final_lr", self.final_lr, "it is a share of the peak, from 0 to 1")
         two_scalers = self.precision == "fp16" and self.optimizer == "muon"
         require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
         two = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)

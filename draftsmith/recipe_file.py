@@ -4,10 +4,12 @@ Unknown keys and wrong types are errors that name the key; `--section.key value`
 """
 
 import re
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
@@ -29,7 +31,15 @@ from draftsmith.recipe import (
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "list": "a list such as [a, b]"}
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "a mapping such as {key: value}",
+    "list": "a list such as [a, b]",
+}
+_PLURALS = {"int": "whole numbers", "float": "numbers", "str": "texts"}
 
 _SECTIONS: dict[str, type] = {
     "target": TargetSpec,
@@ -44,6 +54,10 @@ _SECTIONS: dict[str, type] = {
 
 _ITEMS: dict[str, type] = {"evaluate.drafts": DraftSpec, "evaluate.baselines": BaselineSpec}
 """Keys whose values are lists of mappings."""
+
+_EXAMPLES = {"evaluate.drafts": "[{tree: chain}]", "evaluate.baselines": "[{kind: prompt_lookup}]"}
+
+NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def recipe_parser(method: str, prog: str | None = None, description: str | None = None) -> ArgumentParser:
@@ -112,7 +126,7 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
     Raises UserError that names the key for unknown keys and wrong types.
     """
     path = _option(argv, "--recipe")
-    content = load_yaml(path) if path else {}
+    content = _tidy(_where(path), load_yaml(path), Recipe) if path else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = trained_names()
     if method not in (*METHODS, *names):
@@ -123,11 +137,8 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
             "evaluate.beside and --head take the folder of a published one."
         )
     parser = recipe_parser(method, prog, description)
-    for section in (*_SECTIONS, "head"):
-        if not isinstance(content.get(section) or {}, dict):
-            raise UserError(
-                f"{_where(path)}{section} is {content[section]!r}, but it is a section: indent its keys below."
-            )
+    if "head" in content:
+        content |= _tidy(_where(path), {"head": content.pop("head")}, Recipe, {"head": find_method(method).options})
     try:
         base = parser.parse_object(content) if content else parser.get_defaults()
         chosen = parser.parse_args(argv, namespace=base) if argv else base
@@ -136,6 +147,33 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
         raise UserError(f"{_where(path)}{_sentence(str(error), parser)}") from error
     keys = {f.name for f in fields(Recipe)}
     return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
+
+
+def _tidy(
+    where: str, content: dict[str, Any], kind: Any, sections: Mapping[str, Any] = NO_SECTIONS, group: str = ""
+) -> dict[str, Any]:
+    """Return what a recipe says of the fields of `kind`, without sections that are empty. Raises UserError for a section that
+    is none, and for a null that a key does not take. sections: their types where the fields do not tell."""
+    hints, kept = get_type_hints(kind) | dict(sections), {}
+    for key, value in content.items():
+        name, hint = f"{group}{key}", hints.get(key)
+        if is_dataclass(hint) and value is None:
+            continue
+        if is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{where}{name} is {value!r}, but it is a section: indent its keys below.")
+            kept[key] = _tidy(where, value, hint, group=f"{name}.")
+            continue
+        if value is None and hint not in (None, Any) and type(None) not in get_args(hint):
+            raise UserError(f"{where}{name} is null, which it cannot be: leave the key out for its default.")
+        if name in _ITEMS and isinstance(value, list) and (odd := [one for one in value if not isinstance(one, dict)]):
+            raise UserError(f"{where}{_no_mapping(name, odd[0])}")
+        kept[key] = value
+    return kept
+
+
+def _no_mapping(key: str, item: Any) -> str:
+    return f"{key} holds {item!r}, which is no mapping: write {_EXAMPLES[key]}."
 
 
 def _option(argv: list[str], name: str) -> str | None:
@@ -155,12 +193,20 @@ def _where(path: str | None) -> str:
 def _sentence(message: str, parser: ArgumentParser) -> str:
     """Keep what names the key and the reason, without the parser's words; name the key that a typo may have meant."""
     text = re.sub(r"Problem with given class_path '[\w.]+': ", "", " ".join(message.split()).rstrip("."))
+    text = re.sub(r'Parser key "([\w.]+)": Parser key "([\w.]+)": Expected', r'Parser key "\1.\2": Expected', text)
+    section = re.match(r'Parser key "([\w.]+)": Unable to load config \W(.*?)\W - ', text)
+    if section:
+        return f"{section[1]} is {section[2]!r}, but it is a section: set its keys, as in --{section[1]}.KEY VALUE."
+    mapping = re.fullmatch(r'Parser key "([\w.]+?)(?:\[\d+\])?": .*Expected a dot import path string: (.*)', text)
+    if mapping and mapping[1] in _EXAMPLES:
+        return _no_mapping(mapping[1], mapping[2])
     wrong = re.fullmatch(r'Parser key "([\w.]+)": Expected a (.+?)\. Got value: (.*)', text)
     wrong = wrong or re.fullmatch(r'Parser key "([\w.]+)": .*Subtypes: \[(.+?)\] Errors: .*Given value: (.*)', text)
     if wrong:
         key, kind, value = wrong.groups()
         kind = kind.replace(", <class 'NoneType'>", " or null")
         kind = re.sub(r"<class '(\w+)'>", lambda match: _KINDS.get(match[1], match[1]), kind)
+        kind = re.sub(r"list\[(\w+)\]", lambda match: f"a list of {_PLURALS.get(match[1], match[1])}", kind)
         text = f"{key} is {value!r}, which is not {kind.replace('typing.Literal', 'one of ')}"
     item = re.match(rf"Parser key \"({'|'.join(_ITEMS)})(?:\[\d+\])?\".*?: .*?Option '([\w.]+)' is not accepted", text)
     if item:
@@ -168,7 +214,7 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
         meant = _meant(get_close_matches(item[2], keys, n=1))
         return f"{item[1]} has no key {item[2]}{meant}: its keys are {', '.join(keys)}."
     group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
-    unknown = re.match(r"unrecognized arguments: --([\w.-]+)", text)
+    unknown = re.match(r"(?:unrecognized arguments: --|Option ')([\w.-]+)", text)
     if group or unknown:
         key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
         keys = [action.dest for action in parser._actions]

@@ -16,7 +16,7 @@ import torch
 from draftsmith.allocator import keep_freed_memory
 from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
-from draftsmith.data.templates import check_tokenizer, load_tokenizer
+from draftsmith.data.templates import check_template_keys, check_tokenizer, load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.files import fingerprint
@@ -67,6 +67,8 @@ class Session:
     def device(self) -> str:
         """The device that the recipe names; auto takes a GPU if there is one."""
         device = self.recipe.target.device
+        if device != "auto" and device.split(":")[0] not in ("cpu", "cuda"):
+            raise UserError(f"target.device is {device!r}: it is auto, cpu, cuda or cuda:N.")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and "LOCAL_RANK" in os.environ:
@@ -127,6 +129,7 @@ class Session:
         """The target's tokenizer, checked against its vocabulary."""
         tokenizer = load_tokenizer(self.target_path, self.recipe.target.trust_remote_code)
         check_tokenizer(tokenizer, self.target.vocab_size)
+        check_template_keys(tokenizer, self.recipe.data.template)
         return tokenizer
 
     def sources(self, key: str, named: Sequence[str], what: str) -> list[str]:

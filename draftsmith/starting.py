@@ -79,4 +79,11 @@ def start_head(
         )
     if warm is not None:
         return restart(warm, session.head_options, session.target, session.recipe.method)
-    return find_method(session.recipe.method).build(session.recipe.head, session.target, draft_vocab)
+    method = session.recipe.method
+    head = find_method(method).build(session.recipe.head, session.target, draft_vocab)
+    if head.method != method:
+        raise UserError(
+            f"method is {method!r}, but the package that adds it makes heads of the method {head.method!r}: the entry point in its "
+            "pyproject.toml and `method` of its heads must be one name."
+        )
+    return head

@@ -89,14 +89,14 @@ class TargetShape:
         return 2 * self.active + 4 * self.heads * self.head_dim * seen
 
 
-def load_config(path: str, trust_remote_code: bool = False) -> Any:
-    """Return the config of a local folder or a Hub name. Raises UserError where there is none."""
+def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
+    """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         hub = "" if Path(path).exists() else ", or for a Hub name its spelling and the network"
         reason = str(error).strip().split("\n", 1)[0].rstrip(". ")
-        raise UserError(f"The config of the target {path} cannot be read ({reason}): check its path{hub}.") from error
+        raise UserError(f"The config of {what} {path} cannot be read ({reason}): check its path{hub}.") from error
 
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:

@@ -19,7 +19,7 @@ from draftsmith.eval.strict import load_json, read_dataclass
 from draftsmith.eval.upgrade import upgrade
 from draftsmith.files import write_json
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 

@@ -6,17 +6,18 @@ from typing import Any
 
 _NEW_MEASURES = ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes")
 _NEW_SETTINGS = ("min_p", "repetition_penalty")
-_OF_TUNED = ("agreement", "kl")
+_LATER = ("agreement", "kl", "baseline_vs_generate")
 
 
 def upgrade(value: Any) -> Any:
-    """Return the JSON of a result of an earlier schema version as version 4 has it; anything else as it is.
+    """Return the JSON of a result of an earlier schema version as version 5 has it; anything else as it is.
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
-    the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none. What is
-    malformed stays so, for the reader to name.
+    the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
+    target alone over transformers' `generate`, which earlier ones do not tell. What is malformed stays so, for the reader to
+    name.
     """
-    if not isinstance(value, dict) or value.get("schema_version") not in (1, 2, 3):
+    if not isinstance(value, dict) or value.get("schema_version") not in (1, 2, 3, 4):
         return value
     value = deepcopy(value)
     if value["schema_version"] == 1:
@@ -28,8 +29,8 @@ def upgrade(value: Any) -> Any:
         if isinstance(drafter.get("draft"), dict):
             drafter["draft"].setdefault("tuned", False)
         for one in measures:
-            one.update({name: None for name in _OF_TUNED if name not in one})
-    return value | {"schema_version": 4}
+            one.update({name: None for name in _LATER if name not in one})
+    return value | {"schema_version": 5}
 
 
 def _to_version_2(value: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from draftsmith.heads.head_files import (
     tensor_names,
     weights_file,
 )
+from draftsmith.heads.registry import is_known
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
@@ -174,6 +175,11 @@ def recognise(path: Path) -> Format:
         raise UserError(
             f"{path} holds no draft head that is known here: its {CONFIG} names no method of draftsmith's and no kind of "
             f"published head, and there is {lacks}; {GIVE}."
+        )
+    if found is CHECKPOINT and not is_known(str(folder.config["method"])):
+        raise UserError(
+            f"{path} holds a head of the method {folder.config['method']!r}, which no installed package adds: install the package "
+            "that it came from."
         )
     if not found.loader:
         raise UserError(f"{path} is {found.name}, which cannot be loaded: {GIVE}.")

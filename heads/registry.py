@@ -176,15 +176,16 @@ def find_method(name: str) -> Method:
 
 def served_method(name: str) -> str:
     """Return the method that engines take trained heads of the method `name` for; an unknown one stands for itself."""
-    return (find_method(name).served_as if _is_known(name) else "") or name
+    return (find_method(name).served_as if is_known(name) else "") or name
 
 
 def brought_layouts(name: str) -> tuple[Any, ...]:
     """Return the layouts that come with a method of another package; none for an unknown method."""
-    return find_method(name).layouts if _is_known(name) else ()
+    return find_method(name).layouts if is_known(name) else ()
 
 
-def _is_known(name: str) -> bool:
+def is_known(name: str) -> bool:
+    """Whether draftsmith or an installed package has a method of that name; packages are not imported."""
     return name in METHODS or name in _installed()
 
 

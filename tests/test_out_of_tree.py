@@ -13,7 +13,7 @@ import draftsmith.train
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.heads import registry
-from draftsmith.heads.conformance import Spec, check_layouts, tiny_target
+from draftsmith.heads.conformance import Spec, check_checkpoint, check_layouts, tiny_target
 from draftsmith.heads.export import layouts_for
 from draftsmith.heads.registry import METHODS, TRAINED, find_method, trained_names
 from draftsmith.launching import find_script
@@ -106,6 +106,23 @@ def test_a_broken_package_is_one_sentence_with_its_name(case: str, site: Path) -
     with pytest.raises(UserError, match=f"The method 'bad' of the installed package lame-drafts {words}") as caught:
         parse_recipe(["--method", "bad"])
     assert "\n" not in str(caught.value)
+
+
+def test_an_entry_point_and_its_heads_have_one_name(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Else a checkpoint would name a method that nobody knows, after the whole training."""
+    install(site, "toy", trigram=TOY)
+    workplace = make_workplace(tmp_path)
+    words = ["--recipe", str(workplace / "recipe.yaml"), "--output_dir", str(tmp_path / "run")]
+    content = yaml.safe_load((workplace / "recipe.yaml").read_text()) | {"method": "trigram", "head": {}}
+    (workplace / "recipe.yaml").write_text(yaml.safe_dump(content))
+    assert main(["train", *words]) == 2
+    assert (
+        "method is 'trigram', but the package that adds it makes heads of the method 'bigram'"
+        in capsys.readouterr().err
+    )
+    assert not (tmp_path / "run" / "train").exists()
+    with pytest.raises(AssertionError, match="A head of trigram calls itself bigram"):
+        check_checkpoint(Spec("trigram", BigramOptions(), tiny_target()))
 
 
 def test_names_that_are_taken_are_refused(site: Path) -> None:

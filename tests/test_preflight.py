@@ -156,6 +156,39 @@ def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
         ) == warned
 
 
+def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for key in ("output_dir", "data_dir"):
+        session = session_of(workplace, tmp_path, "eagle3", {}, f"--{key}={tmp_path / 'file' / 'run'}")
+        with pytest.raises(UserError, match=rf"^{key} is .*, but .*file is a file: name a folder\.$"):
+            preflight(session, "train")
+
+
+def test_prompts_without_room_for_an_answer(workplace: Path, tmp_path: Path) -> None:
+    """Told before the training that they would be measured after."""
+    session = session_of(workplace, tmp_path, "eagle3", {}, "--evaluate.max_k=5000")
+    words = (
+        "tokens that the target's context leaves beside a draft of 5000: give shorter prompts, or lower evaluate.max_k"
+    )
+    with pytest.raises(UserError, match=words):
+        preflight(session, "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--data.template={enable_thinking: false}",
+            "data.template names 'enable_thinking', which the chat template of",
+        ),
+        ("--target.device=gpu", "target.device is 'gpu': it is auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_the_target_does_not_know(words: str, said: str, workplace: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        preflight(session_of(workplace, tmp_path, "eagle3", {}, words), "train")
+
+
 def test_a_slice_by_the_name_of_all_slices(workplace: Path, tmp_path: Path) -> None:
     line = {"id": "p1", "slice": "overall", "messages": [{"role": "user", "content": "ab"}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(line) + "\n")

@@ -73,6 +73,25 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
             "evaluate:\n  baselines: [{kin: x}]\n",
             r"evaluate\.baselines has no key kin \(did you mean kind\?\): its keys are kind",
         ),
+        ("evaluate: []\n", r"evaluate is \[\], but it is a section"),
+        ("train:\n  loss: kl\n", r"train\.loss is 'kl', but it is a section"),
+        ("train:\n  lr:\n", r"train\.lr is null, which it cannot be"),
+        ("name:\n", "name is null"),
+        ("method:\n", "method is null"),
+        ("head:\n  ttt_steps:\n", r"head\.ttt_steps is null"),
+        ("data:\n  template:\n", r"data\.template is null"),
+        ("evaluate:\n  drafts: [chain]\n", r"drafts holds 'chain', which is no mapping: write \[\{tree: chain\}\]"),
+        ("evaluate:\n  drafts: [{tree: [chain]}]\n", r"evaluate\.drafts\.tree is .*, which is not text"),
+        ("trian:\n  lr: 1\n", r"no key trian\.lr \(did you mean train\.lr\?\)"),
+        ("features:\n  layer_ids: 3\n", "which is not a list of whole numbers or null"),
+        ("data:\n  template: x\n", "which is not a mapping such as"),
+        ("target:\n  attn_implementation: flash\n", r"not one of \['sdpa', 'eager'\]"),
+        ("train:\n  lr: .inf\n", r"train\.lr is inf: it must be a finite number"),
+        ("train:\n  clip: .nan\n", r"train\.clip is nan: it must be a finite number"),
+        ("train:\n  final_lr: 3\n", r"train\.final_lr is 3\.0: it is a share of the peak"),
+        ("evaluate:\n  temperatures: [0, 0.0]\n", r"evaluate\.temperatures is .*the same one is named twice"),
+        ("evaluate:\n  max_new_tokens: 0\n", r"evaluate\.max_new_tokens is 0"),
+        ("evaluate:\n  max_new_tokens_by_slice: {chat: 0}\n", r"evaluate\.max_new_tokens_by_slice\.chat is 0"),
         ("target:\n  pth: x\n", r"no key target\.pth \(did you mean target\.path\?\): `"),
     ],
 )
@@ -80,6 +99,12 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
     with pytest.raises(UserError, match=named) as caught:
         parse_recipe(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+def test_empty_sections_are_the_defaults(tmp_path: Path) -> None:
+    sections = ("target", "data", "answers", "features", "head", "train", "evaluate", "export", "tracking")
+    empty = parse_recipe(write(tmp_path, "".join(f"{section}:\n" for section in sections)))
+    assert empty == parse_recipe([]) == parse_recipe(write(tmp_path, "train:\n  loss:\n  max_steps: null\n"))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +129,10 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
             r"train\.workers is 2: .* set it to 0",
         ),
         (["--recipe", TINY, "--evaluate.min_p", "2"], r"evaluate\.min_p is 2\.0"),
-        (["--recipe", TINY, "--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperature is -1\.0"),
+        (["--recipe", TINY, "--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperatures is -1\.0"),
+        (["--recipe", TINY, "--head", "3"], r"head is '3', but it is a section: set its keys, as in --head\.KEY"),
+        (["--recipe", TINY, "--train.loss", "kl"], r"train\.loss is 'kl', but it is a section"),
+        (["--recipe", TINY, "--evaluate.drafts", "[chain]"], r"holds 'chain', which is no mapping: write"),
         (
             ["--recipe", TINY, "--evaluate.baselines", "[{knd: x}]"],
             r"evaluate\.baselines has no key knd \(did you mean kind\?\)",

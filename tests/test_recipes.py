@@ -44,7 +44,9 @@ NAMES = sorted(
 
 @pytest.fixture(autouse=True)
 def _draft_models_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_costs_draft_lm, "load_config", lambda path: config(f"drafts/{path.split('/')[1].lower()}"))
+    monkeypatch.setattr(
+        head_costs_draft_lm, "load_config", lambda path, what: config(f"drafts/{path.split('/')[1].lower()}")
+    )
 
 
 def model_of(name: str) -> str:

@@ -1,3 +1,4 @@
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from draftsmith.data.masks import (
     tokenize_answers,
     tokenize_conversation,
 )
+from draftsmith.data.templates import check_template_keys
 from draftsmith.errors import UserError
 from tests import helpers
 from tests.helpers import learnt, talk, tiny_tokenizer
@@ -45,7 +47,9 @@ def test_too_long_is_counted_and_never_silent():
     stats = TokenizeStats()
     assert tokenize_conversation(tokenizer, THREE, max_length=5, on_too_long="truncate", stats=stats) == []
     assert stats == TokenizeStats(dropped_too_long=1, cut_supervised_tokens=len(answers))
-    with pytest.raises(UserError, match=rf"Sample talk has {len(whole.ids)} tokens, more than max_length {limit}"):
+    with pytest.raises(
+        UserError, match=rf"Sample talk has {len(whole.ids)} tokens, more than the {limit} that data.max_length"
+    ):
         tokenize_conversation(tokenizer, THREE, max_length=limit, on_too_long="error")
     (kept,) = tokenize_conversation(tokenizer, THREE, max_length=len(whole.ids), on_too_long="error")
     assert kept.ids.tolist() == whole.ids.tolist()
@@ -56,7 +60,7 @@ def test_data_set_with_nothing_to_learn():
     prompts = [talk("a?", id="p1"), talk("b?", id="p2")]
     with pytest.raises(UserError, match="none of the 2 samples holds an assistant turn"):
         tokenize_all(tokenizer, prompts)
-    with pytest.raises(UserError, match=r"all 1 samples .* longer than max_length 4"):
+    with pytest.raises(UserError, match=r"all 1 samples .* longer than the 4 tokens that data.max_length"):
         tokenize_all(tokenizer, [*prompts, THREE], max_length=4)
     found = tokenize_all(tokenizer, [*prompts, THREE])
     assert [sample.sample_id for sample in found.samples] == ["talk"]
@@ -79,6 +83,31 @@ def test_answers_keep_their_own_ids():
     assert found.stats == TokenizeStats(
         kept=2, truncated=1, without_supervised=1, supervised_tokens=4, cut_supervised_tokens=1
     )
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        (
+            "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}{{ enable_thinking }}",
+            True,
+        ),
+        ("{% set enable_thinking = enable_thinking | default(true) %}{{ enable_thinking }}", True),
+        (
+            "{% macro turn(m) %}{{ m if enable_thinking }}{% endmacro %}{% generation %}{{ turn(1) }}{% endgeneration %}",
+            True,
+        ),
+        ("{% for m in messages %}{% if m.x %}{% break %}{% endif %}{{ enable_thinking }}{% endfor %}", True),
+        ("{{ messages }}{{ enable_thinkin }}", False),
+        ("{% broken", True),
+    ],
+)
+def test_arguments_that_a_template_does_not_read(template: str, reads: bool) -> None:
+    """What cannot be parsed is for rendering to explain."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with nullcontext() if reads else pytest.raises(UserError, match=r"does not read \(did you mean enable_thinkin\?\)"):
+        check_template_keys(tokenizer, {"enable_thinking": False})
 
 
 def test_foreign_tokenizer():

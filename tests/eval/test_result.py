@@ -84,7 +84,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 4
+    assert value["schema_version"] == 5
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats"
@@ -220,6 +220,15 @@ def test_results_of_version_3_knew_no_tuned_target() -> None:
     assert "tuned" not in old["drafters"]["eagle3"]["draft"], "what was read is not changed"
 
 
+def test_results_of_version_4_did_not_time_the_target_alone_beside_generate() -> None:
+    old = to_json(full_result()) | {"schema_version": 4}
+    for drafter in old["drafters"].values():
+        for measures in (drafter["overall"], *drafter["slices"].values()):
+            del measures["baseline_vs_generate"]
+    assert from_json(old) == full_result()
+    assert "baseline_vs_generate" not in old["drafters"]["eagle3"]["overall"], "what was read is not changed"
+
+
 def test_integers_count_as_numbers_and_become_floats() -> None:
     value = to_json(full_result())
     value["drafters"]["eagle3"]["overall"]["tau"] = 2
@@ -235,7 +244,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "not valid JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 5}', "schema_version"),
+        ('{"schema_version": 6}', "schema_version"),
         ('{"schema_version": NaN}', "holds NaN"),
         ("[" * 100_000, "not valid JSON"),
     ],

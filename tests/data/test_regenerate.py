@@ -59,7 +59,7 @@ def test_prompts_without_room_are_left_out(target: Target) -> None:
     prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120, seed=0)
     assert [p.conversation.id for p in prompts] == [c.id for c in TALK]
     with pytest.raises(
-        UserError, match="within the 120 tokens that data.max_length and the target allow: raise data.max_length"
+        UserError, match=r"within the 120 tokens that data\.max_length and the target allow: raise data\.max_length"
     ):
         prepare_prompts(tiny_tokenizer(), [long], max_new_tokens=lambda name: 6, max_length=120, seed=0)
 

@@ -21,7 +21,7 @@ from draftsmith.files import explain_os_error, write_json
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.head_files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.importers import recognise
-from draftsmith.heads.record import check_made_for
+from draftsmith.heads.record import check_made_for, what_it_reads
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 
@@ -40,7 +40,7 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
         "method": head.method,
         **head.describe(),
         "layer_ids": list(head.layer_ids),
-        "target": describe_target(target),
+        "target": what_it_reads(head, target.identity).to_json(),
     }
     tensors = dict(head.state_dict() if tensors is None else tensors)
     if EMBEDDING in tensors and borrows_embedding(tensors[EMBEDDING], target):
@@ -83,11 +83,6 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
         )
     fill(head, tensors, file)
     return head
-
-
-def describe_target(target: Target) -> dict[str, Any]:
-    """Return what a checkpoint remembers of its target."""
-    return target.identity.to_json()
 
 
 def fill(

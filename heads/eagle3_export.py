@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import EMBEDDING, describe_target, fill
+from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.draft_shape import DraftShape
 from draftsmith.heads.eagle3 import Eagle3Head
@@ -70,7 +70,7 @@ def to_speculators(
             "proposal_methods": [proposal_method(K)],
             "verifier": {
                 "name_or_path": target_reference(target),
-                "architectures": describe_target(target)["architectures"],
+                "architectures": target.identity.to_json()["architectures"],
             },
         },
     }

@@ -52,7 +52,7 @@ from draftsmith.heads.peagle_export import (
     to_peagle_speculators,
 )
 from draftsmith.heads.peagle_layouts import PEAGLE, PEAGLE_SPECULATORS
-from draftsmith.heads.record import RECORD, write_record
+from draftsmith.heads.record import RECORD, what_it_reads, write_record
 from draftsmith.heads.registry import brought_layouts, served_method
 from draftsmith.heads.target import Target
 from draftsmith.heads.tensor_parallel import check_split
@@ -189,7 +189,7 @@ def export_head(
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
             shutil.copyfile(source, temporary / name)
-        write_record(temporary, head.method, layout, made_for or target.identity)
+        write_record(temporary, head.method, layout, what_it_reads(head, made_for or target.identity))
         (temporary / README).write_text(write_readme(told), encoding="utf-8")
         reloaded = chosen.load(temporary, target)
         assert same_logits(head, reloaded, files, target), "the export gives other logits"

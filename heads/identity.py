@@ -78,6 +78,20 @@ class TargetIdentity:
         known = {field.name: value.get(field.name) for field in fields(cls)}
         return read_dataclass(cls, known | {"schema_version": version}, source)
 
+    def for_texts(self) -> "TargetIdentity":
+        """Return what of it matters to a drafter that reads the text alone: tokens and template, not what is inside, of which
+        the fingerprint stays, to tell another target."""
+        return replace(
+            self,
+            hidden_size=None,
+            num_layers=None,
+            num_heads=None,
+            config=None,
+            weights=None,
+            embeddings=None,
+            lm_head=None,
+        )
+
     def completed(self, other: "TargetIdentity") -> "TargetIdentity":
         """Return this identity with what is not known taken from `other`."""
         return replace(self, **{f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) is None})

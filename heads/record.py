@@ -12,6 +12,7 @@ from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.target_files import read_object
 
 if TYPE_CHECKING:
+    from draftsmith.heads.base import DraftHead
     from draftsmith.heads.target import Target
 
 SCHEMA_VERSION = 1
@@ -24,6 +25,11 @@ def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentit
     """Write `draftsmith.json` into the folder of an export: what it is, and for which target."""
     facts = {"schema_version": SCHEMA_VERSION, "draftsmith": draftsmith.__version__, "method": method, "layout": layout}
     write_json(folder / RECORD, facts | {"target": made_for.to_json()})
+
+
+def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:
+    """Return what is recorded of the target that `head` was made for: that which the head depends on."""
+    return made_for if head.reads_target else made_for.for_texts()
 
 
 def read_record(folder: Path) -> TargetIdentity | None:

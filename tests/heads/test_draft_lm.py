@@ -284,6 +284,25 @@ def test_an_export_is_a_model_for_everybody(options: DraftLmOptions, target: Tar
     export_head(head, target, folder, dtype="bfloat16")  # an older export is replaced, tokenizer and all
 
 
+def test_it_drafts_for_every_target_of_its_tokens(target: Target, tmp_path: Path) -> None:
+    """It reads no states, so a larger target of the family takes it, and says that it is another; other tokens refuse it."""
+    write(tmp_path / "larger", num_hidden_layers=9, hidden_size=128, seed=3)
+    write(tmp_path / "other", vocab_size=len(tiny_tokenizer()) + 8)
+    larger, other = (load_target(str(tmp_path / name), dtype="float32") for name in ("larger", "other"))
+    head = make(target)
+    save_head(head, tmp_path / "native", target)
+    export_head(head, target, tmp_path / "export", dtype="float32")
+    for folder in (tmp_path / "native", tmp_path / "export"):
+        told: list[str] = []
+        assert same(load_head(folder, larger, warn=told.append), head)
+        assert [f"{larger.path} has other weights or another configuration" in text for text in told] == [True]
+        assert same(load_head(folder, target, warn=pytest.fail), head)
+        with pytest.raises(UserError, match="The weights of the target"):
+            load_head(folder, larger)
+        with pytest.raises(UserError, match=f"has {other.vocab_size} tokens where the head needs {target.vocab_size}"):
+            load_head(folder, other, warn=told.append)
+
+
 def test_the_readme_starts_every_engine(target: Target, tmp_path: Path) -> None:
     folder = export_head(make(target), target, tmp_path / "eagle-1", num_speculative_tokens=4)
     text = (folder / "README.md").read_text()

@@ -59,6 +59,13 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
             f"warning: train.muon_lr is {recipe.train.muon_lr}, but train.optimizer is {recipe.train.optimizer}, which takes "
             "train.lr alone: set train.optimizer to muon, or leave train.muon_lr out."
         )
+    spec = recipe.features
+    stored = [key for key in ("shard_mb", "verify") if getattr(spec, key) != getattr(type(spec), key)]
+    if learning and spec.source == "online" and stored:
+        say(
+            f"warning: features.{stored[0]} is {getattr(spec, stored[0])}, but features.source is online, which stores nothing: set "
+            "the source to store, or leave it out."
+        )
     if not evaluating:
         return []
     target = session.target

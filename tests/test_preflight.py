@@ -226,6 +226,15 @@ def test_bf16_on_a_processor_without_it_is_warned_of(
     assert [line.rsplit("or more: ")[-1] for line in found] == ([expected] if expected else [])
 
 
+def test_settings_of_a_store_are_warned_of_where_there_is_none(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for source, size, said in (("online", 1, True), ("store", 1, False), ("online", 512, False)):
+        words = (f"--features.source={source}", f"--features.shard_mb={size}")
+        preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
+        assert ("features.shard_mb is 1, but features.source is online" in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize(("optimizer", "warned"), [("adamw", True), ("muon", False)])
 def test_a_rate_of_the_other_optimizer_is_warned_of(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, warned: bool

@@ -11,7 +11,6 @@ from draftsmith.eval.answers import Request
 from draftsmith.eval.lossless import check_lossless
 from draftsmith.eval.report import write_report
 from draftsmith.eval.result import Lossless, read_result, write_result
-from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.sections import OVERALL
 from draftsmith.evaluator import Evaluator
 from draftsmith.files import fingerprint
@@ -126,6 +125,7 @@ def _lossless(
     """Compare greedy texts with and without each draft in float32, where they must be equal."""
     target = session.load_target("float32")
     heads = load_heads(session, target, head_folder)
-    lineup = at_temperature(make_lineup(session, heads, target, longest_text(requests)), Sampling())
+    greedy = session.recipe.evaluate.sampling(0)
+    lineup = at_temperature(make_lineup(session, heads, target, longest_text(requests)), greedy)
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
-    return check_lossless(target, lineup, requests, session.recipe.evaluate.sampling(0))
+    return check_lossless(target, lineup, requests, greedy)

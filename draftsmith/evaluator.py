@@ -158,14 +158,15 @@ class Evaluator:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
             sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(c.max_k)]
             chosen = sweep[c.num_speculative_tokens - 1]
+            points = tuple(sweep_point(c, n + 1, t) for n, t in enumerate(sweep))
             return Measures(
                 prompts=len({generations[i].request.sample_id for i in places}),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
-                acceptance_rate=chosen.acceptance_rate if c.counts_drafts else None,
+                acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
-                k_sweep=tuple(sweep_point(c, n + 1, t) for n, t in enumerate(sweep)),
+                k_sweep=points,
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
                 **judged.get(slice_name or "overall", {}),
             )

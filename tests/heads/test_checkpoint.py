@@ -169,7 +169,7 @@ DAMAGE = {
     "not json": "not JSON",
     "a list": "no JSON object",
     "schema": "schema version 1",
-    "method": "'eagle9' is unknown",
+    "method": "the method 'eagle9', which no installed package adds",
     "missing": "lacks the tensor norm.weight",
     "surplus": "unknown tensor fc.bias",
     "shape": r"norm.weight has shape \[3\]",

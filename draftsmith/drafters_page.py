@@ -63,8 +63,8 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
   answers as ours, and its head is that of the last step, where its learning rate has reached zero.
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
-  answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one. The others
-  were trained at one rate, chosen in short trials or taken from a relative.
+  answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one, with the set
+  of answers that they learned from. The others were trained at one rate, chosen in short trials or taken from a relative.
 """
 
 
@@ -101,9 +101,7 @@ def _apart(entries: Sequence[Entry]) -> str:
     """Say which drafters are not quite to be held against the first one, and why."""
     reasons: dict[str, Callable[[Entry], Any]] = {
         "Trained on another number of tokens than": lambda entry: entry["budget"],
-        "Trained on answers that the target sampled anew, others than those of": lambda entry: best(entry)[
-            "training"
-        ].get("answers"),
+        "Trained on other answers of the target than": lambda entry: best(entry)["training"].get("answers"),
         "Measured on other prompts than": lambda entry: best(entry)["inputs"],
     }
     told = ""
@@ -235,18 +233,25 @@ def rates(entries: Sequence[Entry]) -> str:
         "tokens",
         "supervised",
         "head of step",
+        "answers",
         "training",
     ]
     lines = []
+    sets: list[str | None] = []  # of answers, in the order of the table
     for entry in entries:
         for run in entry["runs"]:
             one = run["training"]
+            if one.get("answers") not in sets:
+                sets.append(one.get("answers"))
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
             cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
-            cells.append(_minutes(one["seconds"]))
-            cells.append(_number(run.get("heldout_tau")))
+            cells += [
+                f"set {sets.index(one.get('answers')) + 1}",
+                _minutes(one["seconds"]),
+                _number(run.get("heldout_tau")),
+            ]
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
     return _table([*head, "held-out tau", *(f"tau T={t}, K 5" for t in temperatures)], lines)
 

@@ -287,10 +287,11 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| 2.50M | 2 min | 5 | 1.50 | 4.00 | 2.50 [2.40, 2.70] |" in page
     assert "| 2.51 | 1.25× (1.20 to 1.31) |" in page
     assert "| 2.51 | 1.50×, once |" in page
-    assert "| 1,500 | 3,333 | 5.00M | 3.00M | 1,375 | 2 min |" in page, "steps, tokens of each, and of all"
+    assert "| 1,500 | 3,333 | 5.00M | 3.00M | 1,375 | set 1 | 2 min |" in page, "steps, tokens of each, and of all"
+    assert "| set 2 |" in rows["e-1"], "answers sampled anew are told apart"
     assert "**Measured on other prompts than a: c.**" in page
     assert "**Trained on another number of tokens than a: d.**" in page
-    assert "**Trained on answers that the target sampled anew, others than those of a: e.**" in page
+    assert "**Trained on other answers of the target than a: e.**" in page
     assert "a 3 of 4." in page
     # Half the tokens per round on every prompt, so the interval has no width; other prompts are not compared.
     assert "| drafter | K | tau over a's at K 5, T=0 | tau over a's at K 5, T=1 |" in page

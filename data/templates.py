@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, did_you_mean
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -78,10 +77,9 @@ def check_template_keys(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, A
         except jinja2.TemplateError:
             return  # which rendering explains
     if unread := sorted(set(keys) - read):
-        near = get_close_matches(unread[0], read, n=1)
         raise UserError(
             f"data.template names {unread[0]!r}, which the chat template of {tokenizer.name_or_path} does not read"
-            f"{f' (did you mean {near[0]}?)' if near else ''}: correct it, or leave it out."
+            f"{did_you_mean(unread[0], read)}: correct it, or leave it out."
         )
 
 

@@ -9,12 +9,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.arguments import GgufOptions, TreeOptions, require_recipe, take
-from draftsmith.errors import StoppedError, UserError
+from draftsmith.errors import StoppedError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from draftsmith.eval.gate import Threshold
@@ -101,9 +100,9 @@ def _handler(command: str) -> Callable[[list[str]], int]:
     """Return what carries out a command. Raises UserError for one that does not exist."""
     if command in COMMANDS:
         return _HANDLERS[command]
-    near = get_close_matches(command.lower(), COMMANDS, n=1)
-    hint = "options come after it; " if command.startswith("-") else f"did you mean {near[0]}? " if near else ""
-    raise UserError(f"There is no command '{command}': {hint}the commands are {', '.join(COMMANDS)}.")
+    hint = "options come after it; " if command.startswith("-") else ""
+    meant = did_you_mean(command.lower(), COMMANDS)
+    raise UserError(f"There is no command '{command}'{meant}: {hint}the commands are {', '.join(COMMANDS)}.")
 
 
 def _session(words: list[str], command: str) -> "Session":

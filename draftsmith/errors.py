@@ -1,4 +1,7 @@
-"""The exception that stands for a user's mistake, and the one that stands for Ctrl-C."""
+"""The exception that stands for a user's mistake, the one that stands for Ctrl-C, and the word that a typo may have meant."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class UserError(ValueError):
@@ -11,3 +14,9 @@ class UserError(ValueError):
 
 class StoppedError(UserError):
     """Work that stopped because the user asked for it, and that the same command goes on with: exit code 130."""
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return " (did you mean X?)" for the word of `known` that is nearest to `word`, "" where none is that near."""
+    near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" (did you mean {near[0]}?)" if near else ""

@@ -84,9 +84,8 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
         limit=f"the target's context leaves beside a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
     )
     if len(prompts) < len(chosen):
-        say(
-            f"warning: {len(chosen) - len(prompts)} of {len(chosen)} prompts are too long for the target and are left out."
-        )
+        left = len(chosen) - len(prompts)
+        session.warn(f"{left} of {len(chosen)} prompts are too long for the target and are left out.")
     return [p.request for p in prompts], {c.id: c for c in chosen}
 
 

@@ -6,7 +6,6 @@ Unknown keys and wrong types are errors that name the key; `--section.key value`
 import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
@@ -14,7 +13,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, did_you_mean
 from draftsmith.evaluate_spec import BaselineSpec, DraftSpec
 from draftsmith.heads.registry import METHODS, find_method, trained_names
 from draftsmith.recipe import (
@@ -211,19 +210,14 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     item = re.match(rf"Parser key \"({'|'.join(_ITEMS)})(?:\[\d+\])?\".*?: .*?Option '([\w.]+)' is not accepted", text)
     if item:
         keys = [f.name for f in fields(_ITEMS[item[1]])]
-        meant = _meant(get_close_matches(item[2], keys, n=1))
-        return f"{item[1]} has no key {item[2]}{meant}: its keys are {', '.join(keys)}."
+        return f"{item[1]} has no key {item[2]}{did_you_mean(item[2], keys)}: its keys are {', '.join(keys)}."
     group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
     unknown = re.match(r"(?:unrecognized arguments: --|Option ')([\w.-]+)", text)
     if group or unknown:
         key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
         keys = [action.dest for action in parser._actions]
-        near = get_close_matches(key, keys, n=1, cutoff=0.7) or [name for name in keys if name.endswith(f".{key}")]
-        meant = _meant(near)
+        inside = next((f" (did you mean {name}?)" for name in keys if name.endswith(f".{key}")), "")
+        meant = did_you_mean(key, keys, cutoff=0.7) or inside
         command = f"`draftsmith train --method {parser.get_default('method')} --help`"
         return f"there is no key {key}{meant}: {command} lists every key."
     return text + "; see --help for every key and its type."
-
-
-def _meant(near: list[str]) -> str:
-    return f" (did you mean {near[0]}?)" if near else ""

@@ -64,7 +64,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no command 'trian': did you mean train?" in fails(["trian"], capsys)
+    assert "no command 'trian' (did you mean train?): the commands are" in fails(["trian"], capsys)
     assert "options come after it" in fails(["--recipe", "r.yaml", "run"], capsys)
     assert "add --recipe own.yaml" in fails(["run", "own.yaml"], capsys)
     assert "needs a recipe" in fails(["run"], capsys)

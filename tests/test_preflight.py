@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
+from draftsmith.evaluation import make_requests
 from draftsmith.preflight import preflight
 from draftsmith.recipe_file import parse_recipe
 from draftsmith.session import Session
@@ -172,6 +173,21 @@ def test_prompts_without_room_for_an_answer(workplace: Path, tmp_path: Path) -> 
     )
     with pytest.raises(UserError, match=words):
         preflight(session, "run")
+
+
+def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [json.loads(line) for line in (workplace / "prompts.jsonl").read_text().splitlines()]
+    prompts[0]["messages"][0]["content"] *= 2000
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
+    preflight(session, "run")
+    requests, _ = make_requests(session, session.target)
+    said = f"1 of {len(prompts)} prompts are too long for the target and are left out."
+    assert len(requests) == len(prompts) - 1
+    assert session.warnings == [said]
+    assert capsys.readouterr().err.count(said) == 1
 
 
 @pytest.mark.parametrize(

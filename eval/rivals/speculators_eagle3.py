@@ -190,7 +190,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     store = Store(job["store"], job["layer_ids"], final_norm(job["target"]))
     rows = Rows(job, store, config, model.hidden_size)
     settings = trainer_settings(config)
-    torch.optim._muon._zeropower_via_newtonschulz = orthogonalise  # type: ignore[attr-defined]
+    torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
     optimizers = build_optimizers(model, settings)
     epoch_steps = [len(rows.epoch(number)) for number in range(job["epochs"])]
     warmup, total = _resolve_scheduler_steps(settings, epoch_steps[0])
@@ -232,13 +232,13 @@ def trainer_settings(config: Any) -> Any:
     return TrainerConfig(num_epochs=flat["epochs"], **names)
 
 
-def orthogonalise(grad: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
     """torch's own iteration for Muon over a matrix [m, n], rounded to bf16 where that rounds, multiplied in fp32."""
-    a, b, c = coefficients
+    a, b, c = ns_coefficients
     tall = grad.shape[0] > grad.shape[1]
     x = grad.bfloat16().T if tall else grad.bfloat16()
     x = x / x.norm().clamp(min=eps)
-    for _ in range(steps):
+    for _ in range(ns_steps):
         wide = x.float()
         gram = (wide @ wide.T).bfloat16().float()
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c).bfloat16().float()

@@ -15,8 +15,9 @@ from draftsmith.data.feature_index import DTYPES, readable_bytes
 from draftsmith.devices import Device, find_device
 from draftsmith.errors import UserError
 from draftsmith.head_costs import head_cost
-from draftsmith.heads.export import layouts_for
+from draftsmith.heads.export import find_layout
 from draftsmith.heads.option_fields import draft_vocab_size_of
+from draftsmith.heads.target import check_layer_ids
 from draftsmith.plan_figures import BANDWIDTH_SHARE, Assumptions, Plan
 from draftsmith.recipe import Recipe
 from draftsmith.target_shape import TargetShape, load_config, shape_of
@@ -36,18 +37,14 @@ def make_plan(recipe: Recipe, target: TargetShape, samples: int, given: Assumpti
 
 def _check_head(recipe: Recipe, target: TargetShape) -> None:
     """Refuse what does not fit the target or the method and can be told without either; training refuses the rest."""
-    told = "the target has {} {}: choose {}"
-    if layers := [k for k in getattr(recipe.head, "layer_ids", None) or () if not 0 <= k < target.layers]:
-        raise UserError(
-            f"head.layer_ids names {layers[0]}, but {told.format(target.layers, 'layers', f'from 0 to {target.layers - 1}')}."
-        )
+    if (layers := getattr(recipe.head, "layer_ids", None)) is not None:
+        check_layer_ids(layers, target.layers, recipe.target.path)
     if (size := draft_vocab_size_of(recipe.head)) is not None and size > target.vocab:
         raise UserError(
-            f"head.draft_vocab_size is {size}, but {told.format(target.vocab, 'tokens', 'fewer, or null')}."
+            f"head.draft_vocab_size is {size}, but the target has {target.vocab} tokens: choose a smaller one, or null."
         )
-    known, layout = layouts_for(recipe.method), recipe.export.layout
-    if layout is not None and known and layout not in known:
-        raise UserError(f"export.layout is {layout!r}: {recipe.method} heads have {', '.join(known)}.")
+    if recipe.export.layout is not None:
+        find_layout(recipe.export.layout, recipe.method)
 
 
 def describe(plan: Plan) -> list[str]:

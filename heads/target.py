@@ -6,6 +6,7 @@ Aux layer id k is the residual stream that enters decoder layer k = Hugging Face
 
 import itertools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -176,21 +177,7 @@ class Target:
 
     def check_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
         """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1."""
-        n = self.num_layers
-        told = f"layer_ids {list(layer_ids)} for the target {self.path}"
-        if not layer_ids:
-            raise UserError(f"{told}: give at least one layer, from 0 to {n - 1}.")
-        if odd := [k for k in layer_ids if type(k) is not int]:
-            raise UserError(f"{told}: {odd[0]!r} is no number of a layer; choose from 0 to {n - 1}.")
-        if n in layer_ids:
-            raise UserError(
-                f"{told}: {n} is the number of layers, a state that serving engines read differently (before or after "
-                f"the final norm, or as zeros); choose from 0 to {n - 1}."
-            )
-        if bad := [k for k in layer_ids if not 0 <= k < n]:
-            raise UserError(f"{told}: {bad[0]} is out of range, the target has {n} layers; choose from 0 to {n - 1}.")
-        if any(a >= b for a, b in itertools.pairwise(layer_ids)):
-            raise UserError(f"{told}: every layer may be named once, in ascending order.")
+        check_layer_ids(layer_ids, self.num_layers, str(self.path))
 
     @torch.no_grad()
     def forward(
@@ -275,3 +262,21 @@ def load_target(
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)
     return target
+
+
+def check_layer_ids(layer_ids: Sequence[int], n: int, name: str) -> None:
+    """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1, the layers of the target `name`."""
+    told = f"layer_ids {list(layer_ids)} for the target {name}"
+    if not layer_ids:
+        raise UserError(f"{told}: give at least one layer, from 0 to {n - 1}.")
+    if odd := [k for k in layer_ids if type(k) is not int]:
+        raise UserError(f"{told}: {odd[0]!r} is no number of a layer; choose from 0 to {n - 1}.")
+    if n in layer_ids:
+        raise UserError(
+            f"{told}: {n} is the number of layers, a state that serving engines read differently (before or after "
+            f"the final norm, or as zeros); choose from 0 to {n - 1}."
+        )
+    if bad := [k for k in layer_ids if not 0 <= k < n]:
+        raise UserError(f"{told}: {bad[0]} is out of range, the target has {n} layers; choose from 0 to {n - 1}.")
+    if any(a >= b for a, b in itertools.pairwise(layer_ids)):
+        raise UserError(f"{told}: every layer may be named once, in ascending order.")

@@ -178,9 +178,9 @@ def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsy
         (["--data.limit", "10"], "data.heldout is 200 but there are only 10 conversations"),
         (["--target.path", "embedded"], "needs no plan"),
         (["--target.path", "./nowhere"], "./nowhere"),
-        (["--head.layer_ids", "[2,4,99]"], "head.layer_ids names 99, but the target has 8 layers: choose from 0 to 7"),
+        (["--head.layer_ids", "[2,4,99]"], ": 99 is out of range, the target has 8 layers; choose from 0 to 7"),
         (["--head.draft_vocab_size", "99999"], "head.draft_vocab_size is 99999, but the target has"),
-        (["--export.layout", "onnx"], "export.layout is 'onnx': eagle3 heads have eagle3, "),
+        (["--export.layout", "onnx"], "export.layout is 'onnx', which is unknown: choose one of eagle3, "),
         (["--method=draft_model", "--head.init_from=./nowhere"], "The config of the model ./nowhere cannot be read"),
     ],
 )

@@ -11,6 +11,7 @@ simulator and the decoder do, and knows nothing of what is inside. Shapes: B row
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,6 +44,7 @@ from draftsmith.heads.conformance_trees import check_drawn_trees, check_trees
 from draftsmith.heads.export import export_head, layouts_of
 from draftsmith.heads.losses import head_loss
 from draftsmith.heads.recorded_drafts import record
+from draftsmith.heads.registry import find_method
 
 __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
 
@@ -66,22 +68,50 @@ def check_drawn_from_its_law(spec: Spec) -> None:
 
 def check_simulation(spec: Spec) -> None:
     """The acceptance computed from the training pass is the decoder's: exactly at T=0, within its error at T=1."""
+    _same_rounds(spec, spec.deployed)
+
+
+def check_confidence(spec: Spec) -> None:
+    """Drafts end where the training pass's confidences say that they would. Nothing is asked of heads that say none."""
+    if not spec.head.confident:
+        return
+    batch = pack(spec, [[sample] for sample in spec.samples])
+    ends: dict[float, float] = {}
+    for tenth in range(1, 10):
+        with torch.no_grad():
+            steps = spec.deployed.until(tenth / 10).eval()(batch, spec.length).steps
+        told = [step.stops for step in steps if step.stops is not None]
+        require(len(told) == len(steps), "a head with a threshold does not say where its drafts end (StepOutput.stops)")
+        ends[tenth / 10] = float(torch.cat(told).float().mean())
+    threshold = min(ends, key=lambda t: abs(ends[t] - 0.5))
+    require(0.0 < ends[threshold] < 1.0, f"no threshold ends some drafts and not others{LEARN}")
+    _same_rounds(spec, spec.deployed.until(threshold), f" with the confidence threshold {threshold:g}")
+
+
+def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
+    """Require that decoding with `head` takes the rounds that are computed for it from the training pass. where: with what,
+    for heads whose drafts end early, of which those that a rejection cuts off are not counted alike."""
     k = spec.length
     for sampling in (GREEDY, SAMPLED):
-        found = decode_batch(spec.verifier, spec.drafter(), spec.requests, sampling, rows=16).generations
+        drafter = find_method(spec.method).drafter(head, k)
+        found = decode_batch(spec.verifier, drafter, spec.requests, sampling, rows=16).generations
         decoded = [tally_generation(g, k) for g in found]
-        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, spec.deployed, found, sampling, k).tallies]
+        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, head, found, sampling, k).tallies]
         require(
             bool(total(decoded, k).accepted_K[0] >= FEW),
-            f"fewer than {FEW} drafts were accepted at {sampling}{LEARN}",
+            f"fewer than {FEW} drafts were accepted at {sampling}{where}{LEARN}",
         )
         if sampling.greedy:
-            ours, theirs = figures(total(simulated, k)), figures(total(decoded, k))
-            require(torch.allclose(ours, theirs, atol=1e-6), "simulated and decoded rounds differ at temperature 0")
+            ours, theirs = (
+                figures(replace(total(x, k), drafted=0) if where else total(x, k)) for x in (simulated, decoded)
+            )
+            told = f"simulated and decoded rounds differ at temperature 0{where}"
+            require(torch.allclose(ours, theirs, atol=1e-6), told)
             continue
         errors = [d.rounds - s.rounds for d, s in zip(decoded, simulated, strict=True)]
         spread = sum(e * e for e in errors) ** 0.5
-        require(abs(sum(errors)) <= 4 * spread + 1e-6, "simulated and decoded rounds differ at temperature 1")
+        told = f"simulated and decoded rounds differ at temperature 1{where}"
+        require(abs(sum(errors)) <= 4 * spread + 1e-6, told)
 
 
 def check_packing(spec: Spec) -> None:
@@ -200,6 +230,7 @@ CHECKS: dict[str, Callable[[Spec], None]] = {
     "decoding equals training": check_decoding_equals_training,
     "drafts are drawn from their laws": check_drawn_from_its_law,
     "simulated equals decoded": check_simulation,
+    "drafts end where the confidence says": check_confidence,
     "packed equals alone": check_packing,
     "rows that count": check_rows_that_count,
     "seeds reproduce": check_seeds,
@@ -248,5 +279,8 @@ def _same_head(spec: Spec, head: DraftHead, again: DraftHead, what: str) -> None
 def _same_logits(spec: Spec, head: DraftHead, again: DraftHead, what: str) -> None:
     batch = pack(spec, [spec.samples[:2], spec.samples[2:3]])
     outputs = [one.eval()(batch, spec.length).steps for one in (head, again)]
-    same = all(agree(a.logits, b.logits) for a, b in zip(*outputs, strict=True))
-    require(same, f"{what} gives other logits")
+    for a, b in zip(*outputs, strict=True):
+        require(agree(a.logits, b.logits), f"{what} gives other logits")
+        if a.confidence is not None:
+            same = b.confidence is not None and agree(a.confidence, b.confidence)
+            require(same, f"{what} gives other confidences")

@@ -12,6 +12,8 @@ from draftsmith.heads import eagle_base, eagle_drafter, medusa, medusa_drafter, 
 from draftsmith.heads.conformance import CHECKS, Spec, check_layouts, run_conformance, tiny_target
 from draftsmith.heads.dflash_options import DFlashOptions
 from draftsmith.heads.draft_lm_options import DraftLmOptions
+from draftsmith.heads.dspark import DSparkHead
+from draftsmith.heads.dspark_drafter import DSparkDrafter
 from draftsmith.heads.dspark_options import DSparkOptions
 from draftsmith.heads.eagle1 import Eagle1Head
 from draftsmith.heads.eagle1_options import Eagle1Options
@@ -281,6 +283,39 @@ def no_trees(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StaticDrafter, "__init__", lambda self, head, length: real(self, head, length))
 
 
+def later_ends(patch: pytest.MonkeyPatch) -> None:
+    """Drafts go on for longer than the head's confidence says."""
+    real = DSparkDrafter.propose
+
+    def propose(self: Any, state: Any) -> Any:
+        threshold = self.head.threshold
+        self.head.threshold = None if threshold is None else 0.5 * threshold
+        try:
+            return real(self, state)
+        finally:
+            self.head.threshold = threshold
+
+    patch.setattr(DSparkDrafter, "propose", propose)
+
+
+def silent_ends(patch: pytest.MonkeyPatch) -> None:
+    """A head with a threshold whose training pass does not know of it."""
+    real = DSparkHead.outputs
+    patch.setattr(DSparkHead, "outputs", lambda self, *args: [replace(step, stops=None) for step in real(self, *args)])
+
+
+def other_confidence(patch: pytest.MonkeyPatch) -> None:
+    """An export that gives the head back with another confidence."""
+    layout = LAYOUTS["dspark"]
+
+    def load(path: Any, target: Any) -> Any:
+        head = layout.load(path, target)
+        head.confidence_head.proj.bias.data += 1.0
+        return head
+
+    patch.setitem(LAYOUTS, "dspark", replace(layout, load=load))
+
+
 MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("decoding equals training", "eagle3", wrong_rotary, "drawn from another law|not the training pass"),
     ("decoding equals training", "eagle3", lost_feedback, "drawn from another law|not the training pass"),
@@ -288,12 +323,15 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("decoding equals training", "medusa", stale_state, "drawn from another law|not the training pass"),
     ("drafts are drawn from their laws", "eagle3", most_likely_draws, "not drawn from the laws"),
     ("simulated equals decoded", "eagle3", shorter_drafts, "differ at temperature 0"),
+    ("drafts end where the confidence says", "dspark", later_ends, "differ at temperature 0 with the confidence thr"),
+    ("drafts end where the confidence says", "dspark", silent_ends, "does not say where its drafts end"),
     ("packed equals alone", "eagle3", leak, "between documents packed and alone"),
     ("packed equals alone", "eagle1", noise_by_turns, "in training, between documents packed and alone"),
     ("rows that count", "medusa", every_row, "other rows than"),
     ("seeds reproduce", "eagle3", unseeded, "same seed differ"),
     ("checkpoints hold everything", "eagle3", left_out, "another norm.weight"),
     ("exports give the head back", "medusa", swapped_heads, "gives other logits"),
+    ("exports give the head back", "dspark", other_confidence, "gives other confidences"),
     ("rows are independent", "medusa", neighbour, "another one in a batch than alone"),
     ("greedy text is the target's", "medusa", another_root, "other ones than the target's alone"),
     (

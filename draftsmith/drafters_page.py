@@ -54,8 +54,8 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
   trains, and of block drafters, which is the target's.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
   pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
-  measured: decoding with the drafter and with the target alone in turns, one request at a time; the median of several repeats,
-  and behind it the lowest and the highest.
+  measured: decoding with the drafter and with the target alone in turns, one request at a time: the median of the repeats with
+  the lowest and the highest behind it, or "once", where there was no time for more.
 - `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
   counts as if all of it had gone at the pace of its last part.
 - Ours are the heads with the best held-out tau among the evaluations of their run; the last table but one has the step.
@@ -64,7 +64,8 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
   answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one, with the set
-  of answers that they learned from. The others were trained at one rate, chosen in short trials or taken from a relative.
+  of answers that they learned from. Only runs on one set are compared, the newest. The other drafters were trained at one rate,
+  chosen in short trials or taken from a relative.
 """
 
 
@@ -101,7 +102,7 @@ def _apart(entries: Sequence[Entry]) -> str:
     """Say which drafters are not quite to be held against the first one, and why."""
     reasons: dict[str, Callable[[Entry], Any]] = {
         "Trained on another number of tokens than": lambda entry: entry["budget"],
-        "Trained on other answers of the target than": lambda entry: best(entry)["training"].get("answers"),
+        "Trained on other answers of the target than": lambda entry: _answers(best(entry)),
         "Measured on other prompts than": lambda entry: best(entry)["inputs"],
     }
     told = ""
@@ -113,8 +114,16 @@ def _apart(entries: Sequence[Entry]) -> str:
 
 
 def best_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the longest tau on held-out answers, which a single one need not have."""
-    return max(runs, key=lambda run: run.get("heldout_tau", 0.0))
+    """Return the run with the longest tau on held-out answers, which a single one need not have, among those that learned
+    from the same set of answers as the newest: held-out answers of two sets are other texts."""
+    newest = max(runs, key=lambda run: run["date"])
+    alike = [run for run in runs if _answers(run) == _answers(newest)]
+    return max(alike, key=lambda run: run.get("heldout_tau", 0.0))
+
+
+def _answers(run: dict[str, Any]) -> str | None:
+    """What identifies the answers that a run learned from."""
+    return run["training"].get("answers")
 
 
 def _compared_at(run: dict[str, Any]) -> str:
@@ -178,7 +187,8 @@ def overview(entries: Sequence[Entry]) -> str:
 
 def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
     """tau over that of the first drafter at K 5 (a drafter that reaches less at what it reaches), with its interval: prompts
-    are drawn for both alike, so that it is narrower than the two intervals tell."""
+    are drawn for both alike, so that it is narrower than the two intervals tell. Drafters that learned from another set of
+    answers are not compared."""
     temperatures = _temperatures(entries)
     first = best(entries[0])
     lines = []
@@ -187,7 +197,7 @@ def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
         cells = [_name(entry, run), _compared_at(run)]
         for t in temperatures:
             pair = (run["simulated"].get(t), first["simulated"].get(t))
-            same = pair[0] and pair[1] and run["inputs"] == first["inputs"]
+            same = pair[0] and pair[1] and run["inputs"] == first["inputs"] and _answers(run) == _answers(first)
             cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"], draws) if same else "–")
         lines.append(cells)
     ours = f"{entries[0]['name']}'s at K {_compared_at(first)}"
@@ -241,14 +251,14 @@ def rates(entries: Sequence[Entry]) -> str:
     for entry in entries:
         for run in entry["runs"]:
             one = run["training"]
-            if one.get("answers") not in sets:
-                sets.append(one.get("answers"))
+            if _answers(run) not in sets:
+                sets.append(_answers(run))
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
             cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
             cells += [
-                f"set {sets.index(one.get('answers')) + 1}",
+                f"set {sets.index(_answers(run)) + 1}",
                 _minutes(one["seconds"]),
                 _number(run.get("heldout_tau")),
             ]

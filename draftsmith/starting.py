@@ -70,7 +70,7 @@ def start_head(
 ) -> DraftHead:
     """Return the head to train: `warm` of `load_warm`, or a new one with this draft vocabulary. samples: what it learns from;
     says where they hold the token that the recipe takes for a mask."""
-    mask = getattr(session.recipe.head, "mask_token_id", None)
+    mask = getattr(session.head_options, "mask_token_id", None)
     holds = None if mask is None else next((one for one in samples if bool((one.ids == mask).any())), None)
     if holds is not None:
         say(

@@ -1,6 +1,7 @@
 """The switches of Medusa-2, apart from the heads so that reading a recipe imports no model code."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import ClassVar
 
 from draftsmith.errors import UserError
@@ -37,7 +38,7 @@ class Medusa2Options(MedusaOptions):
         if not 0 <= self.lora_dropout < 1:
             raise UserError(f"head.lora_dropout is {self.lora_dropout}: it must be from 0 to below 1.")
         for key in ("lora_alpha", "adapter_lr"):
-            if not getattr(self, key) > 0:
-                raise UserError(f"head.{key} is {getattr(self, key)}: it must be above 0.")
+            if not 0 < getattr(self, key) < inf:
+                raise UserError(f"head.{key} is {getattr(self, key)}: it must be above 0, and finite.")
         if self.target_modules == []:
             raise UserError("head.target_modules is []: name linear layers of the target, or null for all of them.")

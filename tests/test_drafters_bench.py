@@ -262,6 +262,9 @@ def write_entries(folder: Path) -> None:
     # What is longest on the prompts was not chosen.
     taus = {"a-lr1": (2.0, 1.9), "a-lr2": (2.5, 2.2), "a-lr3": (2.7, 2.1)}
     runs = [make_run(name, tau, [5.0, 15.0]) | {"heldout_tau": held} for name, (tau, held) in taus.items()]
+    older = make_run("a-old", 2.9, [4.0, 12.0], date="2025-12-31") | {"heldout_tau": 2.6}  # of other held-out texts
+    older["training"] |= {"answers": "older"}
+    runs.insert(0, older)
     at = {"draft_ms": 1.5, "target_ms": 4.0, "tau": 2.51, "speedup": 1.25, "equal": 3, "checked": 4}
     once = {**at, "equal": None, "checked": None, "speedup": 1.5, "speedup_spread": [1.5, 1.5], "repeats": 1}
     decoded = {"at": {"0": at | {"speedup_spread": [1.2, 1.31], "repeats": 3}, "1": once}, **make_run("", 1, [1, 1])}
@@ -287,8 +290,9 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| 2.50M | 2 min | 5 | 1.50 | 4.00 | 2.50 [2.40, 2.70] |" in page
     assert "| 2.51 | 1.25× (1.20 to 1.31) |" in page
     assert "| 2.51 | 1.50×, once |" in page
-    assert "| 1,500 | 3,333 | 5.00M | 3.00M | 1,375 | set 1 | 2 min |" in page, "steps, tokens of each, and of all"
-    assert "| set 2 |" in rows["e-1"], "answers sampled anew are told apart"
+    assert "| 1,500 | 3,333 | 5.00M | 3.00M | 1,375 | set 2 | 2 min |" in page, "steps, tokens of each, and of all"
+    assert "| set 1 |" in rows["a-old"]
+    assert "| set 3 |" in rows["e-1"], "answers sampled anew are told apart"
     assert "**Measured on other prompts than a: c.**" in page
     assert "**Trained on another number of tokens than a: d.**" in page
     assert "**Trained on other answers of the target than a: e.**" in page
@@ -299,6 +303,7 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
         "as far as it reaches"
     )
     assert "| c | 5 | – | – |" in page
+    assert "| e | 5 | – | – |" in page, "drafters of other answers are not compared"
     assert "| a | 0 | 5 | 2.50 | 2.50 [2.40, 2.70] |" in page
     assert "| a | 0 | 7 |" not in page, "what was not measured has no row"
     assert {"a-lr1", "a-lr2", "a-lr3", "b-1", "c-1"} <= set(rows)

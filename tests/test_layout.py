@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.heads.registry import METHODS
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("data", "heads", "train", "eval")
 LINKS = (*ROOMS, "recipes")
@@ -109,6 +111,25 @@ def test_heads_and_eval_name_no_heavy_library() -> None:
         if name.split(".")[0] in HEAVY
     ]
     assert not wrong
+
+
+def test_loops_never_ask_which_method_a_head_is_of() -> None:
+    """What differs between drafters is theirs, in heads/: one more drafter touches no file of train/, eval/ and data/."""
+    asked = [
+        f"{name_of(path)}:{node.lineno}: {node.value!r}"
+        for path in sources("train", "eval", "data")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in METHODS
+    ]
+    imported = [
+        f"{name_of(path)}: {name}"
+        for path in sources("train", "eval", "data")
+        for name in imports(path)
+        if any(re.match(rf"draftsmith\.heads\.{method}(_|\.|$)", name) for method in METHODS)
+    ]
+    baseline = "eval/contender.py"  # a whole model that drafts untrained is a baseline of the same name
+    rival = "eval/rivals/speculators_eagle3.py"  # another package's trainer
+    assert not [one for one in (*asked, *imported) if not one.startswith((baseline, rival))]
 
 
 IMPORT_ALL = """

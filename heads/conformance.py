@@ -89,8 +89,8 @@ def check_confidence(spec: Spec) -> None:
 
 
 def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
-    """Require that decoding with `head` takes the rounds that are computed for it from the training pass. where: with what,
-    for heads whose drafts end early, of which those that a rejection cuts off are not counted alike."""
+    """Require that decoding with `head` takes the rounds that are computed for it from the training pass. where: what makes its
+    drafts end early, "" for nothing: tokens drafted behind a rejection are then not known, and not compared."""
     k = spec.length
     for sampling in (GREEDY, SAMPLED):
         drafter = find_method(spec.method).drafter(head, k)

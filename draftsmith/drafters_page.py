@@ -234,18 +234,8 @@ def slices(entries: Sequence[Entry]) -> str:
 def rates(entries: Sequence[Entry]) -> str:
     """A row per training."""
     temperatures = _temperatures(entries)
-    head = [
-        "run",
-        "learning rate",
-        "Muon's",
-        "steps",
-        "tokens a step",
-        "tokens",
-        "supervised",
-        "head of step",
-        "answers",
-        "training",
-    ]
+    head = ["run", "learning rate", "Muon's", "steps", "tokens a step", "tokens", "supervised"]
+    head += ["head of step", "answers", "training", "held-out tau"]
     lines = []
     sets: list[str | None] = []  # of answers, in the order of the table
     for entry in entries:
@@ -257,13 +247,10 @@ def rates(entries: Sequence[Entry]) -> str:
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
             cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
-            cells += [
-                f"set {sets.index(_answers(run)) + 1}",
-                _minutes(one["seconds"]),
-                _number(run.get("heldout_tau")),
-            ]
+            cells += [f"set {sets.index(_answers(run)) + 1}", _minutes(one["seconds"])]
+            cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
-    return _table([*head, "held-out tau", *(f"tau T={t}, K 5" for t in temperatures)], lines)
+    return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
 
 
 def files(entries: Sequence[Entry]) -> str:

@@ -179,10 +179,8 @@ class TrainSpec:
         for key in ("max_steps", "patience"):
             value = getattr(self, key)
             require(value is None or value >= 1, f"train.{key}", value, "it must be at least 1, or null")
-        for key in ("lr", "muon_lr"):
-            value = getattr(self, key)
-            require(isfinite(value) and value > 0, f"train.{key}", value, "it must be a finite number above 0")
-        for key in ("clip", "weight_decay", "workers", "checkpoint_minutes"):
+        # A rate of 0 measures what training would start from.
+        for key in ("lr", "muon_lr", "clip", "weight_decay", "workers", "checkpoint_minutes"):
             value = getattr(self, key)
             require(isfinite(value) and value >= 0, f"train.{key}", value, "it must be a finite number, not negative")
         require(0 <= self.final_lr <= 1, "train.final_lr", self.final_lr, "it is a share of the peak, from 0 to 1")

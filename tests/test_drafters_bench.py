@@ -17,7 +17,7 @@ from draftsmith.drafters_page import best_run, render
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_seconds
 from draftsmith.errors import UserError
-from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, vocab_maps
+from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, orthogonalise, vocab_maps
 from draftsmith.session import Session
 from tests.workplace import make_workplace
 
@@ -219,6 +219,22 @@ def test_the_rivals_job_has_our_split_and_vocabulary(workplace: Path, results: d
     epoch = results["eagle3"]["runs"][0]["training"]["supervised_tokens"] / job["epochs"]
     masks = {sample: mask.sum() for sample, mask in _masks(workplace).items()}
     assert sum(masks[name] for name in job["train"]) == epoch
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (16, 64)])
+def test_the_rivals_optimizer_steps_as_torchs(shape: tuple[int, int]) -> None:
+    """Up to the roundings of bf16, 2**-8, that five iterations pass on."""
+    weights = [torch.nn.Parameter(torch.zeros(shape)) for _ in range(2)]
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    real = torch.optim._muon._zeropower_via_newtonschulz
+    for weight, iteration in zip(weights, (real, orthogonalise), strict=True):
+        weight.grad = matrix.clone()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", iteration)
+            torch.optim.Muon([weight], lr=1.0).step()
+    theirs, ours = (weight.detach() for weight in weights)
+    assert float(theirs.norm()) > 0
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
 
 
 def _masks(workplace: Path) -> dict[str, torch.Tensor]:

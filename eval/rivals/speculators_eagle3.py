@@ -4,8 +4,8 @@
 
 JOB: store (a feature store of ours), target (folder), layer_ids, vocab (ascending target ids of the draft vocabulary, or
 null), train (ids of the samples to learn from), ttt_steps, epochs, step_tokens, row_tokens, lr, dtype, output and
-checkpoint_minutes; max_steps ends a run early, for measurements. In `output` come `head/`, written by
-`Eagle3DraftModel.save_pretrained`, `training.json` with what it took, and `state.pt` to resume from.
+checkpoint_minutes. In `output` come `head/`, written by `Eagle3DraftModel.save_pretrained`, `training.json` with what it
+took, and `state.pt` to resume from.
 
 What is the package's own (0.9.0), at the defaults of its `speculators train`: the model with its norms and its frozen
 output projection, `build_draft_model`, `shift_batch`, `MultipackDistributedBatchSamplerV2`, `CollateFn`, the forward pass with its
@@ -36,15 +36,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-PAST_ZERO = 1e-6
-"""Weights of the final norm nearer to zero than this cannot be divided by."""
 START: dict[str, Any] = {"epoch": 0, "step": 0, "tokens": 0, "supervised_tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
 
 
 def main() -> None:
     """Read the job and train, from the last saved state where there is one."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print(json.dumps(train(job)), flush=True)
+    print(json.dumps(train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))), flush=True)
 
 
 class Store:
@@ -52,7 +49,7 @@ class Store:
 
     def __init__(self, path: str, layer_ids: list[int], norm: Tensor) -> None:
         self.path, self.layer_ids = Path(path), list(layer_ids)
-        if bool((norm.abs() < PAST_ZERO).any()):
+        if bool((norm.abs() < 1e-6).any()):
             raise SystemExit("The target's final norm has a weight of zero: the state before it cannot be told.")
         self.norm = norm.float()
         index = json.loads((self.path / "index.json").read_text(encoding="utf-8"))
@@ -98,9 +95,7 @@ def vocab_maps(ids: list[int] | None, vocab_size: int) -> tuple[Tensor | None, T
     if ids is None:
         return None, None
     chosen = torch.tensor(ids)
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[chosen] = True
-    return t2d, chosen - torch.arange(len(ids))
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True), chosen - torch.arange(len(ids))
 
 
 def make_model(job: dict[str, Any], config: Any) -> Any:
@@ -214,8 +209,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             done = sum(epoch_steps[: run["epoch"]]) + run["step"]
             if done % 5 == 0:
                 log(output, {**run, **figures, "step": done, "of": sum(epoch_steps)})
-            if done == job.get("max_steps"):
-                return run
             if time.perf_counter() - saved > 60 * job["checkpoint_minutes"]:
                 save_state(output / "state.pt", parts, run)
                 saved = time.perf_counter()
@@ -234,16 +227,14 @@ def trainer_settings(config: Any) -> Any:
 
 def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
     """torch's own iteration for Muon over a matrix [m, n], rounded to bf16 where that rounds, multiplied in fp32."""
-    a, b, c = ns_coefficients
-    tall = grad.shape[0] > grad.shape[1]
+    (a, b, c), tall = ns_coefficients, grad.shape[0] > grad.shape[1]
     x = grad.bfloat16().T if tall else grad.bfloat16()
-    x = x / x.norm().clamp(min=eps)
+    x = (x / x.norm().clamp(min=eps)).float()
     for _ in range(ns_steps):
-        wide = x.float()
-        gram = (wide @ wide.T).bfloat16().float()
+        gram = (x @ x.T).bfloat16().float()
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c).bfloat16().float()
-        x = torch.addmm(wide, gram, wide, beta=a).bfloat16()
-    return x.T if tall else x
+        x = torch.addmm(x, gram, x, beta=a).bfloat16().float()
+    return (x.T if tall else x).bfloat16()
 
 
 def one_step(
@@ -251,8 +242,7 @@ def one_step(
 ) -> dict[str, Any]:
     """One optimizer step over packed rows; returns tokens, supervised tokens, loss and the accuracy of each step."""
     counts = [int(row["loss_mask"].sum()) for row in rows]
-    for optimizer in optimizers:
-        optimizer.zero_grad()
+    model.zero_grad()
     loss_sum, sums = 0.0, dict[str, float]()
     for row, count in zip(rows, counts, strict=True):
         if not count:
@@ -269,8 +259,8 @@ def one_step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    steps = call["ttt_steps"]
-    accuracy = [sums[f"full_acc_{k}_sum"] / max(1.0, sums[f"full_acc_{k}_total"]) for k in range(steps)]
+    found = [(sums[f"full_acc_{k}_sum"], sums[f"full_acc_{k}_total"]) for k in range(call["ttt_steps"])]
+    accuracy = [right / max(1.0, rows_of) for right, rows_of in found]
     tokens = sum(int((row["document_ids"] >= 0).sum()) for row in rows)
     return {"tokens": tokens, "supervised_tokens": sum(counts), "loss": loss_sum, "accuracy": accuracy}
 
@@ -280,21 +270,17 @@ def finish(job: dict[str, Any], config: Any, model: Any, run: dict[str, Any], st
     output = Path(job["output"])
     model.save_pretrained(output / "head")
     flat = config.flatten()
-    shown = [
-        *("optimizer", "lr", "muon_lr", "weight_decay", "muon_weight_decay", "muon_momentum", "muon_adjust_lr_fn"),
-        *("scheduler_type", "ttt_steps", "ttt_step_loss_decay", "loss_fn", "norm_before_residual", "norm_before_fc"),
-        *("norm_output", "hidden_states_dtype", "seed"),
-    ]
+    shown = (
+        "optimizer lr muon_lr weight_decay muon_weight_decay muon_momentum muon_adjust_lr_fn scheduler_type ttt_steps "
+    )
+    shown += "ttt_step_loss_decay loss_fn norm_before_residual norm_before_fc norm_output hidden_states_dtype seed"
     record = {
         "trainer": f"speculators {version('speculators')}",
         **{key: job.get(key) for key in ("epochs", "step_tokens", "row_tokens", "answers")},
         "steps": steps,
-        "seconds": run["seconds"],
-        "cpu_seconds": run["cpu_seconds"],
-        "tokens": run["tokens"],
-        "supervised_tokens": run["supervised_tokens"],
+        **{key: run[key] for key in ("seconds", "cpu_seconds", "tokens", "supervised_tokens")},
         "parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "settings": {key: flat[key] for key in shown},
+        "settings": {key: flat[key] for key in shown.split()},
     }
     scratch = output / "training.json.tmp"
     scratch.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

@@ -65,6 +65,21 @@ SUBJECTS = (
         factors=(0.5,),
         overrides=("--head.draft_vocab_size=null",),
     ),
+    Subject(
+        # Our trainer with what speculators does by default: a head's norms, its frozen projection, the weights of its steps
+        # and how its rate and weights decay.
+        "eagle3-as-speculators",
+        "recipes/eagle3/shared-target.yaml",
+        factors=(1.0,),
+        overrides=(
+            "--head.norm_before_fc=true",
+            "--head.norm_output=true",
+            "--head.train_lm_head=false",
+            "--train.loss.decay=1.0",
+            "--train.weight_decay=0.1",
+            "--train.final_lr=0",
+        ),
+    ),
     Subject("speculators-eagle3", rates=(0.003, 0.01, 0.03)),
     Subject("eagle3.1", "recipes/eagle3/eagle3.1-shared-target.yaml"),
     Subject("peagle", "recipes/peagle/shared-target.yaml"),

@@ -219,7 +219,7 @@ def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[
         "answers": identify_texts(samples),
         "epochs": epochs_for(bench.budget, supervised(samples, places)),
         "step_tokens": recipe.train.row_tokens * recipe.train.rows * recipe.train.accumulation,
-        "row_tokens": max(len(samples[place].ids) for place in places),
+        "row_tokens": max(recipe.train.row_tokens, *(len(samples[place].ids) for place in places)),
         "dtype": "float32",
         "checkpoint_minutes": recipe.train.checkpoint_minutes,
     }

@@ -17,7 +17,8 @@ from draftsmith.drafters_page import best_run, render
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_seconds
 from draftsmith.errors import UserError
-from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, orthogonalise, vocab_maps
+from draftsmith.eval.rivals.cpu_parts import SupervisedLoss, blocks, document_attention, orthogonalise
+from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, vocab_maps
 from draftsmith.session import Session
 from tests.workplace import make_workplace
 
@@ -235,6 +236,41 @@ def test_the_rivals_optimizer_steps_as_torchs(shape: tuple[int, int]) -> None:
     theirs, ours = (weight.detach() for weight in weights)
     assert float(theirs.norm()) > 0
     assert float((ours - theirs).norm() / theirs.norm()) < 0.02
+
+
+def test_the_rivals_attention_by_documents_is_that_of_its_dense_mask() -> None:
+    """Documents of 3, 1 and 5 tokens and 2 of padding, over three steps: outputs and gradients of torch's own attention."""
+    documents = torch.tensor([0, 0, 0, 1, 2, 2, 2, 2, 2, -1, -1])
+    rows = len(documents)
+    eye = torch.eye(rows, dtype=torch.bool)
+    first = (documents[:, None] == documents) & (documents[:, None] >= 0) & torch.ones(rows, rows).tril().bool() | eye
+    mask = torch.cat([first, eye, eye], 1)[None, None]
+    assert list(blocks(first)) == [(0, 3), (3, 4), (4, 9), (9, 11)]
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, rows, 8, generator=draw, requires_grad=True)
+    key, value = (torch.randn(1, 2, 3 * rows, 8, generator=draw, requires_grad=True) for _ in range(2))
+    found, _ = document_attention(None, query, key, value, mask, 0.3)
+    dense = torch.nn.functional.scaled_dot_product_attention
+    expected = dense(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+    weight = torch.randn(found.shape, generator=draw)
+    for ours, theirs in zip(
+        torch.autograd.grad((found * weight).sum(), (query, key, value)),
+        torch.autograd.grad((expected * weight).sum(), (query, key, value)),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("step", [0, 2])
+def test_the_rivals_loss_leaves_out_what_is_not_supervised(step: int) -> None:
+    def squares(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((logits - targets) ** 2).sum(-1)
+
+    loss = SupervisedLoss(squares)
+    loss.mask = torch.tensor([[True, False, True, True, False, True]])
+    logits, targets = torch.randn(2, 1, 6 - step, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(loss(logits, targets), squares(logits, targets) * loss.mask[:, step:])
 
 
 def _masks(workplace: Path) -> dict[str, torch.Tensor]:

@@ -14,13 +14,12 @@ KL loss over the draft vocabulary and equal weights of the steps (ttt_step_loss_
 with 1% warmup, the gradient norm of 1, weights in fp32, seed 42. Its recipe adds no noise to hidden states.
 
 What had to be ours: the loop, as its Trainer sends everything to a GPU, step for step the same, but without validation
-(it would hold a tenth of the data back and mark the best epoch; here the head is the last step's); sdpa attention in place
-of flex, which has no backward on a CPU, and the eager form of the loss in place of Triton's; full attention in place of a
-window of 2048, which no sample is longer than; dtype of hidden states (its default is bf16), aux layers, draft vocabulary,
-steps, epochs and learning rate, from the job. A step of it is one packed row of `total_seq_len` tokens; attention over
-dense masks costs a CPU the square of that, so a step is taken over shorter rows, each weighted by its supervised tokens,
-which makes its loss that of the long row (but for later steps' means, over slightly other numbers of rows). Muon's products
-of bf16 matrices are made in fp32 and rounded, which is what they are, ten times as fast on a CPU without bf16. The store has
+(it would hold a tenth of the data back and mark the best epoch; here the head is the last step's); the eager form of the loss
+in place of Triton's; full attention in place of a window of 2048, which no sample is longer than; dtype of hidden states (its
+default is bf16), aux layers, draft vocabulary, steps, epochs and learning rate, from the job. A step of it is one packed row of
+`total_seq_len` tokens; its masks are dense on a CPU and grow with the square of that, so a step is taken over shorter rows, each
+weighted by its supervised tokens, which makes its loss that of the long row (but for later steps' means, over slightly other
+numbers of rows). cpu_parts.py has what is as cheap on a CPU: attention in place of flex, loss, Muon's products. The store has
 the state y behind the target's final norm (weight w), speculators wants the one before: the norm of y / w, times w, is y again.
 """
 
@@ -181,16 +180,17 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         return json.loads((output / "training.json").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
     config = make_config(job)
+    losses = on_cpu()
     model = make_model(job, config).train()
     store = Store(job["store"], job["layer_ids"], final_norm(job["target"]))
     rows = Rows(job, store, config, model.hidden_size)
     settings = trainer_settings(config)
-    torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
     optimizers = build_optimizers(model, settings)
     epoch_steps = [len(rows.epoch(number)) for number in range(job["epochs"])]
     warmup, total = _resolve_scheduler_steps(settings, epoch_steps[0])
     schedulers = [get_linear_schedule_with_warmup(one, warmup, total) for one in optimizers]
     call, _ = model.get_trainer_kwargs(**config.flatten())
+    call["loss_config"] = {name: (losses(loss), weight) for name, (loss, weight) in call["loss_config"].items()}
     parts = {"model": model, **{f"o{i}": o for i, o in enumerate(optimizers)}}
     parts |= {f"s{i}": s for i, s in enumerate(schedulers)}
     run = load_state(output / "state.pt", parts) or {**START}
@@ -216,6 +216,16 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return finish(job, config, model, run, sum(epoch_steps))
 
 
+def on_cpu() -> Any:
+    """Put what is cheaper on a CPU in the package's place; return what wraps its losses."""
+    from cpu_parts import SupervisedLoss, document_attention, orthogonalise
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("sdpa", document_attention)
+    torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
+    return SupervisedLoss
+
+
 def trainer_settings(config: Any) -> Any:
     """The part of the configuration that the package hands to its Trainer, for its schedule."""
     from speculators.train.trainer import TrainerConfig
@@ -223,18 +233,6 @@ def trainer_settings(config: Any) -> Any:
     flat = config.flatten()
     names = {key: flat[key] for key in TrainerConfig._fields if key in flat and key != "hidden_states_dtype"}
     return TrainerConfig(num_epochs=flat["epochs"], **names)
-
-
-def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:
-    """torch's own iteration for Muon over a matrix [m, n], rounded to bf16 where that rounds, multiplied in fp32."""
-    (a, b, c), tall = ns_coefficients, grad.shape[0] > grad.shape[1]
-    x = grad.bfloat16().T if tall else grad.bfloat16()
-    x = (x / x.norm().clamp(min=eps)).float()
-    for _ in range(ns_steps):
-        gram = (x @ x.T).bfloat16().float()
-        gram = torch.addmm(gram, gram, gram, beta=b, alpha=c).bfloat16().float()
-        x = torch.addmm(x, gram, x, beta=a).bfloat16().float()
-    return (x.T if tall else x).bfloat16()
 
 
 def one_step(
@@ -248,6 +246,8 @@ def one_step(
         if not count:
             continue
         tensors = {key: value for key, value in row.items() if isinstance(value, Tensor)}
+        for loss, _ in call["loss_config"].values():
+            loss.mask = row["loss_mask"]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
             _, loss, metrics = model(**tensors, **call)
         share = count / sum(counts)

@@ -17,7 +17,7 @@ from draftsmith.drafters_page import best_run, render
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_seconds
 from draftsmith.errors import UserError
-from draftsmith.eval.rivals.cpu_parts import SupervisedLoss, blocks, document_attention, orthogonalise
+from draftsmith.eval.rivals.cpu_parts import Supervision, blocks, document_attention, orthogonalise
 from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, vocab_maps
 from draftsmith.session import Session
 from tests.workplace import make_workplace
@@ -262,15 +262,26 @@ def test_the_rivals_attention_by_documents_is_that_of_its_dense_mask() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("step", [0, 2])
-def test_the_rivals_loss_leaves_out_what_is_not_supervised(step: int) -> None:
+def test_the_rival_leaves_out_what_is_not_supervised() -> None:
+    """Losses over two steps and their gradients are those of projecting and comparing everything."""
+
     def squares(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return ((logits - targets) ** 2).sum(-1)
 
-    loss = SupervisedLoss(squares)
-    loss.mask = torch.tensor([[True, False, True, True, False, True]])
-    logits, targets = torch.randn(2, 1, 6 - step, 5, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(loss(logits, targets), squares(logits, targets) * loss.mask[:, step:])
+    draw = torch.Generator().manual_seed(0)
+    linear, supervision = torch.nn.Linear(4, 7, bias=False), Supervision()
+    project, loss = supervision.project(linear), supervision.loss(squares)
+    mask = torch.tensor([[True, False, True, True, False, True]])
+    for _ in range(2):  # rows one after the other
+        supervision.begin(mask)
+        for step in range(3):
+            states = torch.randn(1, 6, 4, generator=draw, requires_grad=True)
+            targets = torch.randn(1, 6 - step, 7, generator=draw)
+            found = loss(project(states)[:, : 6 - step], targets)
+            expected = squares(linear(states)[:, : 6 - step], targets) * mask[:, step:]
+            torch.testing.assert_close(found, expected)
+            ours, theirs = (torch.autograd.grad(one.sum(), states)[0] for one in (found, expected))
+            torch.testing.assert_close(ours, theirs)
 
 
 def _masks(workplace: Path) -> dict[str, torch.Tensor]:

@@ -54,22 +54,45 @@ def blocks(mask: Tensor) -> Iterator[tuple[int, int]]:
     yield from pairwise(cuts)
 
 
-class SupervisedLoss:
-    """A loss per position of the package, computed for the supervised positions alone: of the others it drops what it gets.
+class Supervision:
+    """What of a packed row is supervised, so that logits and losses are computed there alone: the package drops the others.
 
-    `mask` [1, L] is that of the row at hand; later steps lose the first positions, as the package aligns them.
+    At step k (0, 1, ...) the logits of place i stand for the label of place i + k, as the package aligns them.
     """
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self.loss = loss
+    def __init__(self) -> None:
         self.mask = torch.zeros(1, 0, dtype=torch.bool)
+        self.step = 0
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The losses [1, N] of logits and targets [1, N, W], zero where there is no supervision."""
-        count = logits.shape[1]
-        places = self.mask[0, self.mask.shape[1] - count :].nonzero().flatten()
-        found = self.loss(logits.index_select(1, places), targets.index_select(1, places))
-        return found.new_zeros(1, count).index_copy(1, places, found)
+    def begin(self, mask: Tensor) -> None:
+        """Go on with a row of the mask [1, L], at its first step."""
+        self.mask, self.step = mask, 0
+
+    def places(self, step: int) -> Tensor:
+        """The places whose logits count at a step."""
+        return self.mask[0, step:].nonzero().flatten()
+
+    def project(self, linear: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
+        """A forward pass of the output projection, [1, L, H] -> [1, L, W], once a step; zero where nothing counts."""
+
+        def forward(states: Tensor) -> Tensor:
+            places = self.places(self.step)
+            self.step += 1
+            found = torch.nn.functional.linear(states.index_select(1, places), linear.weight, linear.bias)
+            return found.new_zeros(*states.shape[:2], found.shape[-1]).index_copy_(1, places, found)
+
+        return forward
+
+    def loss(self, loss: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """A loss [1, N] of logits and targets [1, N, W], N = L less the step; zero where nothing counts."""
+
+        def forward(logits: Tensor, targets: Tensor) -> Tensor:
+            count = logits.shape[1]
+            places = self.places(self.mask.shape[1] - count)
+            found = loss(logits.index_select(1, places), targets.index_select(1, places))
+            return found.new_zeros(1, count).index_copy_(1, places, found)
+
+        return forward
 
 
 def orthogonalise(grad: Tensor, ns_coefficients: tuple[float, float, float], ns_steps: int, eps: float) -> Tensor:

@@ -35,7 +35,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-START: dict[str, Any] = {"epoch": 0, "step": 0, "tokens": 0, "supervised_tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
+Facts = dict[str, Any]
+START: Facts = {"epoch": 0, "step": 0, "tokens": 0, "supervised_tokens": 0, "seconds": 0.0, "cpu_seconds": 0.0}
 
 
 def main() -> None:
@@ -97,7 +98,7 @@ def vocab_maps(ids: list[int] | None, vocab_size: int) -> tuple[Tensor | None, T
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, chosen, True), chosen - torch.arange(len(ids))
 
 
-def make_model(job: dict[str, Any], config: Any) -> Any:
+def make_model(job: Facts, config: Any) -> Any:
     """The untrained draft model that `speculators train` would make, with the job's vocabulary and layers."""
     import argparse
 
@@ -111,7 +112,7 @@ def make_model(job: dict[str, Any], config: Any) -> Any:
     return build_draft_model(args, Eagle3DraftModel, t2d, d2t, size if d2t is None else len(d2t)).float()
 
 
-def make_config(job: dict[str, Any]) -> Any:
+def make_config(job: Facts) -> Any:
     """The package's own configuration with its own defaults, but for what the job and a CPU decide."""
     from speculators.train.config import TrainConfig
 
@@ -137,7 +138,7 @@ def make_config(job: dict[str, Any]) -> Any:
 class Rows:
     """The packed rows of every epoch, made by the package's sampler and collate function, grouped into steps."""
 
-    def __init__(self, job: dict[str, Any], store: Store, config: Any, hidden_size: int) -> None:
+    def __init__(self, job: Facts, store: Store, config: Any, hidden_size: int) -> None:
         from speculators.models.eagle3 import shift_batch
         from speculators.train.data import CollateFn
         from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
@@ -164,12 +165,12 @@ class Rows:
             room -= tokens
         return steps
 
-    def read(self, row: Any) -> dict[str, Any]:
+    def read(self, row: Any) -> Facts:
         """A packed row [1, row_tokens]."""
         return self.collate([self.store.get(self.names[i]) for i in row])
 
 
-def train(job: dict[str, Any]) -> dict[str, Any]:
+def train(job: Facts) -> Facts:
     """Train as the job says; return what `training.json` holds."""
     from speculators.train.optimizers import build_optimizers
     from speculators.train.trainer import _resolve_scheduler_steps
@@ -180,7 +181,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         return json.loads((output / "training.json").read_text(encoding="utf-8"))
     output.mkdir(parents=True, exist_ok=True)
     config = make_config(job)
-    losses = on_cpu()
     model = make_model(job, config).train()
     store = Store(job["store"], job["layer_ids"], final_norm(job["target"]))
     rows = Rows(job, store, config, model.hidden_size)
@@ -190,7 +190,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     warmup, total = _resolve_scheduler_steps(settings, epoch_steps[0])
     schedulers = [get_linear_schedule_with_warmup(one, warmup, total) for one in optimizers]
     call, _ = model.get_trainer_kwargs(**config.flatten())
-    call["loss_config"] = {name: (losses(loss), weight) for name, (loss, weight) in call["loss_config"].items()}
+    supervision = on_cpu(model, call)
     parts = {"model": model, **{f"o{i}": o for i, o in enumerate(optimizers)}}
     parts |= {f"s{i}": s for i, s in enumerate(schedulers)}
     run = load_state(output / "state.pt", parts) or {**START}
@@ -198,7 +198,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     while run["epoch"] < job["epochs"]:
         for group in rows.epoch(run["epoch"])[run["step"] :]:
             started, worked = time.perf_counter(), time.process_time()
-            figures = one_step(model, [rows.read(row) for row in group], call, getattr(torch, job["dtype"]), optimizers)
+            packed, dtype = [rows.read(row) for row in group], getattr(torch, job["dtype"])
+            figures = one_step(model, packed, call, dtype, optimizers, supervision)
             for scheduler in schedulers:
                 scheduler.step()
             run["step"] += 1
@@ -216,14 +217,17 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     return finish(job, config, model, run, sum(epoch_steps))
 
 
-def on_cpu() -> Any:
-    """Put what is cheaper on a CPU in the package's place; return what wraps its losses."""
-    from cpu_parts import SupervisedLoss, document_attention, orthogonalise
+def on_cpu(model: Any, call: Facts) -> Any:
+    """Put what is cheaper on a CPU in the package's place; return what has to know what of a row is supervised."""
+    from cpu_parts import Supervision, document_attention, orthogonalise
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa", document_attention)
     torch.optim._muon._zeropower_via_newtonschulz = orthogonalise
-    return SupervisedLoss
+    supervision = Supervision()
+    model.lm_head.forward = supervision.project(model.lm_head)
+    call["loss_config"] = {name: (supervision.loss(one), weight) for name, (one, weight) in call["loss_config"].items()}
+    return supervision
 
 
 def trainer_settings(config: Any) -> Any:
@@ -236,8 +240,8 @@ def trainer_settings(config: Any) -> Any:
 
 
 def one_step(
-    model: Any, rows: list[dict[str, Any]], call: dict[str, Any], dtype: torch.dtype, optimizers: list[Any]
-) -> dict[str, Any]:
+    model: Any, rows: list[Facts], call: Facts, dtype: torch.dtype, optimizers: list[Any], supervision: Any
+) -> Facts:
     """One optimizer step over packed rows; returns tokens, supervised tokens, loss and the accuracy of each step."""
     counts = [int(row["loss_mask"].sum()) for row in rows]
     model.zero_grad()
@@ -246,8 +250,7 @@ def one_step(
         if not count:
             continue
         tensors = {key: value for key, value in row.items() if isinstance(value, Tensor)}
-        for loss, _ in call["loss_config"].values():
-            loss.mask = row["loss_mask"]
+        supervision.begin(row["loss_mask"])
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
             _, loss, metrics = model(**tensors, **call)
         share = count / sum(counts)
@@ -265,7 +268,7 @@ def one_step(
     return {"tokens": tokens, "supervised_tokens": sum(counts), "loss": loss_sum, "accuracy": accuracy}
 
 
-def finish(job: dict[str, Any], config: Any, model: Any, run: dict[str, Any], steps: int) -> dict[str, Any]:
+def finish(job: Facts, config: Any, model: Any, run: Facts, steps: int) -> Facts:
     """Save the head and the record of its training; remove what resuming needed."""
     output = Path(job["output"])
     model.save_pretrained(output / "head")
@@ -289,14 +292,14 @@ def finish(job: dict[str, Any], config: Any, model: Any, run: dict[str, Any], st
     return record
 
 
-def save_state(file: Path, parts: dict[str, Any], run: dict[str, Any]) -> None:
+def save_state(file: Path, parts: Facts, run: Facts) -> None:
     """Save what resuming needs, whole or not at all."""
     scratch = file.with_suffix(".tmp")
     torch.save({"run": run, **{name: part.state_dict() for name, part in parts.items()}}, scratch)
     os.replace(scratch, file)
 
 
-def load_state(file: Path, parts: dict[str, Any]) -> dict[str, Any] | None:
+def load_state(file: Path, parts: Facts) -> Facts | None:
     """Restore `parts` from a saved state and return its counters; None where there is none."""
     if not file.exists():
         return None
@@ -306,7 +309,7 @@ def load_state(file: Path, parts: dict[str, Any]) -> dict[str, Any] | None:
     return state["run"]
 
 
-def log(output: Path, record: dict[str, Any]) -> None:
+def log(output: Path, record: Facts) -> None:
     """Append a line to metrics.jsonl and show it."""
     with (output / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

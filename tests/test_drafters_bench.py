@@ -18,7 +18,8 @@ from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_seconds
 from draftsmith.errors import UserError
 from draftsmith.eval.rivals.cpu_parts import Supervision, blocks, document_attention, orthogonalise
-from draftsmith.eval.rivals.speculators_eagle3 import Store, final_norm, vocab_maps
+from draftsmith.eval.rivals.our_store import Store, final_norm
+from draftsmith.eval.rivals.speculators_eagle3 import vocab_maps
 from draftsmith.session import Session
 from tests.workplace import make_workplace
 

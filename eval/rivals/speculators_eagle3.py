@@ -19,8 +19,8 @@ in place of Triton's; full attention in place of a window of 2048, which no samp
 default is bf16), aux layers, draft vocabulary, steps, epochs and learning rate, from the job. A step of it is one packed row of
 `total_seq_len` tokens; its masks are dense on a CPU and grow with the square of that, so a step is taken over shorter rows, each
 weighted by its supervised tokens, which makes its loss that of the long row (but for later steps' means, over slightly other
-numbers of rows). cpu_parts.py has what is as cheap on a CPU: attention in place of flex, loss, Muon's products. The store has
-the state y behind the target's final norm (weight w), speculators wants the one before: the norm of y / w, times w, is y again.
+numbers of rows). cpu_parts.py has what only makes it cheaper: attention by documents in place of flex, which has no backward
+on a CPU, the projection and the loss where there is supervision, and Muon's products of bf16 matrices, made in fp32 and rounded.
 """
 
 import json
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 Facts = dict[str, Any]
@@ -42,52 +41,6 @@ START: Facts = {"epoch": 0, "step": 0, "tokens": 0, "supervised_tokens": 0, "sec
 def main() -> None:
     """Read the job and train, from the last saved state where there is one."""
     print(json.dumps(train(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))), flush=True)
-
-
-class Store:
-    """Samples of a feature store as speculators' data sets give them; `norm` is the weight [H] of the final norm."""
-
-    def __init__(self, path: str, layer_ids: list[int], norm: Tensor) -> None:
-        self.path, self.layer_ids = Path(path), list(layer_ids)
-        if bool((norm.abs() < 1e-6).any()):
-            raise SystemExit("The target's final norm has a weight of zero: the state before it cannot be told.")
-        self.norm = norm.float()
-        index = json.loads((self.path / "index.json").read_text(encoding="utf-8"))
-        if not index["complete"] or not set(layer_ids) <= set(index["layer_ids"]):
-            raise SystemExit(f"{path} is not complete or lacks one of the layers {layer_ids}.")
-        self.place: dict[str, tuple[int, int]] = {}
-        self.length: dict[str, int] = {}
-        self.shards: list[Any] = []
-        for number, shard in enumerate(index["shards"]):
-            self.shards.append(safe_open(self.path / shard["file"], framework="pt"))
-            for row, (name, length) in enumerate(zip(shard["ids"], shard["lengths"], strict=True)):
-                self.place[name], self.length[name] = (number, row), length
-
-    def get(self, name: str) -> dict[str, Tensor]:
-        """One sample of L tokens: input_ids [L], loss_mask [L], hidden_states [L, A*H], verifier_last_hidden_states [L, H]
-        (before the final norm, up to its scale), lengths [1], position_ids [L]."""
-        number, row = self.place[name]
-        shard = self.shards[number]
-        start, end = (int(x) for x in shard.get_slice("offsets")[row : row + 2])
-        last = shard.get_slice("last")[start:end].float()
-        return {
-            "hidden_states": torch.cat([shard.get_slice(f"aux.{k}")[start:end] for k in self.layer_ids], -1),
-            "input_ids": shard.get_slice("ids")[start:end].long(),
-            "verifier_last_hidden_states": last / self.norm,
-            "loss_mask": shard.get_slice("mask")[start:end].bool(),
-            "lengths": torch.tensor([end - start]),
-            "position_ids": torch.arange(end - start),
-        }
-
-
-def final_norm(target: str) -> Tensor:
-    """The weight [H] of the final norm of a target in safetensors files."""
-    for file in sorted(Path(target).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a mapping
-                if name.endswith("model.norm.weight"):
-                    return opened.get_tensor(name)
-    raise SystemExit(f"There is no model.norm.weight in {target}.")
 
 
 def vocab_maps(ids: list[int] | None, vocab_size: int) -> tuple[Tensor | None, Tensor | None]:
@@ -138,7 +91,7 @@ def make_config(job: Facts) -> Any:
 class Rows:
     """The packed rows of every epoch, made by the package's sampler and collate function, grouped into steps."""
 
-    def __init__(self, job: Facts, store: Store, config: Any, hidden_size: int) -> None:
+    def __init__(self, job: Facts, store: Any, config: Any, hidden_size: int) -> None:
         from speculators.models.eagle3 import shift_batch
         from speculators.train.data import CollateFn
         from speculators.train.distributed_batch_sampler import MultipackDistributedBatchSamplerV2
@@ -172,6 +125,7 @@ class Rows:
 
 def train(job: Facts) -> Facts:
     """Train as the job says; return what `training.json` holds."""
+    from our_store import Store, final_norm
     from speculators.train.optimizers import build_optimizers
     from speculators.train.trainer import _resolve_scheduler_steps
     from transformers import get_linear_schedule_with_warmup

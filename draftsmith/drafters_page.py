@@ -137,6 +137,12 @@ def best(entry: Entry) -> Entry:
     return best_run(entry["runs"])
 
 
+def _decoded(entry: Entry) -> Entry:
+    """What decoding measured, by temperature; nothing where that was with another head than the tables have."""
+    decoded = entry["decoded"]
+    return decoded["at"] if decoded and decoded["head"] == best(entry)["head"] else {}
+
+
 def headline(folder: Path, order: Sequence[str]) -> str:
     """A row per drafter of a folder of result files, with what a README has room for, each with its own draft length."""
     entries = read_entries(folder, order)
@@ -149,7 +155,7 @@ def headline(folder: Path, order: Sequence[str]) -> str:
     ]
     lines = []
     for entry in entries:
-        run, decoded = best(entry), (entry["decoded"] or {}).get("at", {})
+        run, decoded = best(entry), _decoded(entry)
         cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
         for t in temperatures:
             tau = run["simulated"].get(t, {}).get("tau", {}).get(str(run["K"]))
@@ -166,7 +172,7 @@ def overview(entries: Sequence[Entry]) -> str:
         head += [f"tau T={t}, K 5", f"tau T={t}, own K", f"decoded T={t}", f"speedup T={t}"]
     lines = []
     for entry in entries:
-        run, decoded = best(entry), (entry["decoded"] or {}).get("at", {})
+        run, decoded = best(entry), _decoded(entry)
         some: Entry = next(iter(decoded.values()), {})
         cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", _minutes(run["training"]["seconds"])]
         cells += [str(run["K"]), _number(some.get("draft_ms")), _number(some.get("target_ms"))]
@@ -178,7 +184,7 @@ def overview(entries: Sequence[Entry]) -> str:
     texts = [
         f"{entry['name']} {at['equal']} of {at['checked']}"
         for entry in entries
-        for at in ((entry["decoded"] or {}).get("at", {}).get("0", {}),)
+        for at in (_decoded(entry).get("0", {}),)
         if at.get("checked")
     ]
     told = f"\nGreedy texts that are those of the target alone: {', '.join(texts)}.\n" if texts else ""

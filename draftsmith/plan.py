@@ -15,7 +15,9 @@ from draftsmith.data.feature_index import DTYPES, readable_bytes
 from draftsmith.devices import Device, find_device
 from draftsmith.errors import UserError
 from draftsmith.head_costs import head_cost
+from draftsmith.heads.block_options import check_block
 from draftsmith.heads.export import find_layout
+from draftsmith.heads.mask_token import check_mask_token
 from draftsmith.heads.option_fields import draft_vocab_size_of
 from draftsmith.heads.target import check_layer_ids
 from draftsmith.plan_figures import BANDWIDTH_SHARE, Assumptions, Plan
@@ -43,6 +45,10 @@ def _check_head(recipe: Recipe, target: TargetShape) -> None:
         raise UserError(
             f"head.draft_vocab_size is {size}, but the target has {target.vocab} tokens: choose a smaller one, or null."
         )
+    if (mask := getattr(recipe.head, "mask_token_id", None)) is not None:
+        check_mask_token(mask, target.vocab, recipe.target.path)
+    if (block := getattr(recipe.head, "block_size", None)) is not None:
+        check_block(block, target.context, recipe.target.path)
     if recipe.export.layout is not None:
         find_layout(recipe.export.layout, recipe.method)
 

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, HeadOutput, Piece, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.block_layer import BlockLayer
-from draftsmith.heads.block_options import BlockOptions
+from draftsmith.heads.block_options import BlockOptions, check_block
 from draftsmith.heads.eagle_layer import RMSNorm, Rotary, attend, rotate
 from draftsmith.heads.final_norm import start_norm
 from draftsmith.heads.layer_config import derive_layer_config, describe_layer_config
@@ -205,7 +204,7 @@ def build_block_head(kind: type[Head], options: BlockOptions, target: Target, dr
     """
     layer_ids = target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
     target.check_layer_ids(layer_ids)
-    check_block(options, target)
+    check_block(options.block_size, target.context_length, target.path)
     vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
     assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
     options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
@@ -213,15 +212,6 @@ def build_block_head(kind: type[Head], options: BlockOptions, target: Target, dr
         head = kind(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
     start_norm(head.norm, target)
     return head
-
-
-def check_block(options: BlockOptions, target: Target) -> None:
-    """Raise UserError for a block longer than the target's context."""
-    if options.block_size > target.context_length:
-        raise UserError(
-            f"head.block_size is {options.block_size}, but the target {target.path} reads no more than "
-            f"{target.context_length} tokens: make the block shorter."
-        )
 
 
 def load_block_head(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.block_base import BlockHead, Head, check_block
+from draftsmith.heads.block_base import BlockHead, Head
 from draftsmith.heads.block_layouts import SECTION
+from draftsmith.heads.block_options import check_block
 from draftsmith.heads.checkpoint import fill
 from draftsmith.heads.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.dflash import DFlashHead, DFlashOptions
@@ -149,7 +150,7 @@ def _options(path: Path, config: Mapping[str, Any], target: Target) -> dict[str,
 
 
 def _load(path: Path, config: Mapping[str, Any], target: Target, kind: type[Head], options: Any) -> Head:
-    check_block(options, target)
+    check_block(options.block_size, target.context_length, target.path)
     file, found = read_weights(path, target.device)
     tensors = tidy(found, file, target)
     vocab = _draft_vocab(file, tensors.pop(D2T, None), target)

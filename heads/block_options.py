@@ -50,3 +50,11 @@ class BlockOptions:
                 raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
         if self.mask_token_id is not None and self.mask_token_id < 0:
             raise UserError(f"head.mask_token_id is {self.mask_token_id}: give the id of a token, from 0.")
+
+
+def check_block(size: int, context: int, target: str | None) -> None:
+    """Raise UserError for a block longer than the context of a target."""
+    if size > context:
+        raise UserError(
+            f"head.block_size is {size}, but the target {target} reads no more than {context} tokens: make the block shorter."
+        )

@@ -17,11 +17,7 @@ def choose_mask_token(given: int | None, target: Target) -> int:
     Raises UserError for one outside the vocabulary, and where the tokenizer has none to spare.
     """
     if given is not None:
-        if given >= target.vocab_size:
-            raise UserError(
-                f"head.mask_token_id is {given}, but the target {target.path} has {target.vocab_size} tokens, numbered from 0: "
-                "name one that no text has."
-            )
+        check_mask_token(given, target.vocab_size, target.path)
         return given
     found = None if target.directory is None else next(spare_tokens(target.directory, target.eos_ids), None)
     if found is None or found >= target.vocab_size:
@@ -30,6 +26,15 @@ def choose_mask_token(given: int | None, target: Target) -> int:
             f"head.mask_token_id to a token, from 0 to {target.vocab_size - 1}, that no text has."
         )
     return found
+
+
+def check_mask_token(given: int, vocab_size: int, target: str | None) -> None:
+    """Raise UserError for a token outside the vocabulary of a target."""
+    if given >= vocab_size:
+        raise UserError(
+            f"head.mask_token_id is {given}, but the target {target} has {vocab_size} tokens, numbered from 0: name one that "
+            "no text has."
+        )
 
 
 def spare_tokens(folder: Path, eos_ids: tuple[int, ...]) -> Iterator[int]:

@@ -331,7 +331,10 @@ def write_entries(folder: Path) -> None:
     runs.insert(0, older)
     at = {"draft_ms": 1.5, "target_ms": 4.0, "tau": 2.51, "speedup": 1.25, "equal": 3, "checked": 4}
     once = {**at, "equal": None, "checked": None, "speedup": 1.5, "speedup_spread": [1.5, 1.5], "repeats": 1}
-    decoded = {"at": {"0": at | {"speedup_spread": [1.2, 1.31], "repeats": 3}, "1": once}, **make_run("", 1, [1, 1])}
+    decoded = {
+        "at": {"0": at | {"speedup_spread": [1.2, 1.31], "repeats": 3}, "1": once},
+        **make_run("a-lr2", 1, [1, 1]),
+    }
     short = make_run("b-1", 1.5, [10.0, 30.0], tuned=True, K=4)
     reached = short["simulated"]["0"]
     short["simulated"] = dict.fromkeys("01", reached | {"tau": {"3": reached["tau"]["3"], "4": reached["tau"]["5"]}})
@@ -339,7 +342,7 @@ def write_entries(folder: Path) -> None:
         {"name": "a", "recipe": "recipes/a.yaml", "runs": runs, "decoded": decoded},
         {"name": "b", "recipe": None, "runs": [short], "decoded": None},
         {"name": "c", "recipe": None, "runs": [make_run("c-1", 1.5, [1.0, 1.0], inputs="other")], "decoded": None},
-        {"name": "d", "recipe": None, "runs": [make_run("d-1", 1.5, [1.0, 1.0])], "decoded": None, "budget": 7},
+        {"name": "d", "recipe": None, "runs": [make_run("d-1", 1.5, [1.0, 1.0])], "decoded": decoded, "budget": 7},
         {"name": "e", "recipe": None, "runs": [make_run("e-1", 1.5, [1.0, 1.0])], "decoded": None},
     ]
     entries[-1]["runs"][0]["training"]["answers"] = "anew"
@@ -361,6 +364,7 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "**Trained on another number of tokens than a: d.**" in page
     assert "**Trained on other answers of the target than a: e.**" in page
     assert "a 3 of 4." in page
+    assert page.count("1.25×") == 1, "what was decoded with another head than the tables have is left out"
     # Half the tokens per round on every prompt, so the interval has no width; other prompts are not compared.
     assert "| drafter | K | tau over a's at K 5, T=0 | tau over a's at K 5, T=1 |" in page
     assert "| b (tuned target) | 4 | -50.0% [-50.0%, -50.0%] | -50.0% [-50.0%, -50.0%] |" in page, (

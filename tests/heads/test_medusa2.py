@@ -449,7 +449,14 @@ def test_what_no_text_reaches_has_no_adapter() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lora_r", 0), ("lora_dropout", 1.0), ("lora_alpha", 0.0), ("adapter_lr", 0.0), ("target_modules", [])],
+    [
+        ("lora_r", 0),
+        ("lora_dropout", 1.0),
+        ("lora_alpha", 0.0),
+        ("lora_alpha", float("inf")),
+        ("adapter_lr", 0.0),
+        ("target_modules", []),
+    ],
 )
 def test_options_that_mean_nothing_are_refused(key: str, value: object) -> None:
     with pytest.raises(UserError, match=f"head.{key} is"):

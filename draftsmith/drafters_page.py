@@ -63,9 +63,9 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
   answers as ours, and its head is that of the last step, where its learning rate has reached zero.
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
-  answers (their own temperature, K 5), which are none of the prompts; all of them are in the last table but one, with the set
-  of answers that they learned from. Only runs on one set are compared, the newest. The other drafters were trained at one rate,
-  chosen in short trials or taken from a relative.
+  answers (their own temperature, K 5), which are none of the prompts, among those of its newest set of answers; all of them are
+  in the last table but one, with their sets. "Beside" holds every drafter against the first one's run on the same set. The
+  other drafters were trained at one rate, chosen in short trials or taken from a relative.
 """
 
 
@@ -193,20 +193,20 @@ def overview(entries: Sequence[Entry]) -> str:
 
 def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
     """tau over that of the first drafter at K 5 (a drafter that reaches less at what it reaches), with its interval: prompts
-    are drawn for both alike, so that it is narrower than the two intervals tell. Drafters that learned from another set of
-    answers are not compared."""
+    are drawn for both alike, so that it is narrower than the two intervals tell. A drafter is held against the run of the first
+    that learned from the same set of answers, where there is one."""
     temperatures = _temperatures(entries)
-    first = best(entries[0])
     lines = []
     for entry in entries[1:]:
         run = best(entry)
         cells = [_name(entry, run), _compared_at(run)]
+        alike = [one for one in entries[0]["runs"] if _answers(one) == _answers(run) and one["inputs"] == run["inputs"]]
+        first = best_run(alike)["simulated"] if alike else {}
         for t in temperatures:
-            pair = (run["simulated"].get(t), first["simulated"].get(t))
-            same = pair[0] and pair[1] and run["inputs"] == first["inputs"] and _answers(run) == _answers(first)
-            cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"], draws) if same else "–")
+            pair = (run["simulated"].get(t), first.get(t))
+            cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"], draws) if pair[0] and pair[1] else "–")
         lines.append(cells)
-    ours = f"{entries[0]['name']}'s at K {_compared_at(first)}"
+    ours = f"{entries[0]['name']}'s at K {_compared_at(best(entries[0]))}"
     return _table(["drafter", "K", *(f"tau over {ours}, T={t}" for t in temperatures)], lines)
 
 

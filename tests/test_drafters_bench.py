@@ -346,6 +346,8 @@ def write_entries(folder: Path) -> None:
         {"name": "e", "recipe": None, "runs": [make_run("e-1", 1.5, [1.0, 1.0])], "decoded": None},
     ]
     entries[-1]["runs"][0]["training"]["answers"] = "anew"
+    entries.append({"name": "f", "recipe": None, "runs": [make_run("f-1", 2.0, [5.0, 15.0])], "decoded": None})
+    entries[-1]["runs"][0]["training"]["answers"] = "older"
     for entry in entries:
         (folder / f"{entry['name']}.json").write_text(json.dumps({"budget": 3_000_000} | entry))
 
@@ -362,7 +364,7 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "| set 3 |" in rows["e-1"], "answers sampled anew are told apart"
     assert "**Measured on other prompts than a: c.**" in page
     assert "**Trained on another number of tokens than a: d.**" in page
-    assert "**Trained on other answers of the target than a: e.**" in page
+    assert "**Trained on other answers of the target than a: e, f.**" in page
     assert "a 3 of 4." in page
     assert page.count("1.25×") == 1, "what was decoded with another head than the tables have is left out"
     # Half the tokens per round on every prompt, so the interval has no width; other prompts are not compared.
@@ -372,6 +374,7 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     )
     assert "| c | 5 | – | – |" in page
     assert "| e | 5 | – | – |" in page, "drafters of other answers are not compared"
+    assert "| f | 5 | -20.0% [-20.0%, -20.0%] | -20.0%" in page, "one of older answers with the run on those"
     assert "| a | 0 | 5 | 2.50 | 2.50 [2.40, 2.70] |" in page
     assert "| a | 0 | 7 |" not in page, "what was not measured has no row"
     assert {"a-lr1", "a-lr2", "a-lr3", "b-1", "c-1"} <= set(rows)

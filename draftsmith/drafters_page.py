@@ -50,8 +50,8 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
   is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
-- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of speculators (0.79M), which ours
-  trains, and of block drafters, which is the target's.
+- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of speculators and of ours as
+  speculators would have it (0.79M), which `eagle3` trains, and of block drafters, which is the target's.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
   pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
   measured: decoding with the drafter and with the target alone in turns, one request at a time: the median of the repeats with

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.arguments import take
-from draftsmith.drafters_page import best_run, write_page
+from draftsmith.drafters_page import write_page
+from draftsmith.drafters_runs import answers_of, best_run
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.errors import UserError
 from draftsmith.eval.machine import environment
@@ -137,17 +138,18 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
     heads = [measure.digest(one) for one in trained]
     known = {r["head"]: r for r in before.get("runs", ()) if r["inputs"] == measure.inputs}
     decoded = before.get("decoded")
-    elsewhere = set(subject.run_names) - {one.name for one in trained}
-    same = before.get("budget") == budget
-    others = [r for r in known.values() if same and r["training"]["name"] in elsewhere]
+    # On another set of answers, a run of the same name is another one.
+    here = {(one.name, one.answers) for one in trained}
+    others = [r for r in known.values() if before.get("budget") == budget and _which(r) not in here]
+    others = [r for r in others if r["training"]["name"] in subject.run_names]
 
     def save() -> dict[str, Any]:
-        """Write what is known so far; the decoded run only beside the best run, whose head it is of."""
+        """Write what is known so far; the decoded run only beside the run whose head it is of."""
         pairs = zip(heads, trained, strict=True)
         runs = [known[head] | {"training": one.record} for head, one in pairs if head in known] + others
-        runs.sort(key=lambda r: subject.run_names.index(r["training"]["name"]))
+        runs.sort(key=lambda r: (subject.run_names.index(r["training"]["name"]), r["date"]))
         best = best_run(runs)
-        fits = decoded is not None and (decoded["head"], decoded["inputs"]) == (best["head"], measure.inputs)
+        fits = decoded is not None and any(all(decoded[key] == r[key] for key in ("head", "inputs")) for r in runs)
         entry = {"name": subject.name, "recipe": subject.recipe or None, "budget": budget, "runs": runs}
         write_json(file, entry | {"decoded": decoded if fits else None})
         return best
@@ -178,6 +180,11 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
         figures = measure.decoded(measure.contender(subject.name, trained[heads.index(best)]))
         decoded = {"head": best, "inputs": measure.inputs, **_facts(), "at": figures}
         save()
+
+
+def _which(run: dict[str, Any]) -> tuple[str, str | None]:
+    """What tells a run of a drafter from its others: the name, and the answers that it learned from."""
+    return run["training"]["name"], answers_of(run)
 
 
 def _few(decoded: dict[str, Any], options: Options) -> bool:

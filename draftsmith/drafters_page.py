@@ -3,13 +3,13 @@
 What the tables show is said in findings.md beside them, which stands on top of the page where it is there.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from draftsmith.drafters_runs import Entry, answers_of, best, best_run, read_entries
 from draftsmith.files import write_text
 
 _AGAIN = """
@@ -39,7 +39,6 @@ The store is there once a drafter of ours was trained (`--only eagle3`).
 
 PAGE, FINDINGS = "README.md", "findings.md"
 LENGTHS = ("3", "5", "7")
-Entry = dict[str, Any]
 
 _INTRO = """# Drafters side by side
 
@@ -50,8 +49,8 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
   is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
-- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of speculators and of ours as
-  speculators would have it (0.79M), which `eagle3` trains, and of block drafters, which is the target's.
+- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of `speculators-eagle3` and
+  `eagle3-as-speculators` (0.79M), which `eagle3` trains, and of block drafters, which is the target's.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
   pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
   measured: decoding with the drafter and with the target alone in turns, one request at a time: the median of the repeats with
@@ -63,8 +62,8 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
   answers as ours, and its head is that of the last step, where its learning rate has reached zero.
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
-  answers (their own temperature, K 5), which are none of the prompts, among those of its newest set of answers; all of them are
-  in the last table but one, with their sets. "Beside" holds every drafter against the first one's run on the same set. The
+  answers (their own temperature, K 5), which are none of the prompts, among those on the set of answers that most drafters
+  learned from, or on its newest set; all of them are in the last table but one, with their sets. "Beside" holds every drafter against the first one's run on the same set. The
   other drafters were trained at one rate, chosen in short trials or taken from a relative.
 """
 
@@ -73,13 +72,6 @@ def write_page(folder: Path, order: Sequence[str]) -> Path:
     """Write the page of a folder of result files, in this order of their names; return its path."""
     write_text(folder / PAGE, render(folder, order))
     return folder / PAGE
-
-
-def read_entries(folder: Path, order: Sequence[str]) -> list[Entry]:
-    """Return what the result files of a folder hold, in this order of their names; those of another name come last."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    rank = {name: place for place, name in enumerate(order)}
-    return sorted(found, key=lambda entry: (rank.get(entry["name"], len(rank)), entry["name"]))
 
 
 def render(folder: Path, order: Sequence[str]) -> str:
@@ -102,7 +94,7 @@ def _apart(entries: Sequence[Entry]) -> str:
     """Say which drafters are not quite to be held against the first one, and why."""
     reasons: dict[str, Callable[[Entry], Any]] = {
         "Trained on another number of tokens than": lambda entry: entry["budget"],
-        "Trained on other answers of the target than": lambda entry: _answers(best(entry)),
+        "Trained on other answers of the target than": lambda entry: answers_of(best(entry)),
         "Measured on other prompts than": lambda entry: best(entry)["inputs"],
     }
     told = ""
@@ -113,28 +105,10 @@ def _apart(entries: Sequence[Entry]) -> str:
     return told
 
 
-def best_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the run with the longest tau on held-out answers, which a single one need not have, among those that learned
-    from the same set of answers as the newest: held-out answers of two sets are other texts."""
-    newest = max(runs, key=lambda run: run["date"])
-    alike = [run for run in runs if _answers(run) == _answers(newest)]
-    return max(alike, key=lambda run: run.get("heldout_tau", 0.0))
-
-
-def _answers(run: dict[str, Any]) -> str | None:
-    """What identifies the answers that a run learned from."""
-    return run["training"].get("answers")
-
-
 def _compared_at(run: dict[str, Any]) -> str:
     """The draft length at which a run is held against others: 5, or as many as it reaches."""
     found = next(iter(run["simulated"].values()))["tau"]
     return "5" if "5" in found else max(found, key=int)
-
-
-def best(entry: Entry) -> Entry:
-    """The run of a drafter that stands in the tables."""
-    return best_run(entry["runs"])
 
 
 def _decoded(entry: Entry) -> Entry:
@@ -200,7 +174,9 @@ def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
     for entry in entries[1:]:
         run = best(entry)
         cells = [_name(entry, run), _compared_at(run)]
-        alike = [one for one in entries[0]["runs"] if _answers(one) == _answers(run) and one["inputs"] == run["inputs"]]
+        alike = [
+            one for one in entries[0]["runs"] if answers_of(one) == answers_of(run) and one["inputs"] == run["inputs"]
+        ]
         first = best_run(alike)["simulated"] if alike else {}
         for t in temperatures:
             pair = (run["simulated"].get(t), first.get(t))
@@ -247,13 +223,13 @@ def rates(entries: Sequence[Entry]) -> str:
     for entry in entries:
         for run in entry["runs"]:
             one = run["training"]
-            if _answers(run) not in sets:
-                sets.append(_answers(run))
+            if answers_of(run) not in sets:
+                sets.append(answers_of(run))
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
             cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
-            cells += [f"set {sets.index(_answers(run)) + 1}", _minutes(one["seconds"])]
+            cells += [f"set {sets.index(answers_of(run)) + 1}", _minutes(one["seconds"])]
             cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
     return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)

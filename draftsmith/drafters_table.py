@@ -66,8 +66,8 @@ SUBJECTS = (
         overrides=("--head.draft_vocab_size=null",),
     ),
     Subject(
-        # Our trainer with what speculators does by default: a head's norms, its frozen projection, the weights of its steps
-        # and how its rate and weights decay.
+        # Our trainer with these of speculators' defaults: the norms, the frozen projection, equal weights of the steps, weight
+        # decay and a rate that ends at zero. Warmup, the curve of the rate, AdamW's and Muon's own settings are ours.
         "eagle3-as-speculators",
         "recipes/eagle3/shared-target.yaml",
         factors=(1.0,),

@@ -13,6 +13,7 @@ from draftsmith.eval.draft_model import check_context
 from draftsmith.eval.sampling import Sampling
 from draftsmith.eval.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
 from draftsmith.session import Session
@@ -22,8 +23,20 @@ from draftsmith.stages import find_head, head_digest, load_best
 def load_heads(session: Session, target: Target, head_folder: Path | None) -> dict[str, DraftHead]:
     """Return the heads to measure in the dtype of `target`, as they draft once trained, by name: the run's own first. One
     made for another target of the same sizes is measured too, with a warning."""
-    own = load_best(session, target, head_folder, warn=session.warn)
+    own = _load(session, target, head_folder)
     return {own.method: own.deployed(target).to(target.dtype)} | load_beside(session, target, own.method)
+
+
+def _load(session: Session, target: Target, folder: Path | None) -> DraftHead:
+    """Return a head, with a warning where it was made for another target. Raises UserError where it tunes that one: its
+    adapter means nothing on other weights, such as those that it is merged into."""
+    said: list[str] = []
+    head: DraftHead = load_best(session, target, folder, warn=said.append)
+    if head.tunes:
+        check_made_for(find_head(session, folder), target)
+    for text in said:
+        session.warn(text)
+    return head
 
 
 def load_beside(session: Session, target: Target, taken: str) -> dict[str, DraftHead]:
@@ -33,7 +46,7 @@ def load_beside(session: Session, target: Target, taken: str) -> dict[str, Draft
         if name == taken or not name.strip():
             raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
         path = beside_folder(session, name, folder)
-        heads[name] = load_best(session, target, path, warn=session.warn).deployed(target).to(target.dtype)
+        heads[name] = _load(session, target, path).deployed(target).to(target.dtype)
     return heads
 
 

@@ -121,9 +121,8 @@ def _most_nodes(asked: int | None, target: Target) -> int:
 
 def _reach(session: Session, head: DraftHead, target: Target, nodes: int) -> tuple[int, int]:
     """Return how many steps and how many ranks a tree may use."""
-    limit, reach = session.recipe.evaluate.max_k, head.max_speculative_tokens
     vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    return limit if reach is None else min(limit, reach), min(nodes, vocab_size)
+    return head.within_reach(session.recipe.evaluate.max_k), min(nodes, vocab_size)
 
 
 def _describe(ground: _Ground) -> dict[str, Any]:

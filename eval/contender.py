@@ -127,8 +127,7 @@ def make_contender(
     A head that cannot draft as far as asked drafts as far as it can, and a tree decides its own depth. Raises
     UserError for a tree that the head cannot draft.
     """
-    method, reach = find_method(head.method), head.max_speculative_tokens
-    limit = max_k if reach is None else min(max_k, reach)
+    method, limit = find_method(head.method), head.within_reach(max_k)
     own, head = head, head if threshold is None else head.until(threshold)
     until = [] if threshold is None else [f"until {threshold:g}"]
     words = [name, *until] + ([tree_name(tree, drawn)] if tree is not None else [])
@@ -151,7 +150,7 @@ def make_contender(
         return chain
     if (kind := tree_kind(tree, drawn)) not in method.trees:
         raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
-    if reach is not None and tree.depth > reach:
+    if tree.depth > (reach := head.within_reach(tree.depth)):
         raise UserError(
             f"The tree {tree.name} is {tree.depth} deep but {name} drafts {reach} tokens at most: take one of depth {reach} or "
             "less, or give it `heads` with the names of those that reach it."

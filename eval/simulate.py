@@ -20,16 +20,18 @@ from draftsmith.eval.penalty import seen_in_text
 from draftsmith.eval.sampling import Sampling, law, penalize
 from draftsmith.eval.tally import Tally
 from draftsmith.eval.trees import StaticTree
-from draftsmith.heads.base import HeadOutput
+from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.target import TargetHead
 
 _CHUNK_ROWS = 1024
 
 
 class _TextLaw(NamedTuple):
-    """p: [B*L] float64 probability of each token given those before it, NaN where not asked for; None when greedy."""
+    """p: [B*L] float64 probability of the token after each place, NaN where not asked for; None when greedy. token: [B*L]
+    the token after each place that a draft has to be: the text's own, when greedy the choice of what verifies."""
 
     p: Tensor | None
+    token: Tensor
     off_text: int
 
 
@@ -82,7 +84,7 @@ def tree_acceptance(
     The children of a node are tried at any temperature, and given the text it is certain which one was accepted.
     """
     ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
-    _, off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling)
+    off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling).off_text
     child_NR = _children(tree, ids.device)
     node = torch.zeros_like(ids)
     c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
@@ -116,12 +118,30 @@ def _text_law(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampli
     if sampling.repetition_penalty != 1:
         pieces = places.split(_CHUNK_ROWS)
         choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
-    return _TextLaw(None, int((choice != ids[places + 1]).sum()))
+    return _TextLaw(None, ids.roll(-1), int((choice != ids[places + 1]).sum()))
+
+
+def _tuned_law(batch: TrainBatch, tuned: StepOutput, places: Tensor, sampling: Sampling) -> "_TextLaw":
+    """Return what a target that is tuned with the head, and will verify its drafts, says of the original's text."""
+    token, p = batch.ids.flatten().roll(-1), None
+    if not sampling.greedy:
+        p = torch.full(token.shape, torch.nan, dtype=torch.float64, device=token.device)
+    for at in places.split(_CHUNK_ROWS):
+        logits_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, at)), at, sampling)
+        if p is None:
+            token[at] = logits_RV.argmax(-1)
+        else:
+            p_R = law(logits_RV, sampling).gather(1, token[at][:, None])[:, 0].double()
+            p[at] = p_R.where(p_R > 0, torch.inf)  # what it never says, it never accepts
+    return _TextLaw(p, token, 0)
 
 
 def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
     """Return the target's logits [R, V] at flat positions of [B*L], with the penalty on what its document holds so far."""
-    logits_RV = target_head.logits(batch.last.flatten(0, 1)[at_R])
+    return _penalized(batch, target_head.logits(batch.last.flatten(0, 1)[at_R]), at_R, sampling)
+
+
+def _penalized(batch: TrainBatch, logits_RV: Tensor, at_R: Tensor, sampling: Sampling) -> Tensor:
     if sampling.repetition_penalty == 1:
         return logits_RV
     return penalize(logits_RV, seen_in_text(batch, at_R, logits_RV.shape[1]), sampling.repetition_penalty)
@@ -140,18 +160,23 @@ def chain_acceptance(
     """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
 
     greedy_drafts: the draft proposes its argmax at every temperature (as vLLM does by default).
-    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
+    Where the training tunes the target too, drafts are held against the tuned one's law, and the acceptance is an
+    approximation, as the text is the original's. Raises UserError when the text has probability 0 under the settings: it
+    was not sampled with them.
     """
     rows, length = batch.ids.shape
-    ids, drafted = batch.ids.flatten(), len(output.steps)
-    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
+    device, drafted = batch.ids.device, len(output.steps)
+    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     places = output.steps[0].rows + 1
-    p, off_text = _text_law(batch, target_head, places, sampling)
+    if output.tuned is None:
+        p, token, off_text = _text_law(batch, target_head, places, sampling)
+    else:
+        p, token, off_text = _tuned_law(batch, output.tuned, places, sampling)
     for step in output.steps:
-        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
+        for piece in torch.arange(len(step.rows), device=device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
-            token_R = ids[at + 2 + step.offset]
+            token_R = token[at + 1 + step.offset]
             if p is None or greedy_drafts:
                 # A deterministic draft is accepted exactly where the text has its token.
                 choice_R = logits_RW.argmax(-1)
@@ -206,7 +231,7 @@ def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tens
             p_R = torch.where(out_R, share_R.double(), p_R)
             off_text += int(out_R.sum())
         p[at] = p_R
-    return _TextLaw(p, off_text)
+    return _TextLaw(p, ids.roll(-1), off_text)
 
 
 def expected_tallies(

@@ -193,6 +193,11 @@ class DraftHead(nn.Module, ABC):
         """Return the target that verifies the drafts of a deployed head: `target`, or the one that was tuned with it."""
         return target
 
+    def within_reach(self, num_speculative_tokens: int) -> int:
+        """Return the length of a draft of so many tokens, or of as many as the head drafts."""
+        reach = self.max_speculative_tokens
+        return num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
+
     def lr_factor(self, name: str) -> float:
         """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
         return 1.0

@@ -76,8 +76,7 @@ class Spec:
     @property
     def length(self) -> int:
         """K: tokens of a draft, as many as the head can draft at most."""
-        reach = self.head.max_speculative_tokens
-        return self.num_speculative_tokens if reach is None else min(self.num_speculative_tokens, reach)
+        return self.head.within_reach(self.num_speculative_tokens)
 
     @cached_property
     def requests(self) -> list[Request]:

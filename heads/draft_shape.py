@@ -32,10 +32,11 @@ class DraftShape:
     fc_norm: bool = field(default=False, kw_only=True)
     """One RMSNorm per aux stream before they are fused (EAGLE-3.1); llama.cpp cannot serve it."""
     train_lm_head: bool = field(default=True, kw_only=True)
-    """Train the output projection; false keeps it at the target's rows."""
+    """Train the output projection; false keeps it as it is: the target's rows, or those of the head that it starts from."""
     train_embeddings: bool = field(default=False, kw_only=True)
-    """Train input embeddings of the head's own, which start as the target's; false shares the target's. They are stored
-    and exported; SGLang and TensorRT-LLM take the target's all the same."""
+    """Train input embeddings of the head's own, which start as the target's; false shares the target's, or keeps those that
+    the head it starts from has of its own. Those are stored and exported; SGLang and TensorRT-LLM take the target's all
+    the same."""
     lm_head_rank: int | None = field(default=None, kw_only=True)
     """Rank of the output projection, which is then two thin matrices, multiplied out for engines; null: one full matrix."""
     num_hidden_layers: int = field(default=1, kw_only=True)

@@ -163,7 +163,8 @@ def export_head(
 
     layout: a name of `layouts_of`, None for the method's default. dtype: of the float tensors, None for the target's.
     include_embeddings: store the input embeddings too where engines otherwise share the target's.
-    num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md.
+    num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md; at most
+    as many as the head drafts.
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
     draftsmith.json names, `target` if left out. beside: what README.md says of the target's own export. adapter: that
     export, where the target is served with an adapter. The head itself is not changed. Raises UserError where the layout
@@ -216,7 +217,8 @@ def convert_head(
     An untrained head serves to find out, before training, whether a layout can hold it.
     """
     chosen, head = find_layout(layout, head.method), head.served()
-    files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), num_speculative_tokens))
+    K = None if num_speculative_tokens is None else head.within_reach(num_speculative_tokens)
+    files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), K))
     rules = {rule.name: rule for rule in chosen.contract.tensors}
     if EMBEDDING not in rules:
         files.tensors.pop(EMBEDDING, None)
@@ -238,7 +240,7 @@ def convert_head(
 def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target: Target) -> bool:
     """Whether both heads give the same logits on random input, `head` with its weights rounded to the files' dtype.
 
-    All steps or heads that training sums over are compared. Both use the target's embedding, if they have one,
+    All steps or heads that training sums over are compared, as far as the head drafts. Both use the target's embedding, if they have one,
     unless the files hold it.
     """
     stored = dict(reloaded.named_parameters())
@@ -249,7 +251,7 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
         for name, value in head.named_parameters()
         if name in stored  # a bias of zeros is none when it is read again
     }
-    steps = head.train_steps
+    steps = head.within_reach(head.train_steps)
     batch = _random_batch(reloaded, target, length=steps + 8)
     with drafting(head, reloaded):
         ours, theirs = functional_call(head, rounded, (batch, steps)), reloaded(batch, steps)

@@ -44,13 +44,13 @@ class Exported:
 
     @property
     def serving(self) -> Serving:
-        """What the engines' lines are made of; Medusa drafts at most one token per head."""
+        """What the engines' lines are made of."""
         heads = getattr(self.head.options, "num_heads", 0)
-        tokens = self.num_speculative_tokens or USUAL_TOKENS
+        tokens = self.head.within_reach(self.num_speculative_tokens or USUAL_TOKENS)
         return Serving(
             draft=str(self.folder),
             target=target_reference(self.target),
-            tokens=self.head.served_tokens or (min(tokens, heads) if heads else tokens),
+            tokens=self.head.served_tokens or tokens,
             dtype=str(self.files.dtype).removeprefix("torch."),
             gpus=self.tensor_parallel,
             layer_ids=tuple(self.head.layer_ids),

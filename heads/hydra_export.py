@@ -47,6 +47,7 @@ def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFi
         "hidden_state_offset": 0,
         "base_model_name_or_path": target_reference(target),
         "original_lm_head": o.original_lm_head,
+        "lm_head_bias": o.lm_head_bias,
     }
     tensors = {PREFIX + name.removeprefix(OURS): value for name, value in own.items() if name.startswith(OURS)}
     # On the CPU once: each head's copy of it there would be a tensor of its own in the file.
@@ -93,8 +94,8 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
         _drop_copies(native, heads, target, file)
     tied = blocks > 2 and _tie(native, heads, blocks)
     biases = [native.get(f"hydra_lm_head.{i}.bias") for i in range(heads)]
-    # The layout has biases in any case; zeros are what heads without any were written with.
-    biased = any(bias is not None and bool(bias.any()) for bias in biases)
+    # The layout has biases in any case; where it is not said, zeros are what heads without any were written with.
+    biased = config.get("lm_head_bias") is True or any(bias is not None and bool(bias.any()) for bias in biases)
     if not biased:
         native = {name: x for name, x in native.items() if not re.fullmatch(r"hydra_lm_head\.\d+\.bias", name)}
     options = HydraOptions(

@@ -13,7 +13,8 @@ from draftsmith import drafters_bench
 from draftsmith.data.features import FeatureStore
 from draftsmith.drafters_bench import OUTPUT, main, parse
 from draftsmith.drafters_measure import Measure
-from draftsmith.drafters_page import best_run, render
+from draftsmith.drafters_page import render
+from draftsmith.drafters_runs import best, best_run, read_entries
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_seconds
 from draftsmith.errors import UserError
@@ -166,11 +167,32 @@ def test_a_run_that_is_not_at_hand_keeps_its_figures(
     # Who measured, and when, is new.
     for key in ("head", "simulated", "heldout_tau", "training"):
         assert after["runs"][1][key] == results["eagle3"]["runs"][1][key]
-    assert after["decoded"] is None
+    assert after["decoded"] == results["eagle3"]["decoded"], "it is of the second run, and the tables leave it out"
     assert "eagle3-lr1 is the best run of eagle3, and not at hand" in capsys.readouterr().err
     again = words(workplace, "--only", "eagle3-lr2", "--output", str(output), "--no-train", "--budget", "99999")
     assert main(again, TINY, workplace) == 0
     assert json.loads((output / "eagle3.json").read_text()) == after, "there is none of another budget"
+
+
+def test_a_run_on_other_answers_is_kept_beside_one_of_its_name(workplace: Path, results: dict[str, dict]) -> None:
+    """A new machine samples other answers: what was measured on the old ones stays, with what was decoded of it."""
+    output = workplace / "anew"
+    shutil.copytree(workplace / "out", output)
+    entry = json.loads((output / "eagle3.json").read_text())
+    for run in entry["runs"]:
+        run["training"]["answers"] = "of another machine"
+        run |= {"head": f"its {run['training']['name']}", "date": "2000-01-01"}
+    entry["decoded"]["head"] = entry["runs"][0]["head"]
+    (output / "eagle3.json").write_text(json.dumps(entry))
+    assert main(words(workplace, "--only", "eagle3-lr2", "--output", str(output), "--no-decode"), TINY, workplace) == 0
+    after = json.loads((output / "eagle3.json").read_text())
+    assert [run["head"] for run in after["runs"]] == [
+        "its eagle3-lr1",
+        "its eagle3-lr2",
+        results["eagle3"]["runs"][1]["head"],
+    ]
+    assert after["runs"][:2] == entry["runs"]
+    assert after["decoded"] == entry["decoded"]
 
 
 def test_another_budget_is_refused_and_without_training_left_out(workplace: Path, results: dict[str, dict]) -> None:
@@ -320,6 +342,22 @@ def make_run(name: str, tau: float, rounds: list[float], **changed) -> dict:
     facts |= {"hardware": {"gpu": None, "cpu": "a CPU", "threads": 1}}
     run = {"head": name, "parameters": 2_500_000, "K": 5, "tuned": False, "simulated": {"0": at, "1": at}}
     return run | {"training": training} | facts | changed
+
+
+def test_the_run_in_the_tables_is_on_the_answers_of_most(tmp_path: Path) -> None:
+    def run(name: str, answers: str, date: str, held: float) -> dict:
+        made = make_run(name, 2.0, [5.0, 15.0], date=date, heldout_tau=held)
+        return made | {"training": made["training"] | {"answers": answers}}
+
+    several = [run("a-1", "old", "1", 3.0), run("a-1", "most", "2", 1.5), run("a-2", "most", "2", 1.6)]
+    alone = [run("c-1", "old", "1", 3.0), run("c-1", "new", "3", 1.0)]
+    runs = {"a": [*several, run("a-1", "new", "3", 2.0)], "b": [run("b-1", "most", "2", 1.0)], "c": alone}
+    runs["d"] = [run("d-1", "most", "2", 1.0)]
+    for name, some in runs.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "runs": some}))
+    rows = {entry["name"]: best(entry) for entry in read_entries(tmp_path, [])}
+    chosen = {name: (row["training"]["name"], row["training"]["answers"]) for name, row in rows.items()}
+    assert chosen == {"a": ("a-2", "most"), "b": ("b-1", "most"), "c": ("c-1", "new"), "d": ("d-1", "most")}
 
 
 def write_entries(folder: Path) -> None:

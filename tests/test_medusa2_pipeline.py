@@ -111,6 +111,15 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     (told,) = served.warnings
     assert f"what the tuning changed of the original ({(workplace / 'target').resolve()}) is in the report" in told
     assert served.drafters["medusa"].overall.tau == pytest.approx(decoded.overall.tau)
+    # The adapter is in this target's weights already.
+    run[run.index("--output_dir") + 1] = str(workplace / "twice")
+    run[run.index("--head") + 1] = str(workplace / "medusa2" / "train" / "best")
+    capsys.readouterr()
+    assert main(["evaluate", *run]) == 2
+    said = capsys.readouterr().err
+    assert f"The weights of the target {export / 'target'} are not those the head" in said
+    assert "texts stay exact" not in said
+    assert not (workplace / "twice").exists()
 
 
 def test_the_adapter_can_be_kept(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,8 @@ class HeldOut:
     """loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
     the target's most common choice. tuned: "tuned" -> how far a target that is tuned with the head is from the original
-    (see `tuned_facts`), where one is. Its tau is an approximation, since answers and laws are the original target's."""
+    (see `tuned_facts`), where one is. Its drafts are held against its own law, but tau is an approximation, since the
+    answers are the original's."""
 
     loss: float
     loss_by_slice: dict[str, float]
@@ -61,8 +62,7 @@ def evaluate_heldout(
 ) -> HeldOut:
     """Run the head over the held-out answers, as it drafts and without what training alone does (noise): the training
     pass gives the loss and every acceptance probability."""
-    train_steps, reach = head.train_steps, head.max_speculative_tokens
-    num_speculative_tokens = num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
+    train_steps, num_speculative_tokens = head.train_steps, head.within_reach(num_speculative_tokens)
     device = next(head.parameters()).device
     losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)

@@ -1,6 +1,7 @@
 """EAGLE-3's shapes: embeddings of its own, an output projection of low rank, several layers, a width of its own, a sliding
 window; trained, stored, exported, started from."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,9 @@ from tests.batches import documents_of, pack
 from tests.models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import llama_oracle as oracle
+from exports import make_peagle
 
 LAYERS = (1, 3, 5)
 VOCAB = torch.arange(0, 160, 2)
@@ -343,6 +346,34 @@ def test_drafts_longer_than_the_window_are_one_sentence():
     head = make_head(target, sliding_window=4)
     with pytest.raises(UserError, match=r"Drafts of 5 tokens do not fit into head\.sliding_window 4: draft fewer"):
         head(pack(target, documents_of(target), LAYERS), 5)
+
+
+def test_engines_are_told_to_draft_what_fits_into_the_window(tmp_path):
+    """A longer draft would lose sight of its root, which was neither trained nor measured."""
+    target = make_target()
+    for K, told in ((7, 4), (3, 3)):
+        folder = tmp_path / str(K)
+        head = make_head(target, sliding_window=4)
+        export_head(head, target, folder, layout="eagle3_speculators", num_speculative_tokens=K)
+        proposal = json.loads((folder / "config.json").read_text())["speculators_config"]["proposal_methods"][0]
+        assert proposal["speculative_tokens"] == told
+        text = (folder / "README.md").read_text()
+        assert f"num_speculative_tokens: {told}," in text
+    export_head(head, target, tmp_path / "unsaid", layout="eagle3")
+    assert "num_speculative_tokens: 4," in (tmp_path / "unsaid" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("make", [make_head, make_peagle])
+def test_a_head_with_a_small_window_is_exported_again(make, tmp_path):
+    """What it was trained with is not in the files: the steps that it gets instead are more than its window holds."""
+    target = make_target()
+    export_head(make(target, sliding_window=5), target, tmp_path / "one")
+    again = load_head(tmp_path / "one", target)
+    assert again.train_steps > again.max_speculative_tokens
+    export_head(again, target, tmp_path / "two")
+    batch = pack(target, documents_of(target), again.layer_ids)
+    for a, b in zip(again(batch, 3).steps, load_head(tmp_path / "two", target)(batch, 3).steps, strict=True):
+        assert torch.equal(a.logits, b.logits)
 
 
 def test_a_recipe_that_asks_for_longer_drafts_gets_what_fits_into_the_window():

@@ -2,6 +2,7 @@
 out, and what is refused."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,17 @@ def test_an_export_comes_back_as_the_head_it_was(kind: str, tmp_path: Path) -> N
     assert again.options == HydraHeadOptions(head)
     again = load_head(export_head(again, target, tmp_path / "again", dtype="float32"), target)
     check_the_same(head, again, target)
+
+
+def test_biases_of_zero_stay_biases(tmp_path: Path) -> None:
+    target = make_target()
+    for biased in (True, False):
+        head = make_head(target, lm_head_bias=biased)
+        with torch.no_grad():
+            for name, parameter in head.named_parameters():
+                parameter.mul_(0.0 if re.fullmatch(r"hydra_lm_head\.\d+\.bias", name) else 1.0)
+        again = load_head(export_head(head, target, tmp_path / str(biased), dtype="float32"), target)
+        assert again.options.lm_head_bias is biased
 
 
 def HydraHeadOptions(head: HydraHead) -> Any:

@@ -19,6 +19,9 @@ from draftsmith.eval.lossless import check_lossless
 from draftsmith.eval.measure import collect_texts, run_systems
 from draftsmith.eval.quality import compare_targets
 from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.simulate import chain_acceptance
+from draftsmith.eval.tally import total
+from draftsmith.eval.teacher_forced import simulate_generations
 from draftsmith.eval.tree_budget import measure_tree_costs
 from draftsmith.eval.tree_search import FoundTree
 from draftsmith.eval.trees import StaticTree
@@ -301,6 +304,32 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
     assert judged["perplexity"] > judged["perplexity_baseline"] > 1, "greedy texts are the original's likeliest"
     assert 0 < judged["agreement"] < 1
     assert judged["kl"] > 0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(0.0, repetition_penalty=1.3), Sampling(1.0), Sampling(0.8, top_k=20, repetition_penalty=1.3)],
+)
+def test_training_scores_drafts_by_the_tuned_target(sampling: Sampling) -> None:
+    """On the tuned target's own texts, what held-out answers are scored by is what the deployed heads have."""
+    target, head, _ = example()
+    deployed = head.deployed(target).eval()
+    verifier = deployed.verifier(target)
+    own = decode_batch(verifier, TargetAlone(), requests(6), sampling).generations
+    expected = simulate_generations(verifier, deployed, own, sampling, 3).tallies
+    found = simulate_generations(target, head, own, sampling, 3).tallies
+    assert [t[2].tau for t in found] == pytest.approx([t[2].tau for t in expected], abs=1e-3)
+    assert total((t[2] for t in found), 3).tau > 1.0
+
+
+def test_what_the_tuned_target_never_says_is_no_error() -> None:
+    target, head, batch = example()
+    alone = Sampling(1.0, top_k=1)  # random texts are hardly ever its choice
+    with torch.no_grad():
+        c = chain_acceptance(head(batch, 3), batch, target.head, None, alone).c_BLK
+    drafted = ~c.isnan()
+    assert drafted.any()
+    assert float(c[drafted].mean()) < 0.1
 
 
 def test_the_trees_of_a_tuned_target_are_timed() -> None:

@@ -192,7 +192,8 @@ def _imported(folder: Path, name: str) -> Trained | None:
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        settings = {"trainer": record["trainer"], "cpu_seconds": record.get("cpu_seconds"), **record["settings"]}
+        kept = {key: record.get(key) for key in ("cpu_seconds", "row_tokens")}
+        settings = {"trainer": record["trainer"], **kept, **record["settings"]}
         done = (record["seconds"], record["tokens"], record["supervised_tokens"], record["steps"])
         rates = (record["settings"]["lr"], record["settings"].get("muon_lr"))
         texts = record.get("answers")

@@ -137,6 +137,8 @@ class EvaluateSpec:
     """Time transformers' generate beside our own baseline, where requests are decoded one at a time (batch 1)."""
     lossless: bool = True
     """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
+    original: bool = True
+    """Hold a target that was tuned with its heads and exported (Medusa-2) against the original, loaded beside it."""
     example_slices: list[str] = field(default_factory=list)
     """Slices that worked examples come from; empty takes all."""
 
@@ -154,7 +156,7 @@ class EvaluateSpec:
         fields = ("children", "depth", "branching", "total_tokens", "confidence_threshold")
         unset: dict[str, Any] = {**dict.fromkeys(fields), "heads": []}
         values["drafts"] = [without_neutral(draft, unset) for draft in values["drafts"]]
-        return without_neutral(values, {"min_p": 0.0, "repetition_penalty": 1.0})
+        return without_neutral(values, {"min_p": 0.0, "repetition_penalty": 1.0, "original": True})
 
     def __post_init__(self) -> None:
         key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens

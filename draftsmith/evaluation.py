@@ -8,15 +8,17 @@ from draftsmith.data.conversations import Conversation, load_conversations
 from draftsmith.data.regenerate import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.answers import Request
+from draftsmith.eval.contender import Contender
 from draftsmith.eval.lossless import check_lossless
 from draftsmith.eval.report import write_report
 from draftsmith.eval.result import Lossless, read_result, write_result
 from draftsmith.eval.sections import OVERALL
 from draftsmith.evaluator import Evaluator
 from draftsmith.files import fingerprint
-from draftsmith.heads.record import tuned_from
+from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.target import Target
 from draftsmith.lineup import at_temperature, digests, load_heads, make_lineup
+from draftsmith.originals import find_original, load_original
 from draftsmith.session import Session, say
 
 
@@ -26,17 +28,14 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     stage = "evaluate" if decode else "simulate"
     folder = recipe.run_dir / ("evaluation" if decode else "simulation")
     requests, conversations = make_requests(session, session.target)
-    if (original := tuned_from(Path(session.target_path))) is not None:
-        session.warn(
-            f"the target {session.target_path} was tuned together with heads: speed here is beside this target, and what the "
-            f"tuning changed of the original ({original.path}) is in the report of the run that tuned it."
-        )
+    original = find_original(session)
     longest = longest_text(requests)
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
-    lineup = make_lineup(session, load_heads(session, session.target, head_folder), session.target, longest)
+    lineup = _lineup(session, session.target, head_folder, longest, original)
     inputs = {
         **digests(session, head_folder, lineup),
         "target": session.target.fingerprint,
+        **({} if original is None else {"original": original.fingerprint}),
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
@@ -55,11 +54,12 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
         lossless: dict[str, dict[str, Lossless]] = {}
         if decode and spec.lossless and 0 in missing and dtype != "float32":
-            lossless = _lossless(session, requests, head_folder)
+            lossless = _lossless(session, requests, head_folder, original)
         target = session.target_in(dtype)
         if target is not session.target:
-            lineup = make_lineup(session, load_heads(session, target, head_folder), target, longest)
-        evaluator = Evaluator(session, target, requests, conversations, lineup)
+            lineup = _lineup(session, target, head_folder, longest, original)
+        alone = target if original is None else load_original(session, original, target.dtype_name)
+        evaluator = Evaluator(session, alone, requests, conversations, lineup)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
                 sampling = spec.sampling(temperature)
@@ -67,6 +67,13 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     write_report([read_result(path) for path in paths], folder)
     return paths
+
+
+def _lineup(
+    session: Session, target: Target, head_folder: Path | None, longest: int, original: TargetIdentity | None
+) -> list[Contender]:
+    heads = load_heads(session, target, head_folder)
+    return make_lineup(session, heads, target, longest, compared=original is not None)
 
 
 def make_requests(session: Session, target: Target) -> "tuple[list[Request], dict[str, Conversation]]":
@@ -119,12 +126,12 @@ def evaluation_conversations(session: Session) -> list[Conversation]:
 
 
 def _lossless(
-    session: Session, requests: Sequence[Request], head_folder: Path | None
+    session: Session, requests: Sequence[Request], head_folder: Path | None, original: TargetIdentity | None
 ) -> dict[str, dict[str, Lossless]]:
     """Compare greedy texts with and without each draft in float32, where they must be equal."""
     target = session.load_target("float32")
-    heads = load_heads(session, target, head_folder)
     greedy = session.recipe.evaluate.sampling(0)
-    lineup = at_temperature(make_lineup(session, heads, target, longest_text(requests)), greedy)
+    lineup = at_temperature(_lineup(session, target, head_folder, longest_text(requests), original), greedy)
+    alone = target if original is None else load_original(session, original, "float32")
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
-    return check_lossless(target, lineup, requests, greedy)
+    return check_lossless(alone, lineup, requests, greedy)

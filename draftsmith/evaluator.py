@@ -195,7 +195,8 @@ class Evaluator:
             **environment(),
             recipe=asdict(self.recipe),
             target=TargetInfo(
-                path=self.recipe.target.path,
+                # A tuned one is held against its original.
+                path=self.recipe.target.path if target.path == self.session.target.path else target.path,
                 fingerprint=target.fingerprint,
                 parameters=sum(p.numel() for p in target.model.parameters()),
                 num_layers=target.num_layers,

@@ -60,9 +60,11 @@ def digests(session: Session, head_folder: Path | None, lineup: list[Contender])
     return found | ({"baselines": baselines} if baselines else {})
 
 
-def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int) -> list[Contender]:
+def make_lineup(
+    session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int, *, compared: bool = False
+) -> list[Contender]:
     """Return a drafter for every head and way to draft that fits it, then the baselines. longest: tokens of the longest
-    text that will be decoded. Raises UserError where a way fits no head, where the first head, the run's own, is left with
+    text that will be decoded. compared: `target` was tuned from another, which the evaluation holds it against. Raises UserError where a way fits no head, where the first head, the run's own, is left with
     none, where that text is longer than a drafter reads, and where two have the same name."""
     for name, head in heads.items():
         if head.context_length is not None:
@@ -73,7 +75,7 @@ def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target
                 f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
                 f"{', '.join(heads)}: choose among these."
             )
-    lineup = [c for name, head in heads.items() for c in _ways(session, name, head, target)]
+    lineup = [c for name, head in heads.items() for c in _ways(session, name, head, target, compared)]
     for draft in session.recipe.evaluate.drafts:
         threshold = draft.confidence_threshold
         if threshold is not None and not any(c.threshold == threshold for c in lineup):
@@ -100,10 +102,10 @@ def make_lineup(session: Session, heads: Mapping[str, DraftHead], target: Target
     return lineup
 
 
-def _ways(session: Session, name: str, head: DraftHead, target: Target) -> list[Contender]:
+def _ways(session: Session, name: str, head: DraftHead, target: Target, compared: bool) -> list[Contender]:
     """Return a drafter for every way to draft that fits a head."""
     verifier = head.verifier(target)
-    tuned = None if verifier is target else verifier
+    tuned = None if verifier is target and not compared else verifier
     spec = session.recipe.evaluate
     lengths = (spec.num_speculative_tokens, spec.max_k)
     ways = [

@@ -99,11 +99,11 @@ class Session:
         """Return the session's own target where that is in `dtype` (or it is "auto"), else load one."""
         return self.target if dtype in ("auto", self.target.dtype_name) else self.load_target(dtype)
 
-    def load_target(self, dtype: str) -> Target:
-        """Load the target in `dtype` and check that the decoder serves it exactly."""
+    def load_target(self, dtype: str, path: str | None = None) -> Target:
+        """Load the target in `dtype`, or as it would be the one in `path`, and check that the decoder serves it exactly."""
         spec = self.recipe.target
         target = load_target(
-            self.target_path,
+            path or self.target_path,
             dtype=dtype,
             device=self.device,
             attn_implementation=spec.attn_implementation,

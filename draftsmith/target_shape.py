@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.errors import UserError
+from draftsmith.heads.target import context_of
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,6 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
         experts=sum(size for name, size in counts.items() if ".experts." in name),
         expert_share=chosen / experts if experts and chosen else 1.0,
         windows=tuple(window if kind in ("sliding_attention", "any") else None for kind in types),
-        context=getattr(text, "max_position_embeddings", None) or 1 << 20,
+        context=context_of(text) or 1 << 20,
         itemsize=itemsize,
     )

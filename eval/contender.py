@@ -131,7 +131,11 @@ def make_contender(
     own, head = head, head if threshold is None else head.until(threshold)
     until = [] if threshold is None else [f"until {threshold:g}"]
     words = [name, *until] + ([tree_name(tree, drawn)] if tree is not None else [])
-    label = " ".join(words) + (", typical (lossy)" if typical is not None else "") + ", tuned target" * head.tunes
+    label = (
+        " ".join(words)
+        + (", typical (lossy)" if typical is not None else "")
+        + ", tuned target" * (verifier is not None)
+    )
     chain = Contender(
         label,
         head.method,

@@ -146,10 +146,7 @@ class Target:
     @property
     def context_length(self) -> int:
         """The most tokens the target reads at once; sys.maxsize where its config names no limit."""
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
-            if isinstance(length := getattr(self.config, name, None), int):
-                return length
-        return sys.maxsize
+        return context_of(self.config) or sys.maxsize
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -217,6 +214,14 @@ class Target:
                 self._taps[index] = args[0] if args else kwargs["hidden_states"]
 
         return tap
+
+
+def context_of(config: Any) -> int | None:
+    """Return the most tokens that a model of this configuration reads at once, None where it names no limit."""
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
+        if isinstance(length := getattr(config, name, None), int):
+            return length
+    return None
 
 
 def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn.Module]:

@@ -20,7 +20,7 @@ from draftsmith.drafters_training import Bench, epochs_for, rival_jobs, whole_se
 from draftsmith.errors import UserError
 from draftsmith.eval.rivals.cpu_parts import Supervision, blocks, document_attention, orthogonalise
 from draftsmith.eval.rivals.our_store import Store, final_norm
-from draftsmith.eval.rivals.speculators_eagle3 import vocab_maps
+from draftsmith.eval.rivals.speculators_eagle3 import identify_job, refuse_other_job, vocab_maps
 from draftsmith.session import Session
 from tests.workplace import make_workplace
 
@@ -221,6 +221,15 @@ def test_the_rival_reads_the_store_as_we_do(workplace: Path, results: dict[str, 
         Store(str(path), [4], torch.zeros(3))
     with pytest.raises(SystemExit, match="lacks one of the layers"):
         Store(str(path), [5], norm)
+
+
+def test_a_training_of_another_job_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    job = {"store": "/a", "output": "/b", "lr": 0.01, "row_tokens": 512, "train": ["x"], "checkpoint_minutes": 5.0}
+    begun = identify_job(job)
+    refuse_other_job(begun, job | {"store": "/elsewhere", "checkpoint_minutes": 1.0}, tmp_path)
+    for key, value in (("row_tokens", 1024), ("lr", 0.02), ("train", ["y"])):
+        with pytest.raises(SystemExit, match="holds a training of another job"):
+            refuse_other_job(begun, job | {key: value}, tmp_path)
 
 
 def test_the_rivals_job_has_our_split_and_vocabulary(workplace: Path, results: dict[str, dict]) -> None:

@@ -107,10 +107,27 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     assert main(["evaluate", *run]) == 0
     served = read_result(workplace / "served" / "evaluation" / "t0" / "result.json")
     decoded = read_result(workplace / "medusa2" / "evaluation" / "t0" / "result.json").drafters[NAME]
-    # The record of the heads names this target, whose own record names the original.
-    (told,) = served.warnings
-    assert f"what the tuning changed of the original ({(workplace / 'target').resolve()}) is in the report" in told
-    assert served.drafters["medusa"].overall.tau == pytest.approx(decoded.overall.tau)
+    # The record of the heads names this target, whose own record names the original: as before the export, but for rounding.
+    assert not served.warnings
+    assert served.target.path == str((workplace / "target").resolve())
+    exported = served.drafters["medusa, tuned target"]
+    assert exported.draft is not None
+    assert exported.draft.tuned
+    assert exported.overall.tau == pytest.approx(decoded.overall.tau)
+    for what in ("perplexity", "perplexity_baseline", "agreement", "kl"):
+        assert getattr(exported.overall, what) == pytest.approx(getattr(decoded.overall, what), rel=1e-3), what
+    assert exported.overall.lossless is not None
+    assert exported.overall.lossless.equal == exported.overall.lossless.checked == 4
+    # Simulated too; and where the original shall not be loaded beside it, the report says what it lacks.
+    assert main(["evaluate", "--no-decode", *run]) == 0
+    simulated = read_result(workplace / "served" / "simulation" / "t0" / "result.json").drafters["medusa, tuned target"]
+    assert simulated.overall.tau_simulated == pytest.approx(decoded.overall.tau)
+    assert simulated.overall.kl == pytest.approx(decoded.overall.kl, rel=1e-3)
+    assert main(["evaluate", "--no-decode", "--redo", "simulate", *run, "--evaluate.original", "false"]) == 0
+    alone = read_result(workplace / "served" / "simulation" / "t0" / "result.json")
+    (told,) = alone.warnings
+    assert f"the original ({(workplace / 'target').resolve()}), as evaluate.original is false" in told
+    assert (alone.target.path, alone.drafters["medusa"].overall.kl) == (str(export / "target"), None)
     # The adapter is in this target's weights already.
     run[run.index("--output_dir") + 1] = str(workplace / "twice")
     run[run.index("--head") + 1] = str(workplace / "medusa2" / "train" / "best")

@@ -23,6 +23,7 @@ numbers of rows). cpu_parts.py has what only makes it cheaper: attention by docu
 on a CPU, the projection and the loss where there is supervision, and Muon's products of bf16 matrices, made in fp32 and rounded.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -132,7 +133,9 @@ def train(job: Facts) -> Facts:
 
     output = Path(job["output"])
     if (output / "training.json").exists():
-        return json.loads((output / "training.json").read_text(encoding="utf-8"))
+        record = json.loads((output / "training.json").read_text(encoding="utf-8"))
+        refuse_other_job(record.get("job"), job, output)
+        return record
     output.mkdir(parents=True, exist_ok=True)
     config = make_config(job)
     model = make_model(job, config).train()
@@ -147,7 +150,8 @@ def train(job: Facts) -> Facts:
     supervision = on_cpu(model, call)
     parts = {"model": model, **{f"o{i}": o for i, o in enumerate(optimizers)}}
     parts |= {f"s{i}": s for i, s in enumerate(schedulers)}
-    run = load_state(output / "state.pt", parts) or {**START}
+    run = load_state(output / "state.pt", parts) or {**START, "job": identify_job(job)}
+    refuse_other_job(run.get("job"), job, output)
     saved = time.perf_counter()
     while run["epoch"] < job["epochs"]:
         for group in rows.epoch(run["epoch"])[run["step"] :]:
@@ -169,6 +173,20 @@ def train(job: Facts) -> Facts:
                 saved = time.perf_counter()
         run |= {"epoch": run["epoch"] + 1, "step": 0}
     return finish(job, config, model, run, sum(epoch_steps))
+
+
+def identify_job(job: Facts) -> str:
+    """What tells a job from another: not where things are, nor how often it is saved."""
+    facts = {key: value for key, value in job.items() if key not in ("store", "target", "output", "checkpoint_minutes")}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def refuse_other_job(begun: str | None, job: Facts, output: Path) -> None:
+    """End with a sentence where what is in `output` was begun with another job, so that it is not taken for this one."""
+    if begun != identify_job(job):
+        raise SystemExit(
+            f"{output} holds a training of another job (other answers, rows or rates): move it away first."
+        )
 
 
 def on_cpu(model: Any, call: Facts) -> Any:
@@ -216,7 +234,7 @@ def one_step(
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
-    found = [(sums[f"full_acc_{k}_sum"], sums[f"full_acc_{k}_total"]) for k in range(call["ttt_steps"])]
+    found = [[sums.get(f"full_acc_{k}_{part}", 0.0) for part in ("sum", "total")] for k in range(call["ttt_steps"])]
     accuracy = [right / max(1.0, rows_of) for right, rows_of in found]
     tokens = sum(int((row["document_ids"] >= 0).sum()) for row in rows)
     return {"tokens": tokens, "supervised_tokens": sum(counts), "loss": loss_sum, "accuracy": accuracy}
@@ -233,6 +251,7 @@ def finish(job: Facts, config: Any, model: Any, run: Facts, steps: int) -> Facts
     shown += "ttt_step_loss_decay loss_fn norm_before_residual norm_before_fc norm_output hidden_states_dtype seed"
     record = {
         "trainer": f"speculators {version('speculators')}",
+        "job": run["job"],
         **{key: job.get(key) for key in ("epochs", "step_tokens", "row_tokens", "answers")},
         "steps": steps,
         **{key: run[key] for key in ("seconds", "cpu_seconds", "tokens", "supervised_tokens")},

@@ -63,8 +63,9 @@ is said under the overview. Made by `scripts/bench_drafters.py`, which writes th
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
 - A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
   answers (their own temperature, K 5), which are none of the prompts, among those on the set of answers that most drafters
-  learned from, or on its newest set; all of them are in the last table but one, with their sets. "Beside" holds every drafter against the first one's run on the same set. The
-  other drafters were trained at one rate, chosen in short trials or taken from a relative.
+  learned from, or on its newest set; all of them are in the last table but one, with their sets. "Beside" holds every drafter
+  against the first one's run on the same set, and has a dash where there is none. The other drafters were trained at one rate,
+  chosen in short trials or taken from a relative.
 """
 
 

@@ -23,7 +23,9 @@ from draftsmith.heads.head_files import (
     tensor_names,
     weights_file,
 )
-from draftsmith.heads.registry import is_known
+from draftsmith.heads.record import RECORD, TUNED
+from draftsmith.heads.registry import METHODS, brought_layouts, is_known
+from draftsmith.heads.target_files import read_object
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
@@ -59,18 +61,20 @@ class HeadFolder:
 
 @dataclass(frozen=True)
 class Format:
-    """A format of heads: its name in sentences, whether a folder is of it, and what loads one, "module:function" in
-    draftsmith.heads, a callable (path, target) -> head; "" where nothing does. whole: it is a whole model, with a hidden size
+    """A format of heads: its name in sentences, whether a folder is of it, and what loads one, a callable (path, target) ->
+    head or its "module:function" in draftsmith.heads; "" where nothing does. whole: it is a whole model, with a hidden size
     and a tokenizer of its own."""
 
     name: str
     fits: Callable[[HeadFolder], bool]
-    loader: str = ""
+    loader: "str | Callable[[Path, Target], DraftHead]" = ""
     whole: bool = False
 
     @property
     def load(self) -> "Callable[[Path, Target], DraftHead]":
         """What loads a folder of this format."""
+        if not isinstance(self.loader, str):
+            return self.loader
         module, _, name = self.loader.partition(":")
         return getattr(import_module(f"draftsmith.heads.{module}"), name)
 
@@ -169,7 +173,7 @@ def recognise(path: Path) -> Format:
     """Return the format of the head in the folder `path`. Raises UserError for none and for one that cannot be loaded."""
     refuse_other_files(path)
     folder = HeadFolder(path, read_config(path))
-    found = next((one for one in (*FORMATS, *STRANGERS) if one.fits(folder)), None)
+    found = _brought(path) or next((one for one in (*FORMATS, *STRANGERS) if one.fits(folder)), None)
     if found is None:
         lacks = "no tensor fc.weight" if folder.names else "no weights"
         raise UserError(
@@ -184,6 +188,22 @@ def recognise(path: Path) -> Format:
     if not found.loader:
         raise UserError(f"{path} is {found.name}, which cannot be loaded: {GIVE}.")
     return found
+
+
+def _brought(path: Path) -> Format | None:
+    """Return the format of an export in a layout that another package brings, by our record beside it; None for others. Raises
+    UserError where that package is not installed any more."""
+    record = read_object(path / RECORD) if (path / RECORD).is_file() else {}
+    method, name = str(record.get("method")), record.get("layout")
+    if name is None or method in METHODS or name == TUNED:
+        return None
+    found = next((one for one in brought_layouts(method) if one.contract.name == name), None)
+    if found is None:
+        raise UserError(
+            f"{path} holds a head of the method {method!r} in the layout {name!r}, which no installed package adds: install the "
+            "package that it came from."
+        )
+    return Format(f"a {method} head in the layout {name}", lambda folder: True, found.load)
 
 
 def is_head_config(file: Path) -> bool:

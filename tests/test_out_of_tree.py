@@ -13,9 +13,11 @@ import draftsmith.train
 from draftsmith.cli import main
 from draftsmith.errors import UserError
 from draftsmith.heads import registry
+from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.conformance import Spec, check_checkpoint, check_layouts, tiny_target
 from draftsmith.heads.export import layouts_for
 from draftsmith.heads.registry import METHODS, TRAINED, find_method, trained_names
+from draftsmith.heads.target import load_target
 from draftsmith.launching import find_script
 from draftsmith.recipe_file import parse_recipe
 from tests.toy_drafter import METHOD, BigramOptions
@@ -185,6 +187,17 @@ def test_a_method_brings_its_layout(site: Path, tmp_path: Path, monkeypatch: pyt
     folder = tmp_path / "run" / "export" / "bigram_table"
     assert load_file(folder / "model.safetensors")["table"].dtype == torch.bfloat16
     assert "No engine that draftsmith knows reads this layout." in (folder / "README.md").read_text()
+    # The export is a head to measure and to start from like any other.
+    target = load_target(str(workplace / "target"))
+    table = load_head(folder, target).state_dict()["table"]
+    assert torch.equal(table, load_head(tmp_path / "run" / "train" / "best", target).state_dict()["table"].bfloat16())
+    other = ["--output_dir", str(tmp_path / "more"), "--data_dir", str(tmp_path / "run"), "--head", str(folder)]
+    assert main(["evaluate", "--no-decode", *words, *other]) == 0
+    assert main(["train", *words, *other[:4], "--train.warm_start", str(folder)]) == 0
+    monkeypatch.setattr("tests.toy_drafter.METHOD", METHOD)
+    with pytest.raises(UserError, match="in the layout 'bigram_table', which no installed package adds: install"):
+        load_head(folder, target)
+    monkeypatch.setattr("tests.toy_drafter.METHOD", served)
     # Its loader is the one that is asked whether the export is the head.
     monkeypatch.setattr(
         toy_layout,

@@ -23,7 +23,7 @@ from typing import Any
 
 from draftsmith.arguments import take
 from draftsmith.drafters_page import write_page
-from draftsmith.drafters_runs import answers_of, best_run
+from draftsmith.drafters_runs import answers_of, best_run, common_answers, read_entries
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.errors import UserError
 from draftsmith.eval.machine import environment
@@ -140,7 +140,8 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
     decoded = before.get("decoded")
     # On another set of answers, a run of the same name is another one.
     here = {(one.name, one.answers) for one in trained}
-    others = [r for r in known.values() if before.get("budget") == budget and _which(r) not in here]
+    same = before.get("budget") == budget
+    others = [r for r in known.values() if same and _which(r) not in here and r["head"] not in heads]
     others = [r for r in others if r["training"]["name"] in subject.run_names]
 
     def save() -> dict[str, Any]:
@@ -148,11 +149,10 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
         pairs = zip(heads, trained, strict=True)
         runs = [known[head] | {"training": one.record} for head, one in pairs if head in known] + others
         runs.sort(key=lambda r: (subject.run_names.index(r["training"]["name"]), r["date"]))
-        best = best_run(runs)
         fits = decoded is not None and any(all(decoded[key] == r[key] for key in ("head", "inputs")) for r in runs)
         entry = {"name": subject.name, "recipe": subject.recipe or None, "budget": budget, "runs": runs}
         write_json(file, entry | {"decoded": decoded if fits else None})
-        return best
+        return best_run(runs, common_answers(read_entries(options.output, ())))
 
     for one, head in zip(trained, heads, strict=True):
         if head not in known:
@@ -175,7 +175,10 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
     if not options.decode:
         return
     if best not in heads:
-        say(f"{kept['training']['name']} is the best run of {subject.name}, and not at hand: nothing is decoded")
+        say(
+            f"{kept['training']['name']} is the best run of {subject.name} on the answers that most drafters learned from, and not "
+            "at hand: nothing is decoded; name another --output for results of your own"
+        )
     elif decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options):
         figures = measure.decoded(measure.contender(subject.name, trained[heads.index(best)]))
         decoded = {"head": best, "inputs": measure.inputs, **_facts(), "at": figures}

@@ -18,7 +18,7 @@ from draftsmith.files import fingerprint
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.target import Target
 from draftsmith.lineup import at_temperature, digests, load_heads, make_lineup
-from draftsmith.originals import find_original, load_original
+from draftsmith.originals import compared_before, find_original, load_original
 from draftsmith.session import Session, say
 
 
@@ -35,7 +35,6 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     inputs = {
         **digests(session, head_folder, lineup),
         "target": session.target.fingerprint,
-        **({} if original is None else {"original": original.fingerprint}),
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
@@ -47,6 +46,9 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
             "device": session.device.split(":")[0],
             "target.attn_implementation": recipe.target.attn_implementation,
         }
+    inputs = (
+        compared_before(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
+    )
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
@@ -132,6 +134,8 @@ def _lossless(
     target = session.load_target("float32")
     greedy = session.recipe.evaluate.sampling(0)
     lineup = at_temperature(_lineup(session, target, head_folder, longest_text(requests), original), greedy)
-    alone = target if original is None else load_original(session, original, "float32")
+    # Drafts for a tuned target are held against that one; the original verifies those of the baselines.
+    apart = original if any(c.verifier is None for c in lineup) else None
+    alone = target if apart is None else load_original(session, apart, "float32")
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
     return check_lossless(alone, lineup, requests, greedy)

@@ -23,11 +23,11 @@ from draftsmith.stages import find_head, head_digest, load_best
 def load_heads(session: Session, target: Target, head_folder: Path | None) -> dict[str, DraftHead]:
     """Return the heads to measure in the dtype of `target`, as they draft once trained, by name: the run's own first. One
     made for another target of the same sizes is measured too, with a warning."""
-    own = _load(session, target, head_folder)
+    own = load_fitting(session, target, head_folder)
     return {own.method: own.deployed(target).to(target.dtype)} | load_beside(session, target, own.method)
 
 
-def _load(session: Session, target: Target, folder: Path | None) -> DraftHead:
+def load_fitting(session: Session, target: Target, folder: Path | None) -> DraftHead:
     """Return a head, with a warning where it was made for another target. Raises UserError where it tunes that one: its
     adapter means nothing on other weights, such as those that it is merged into."""
     said: list[str] = []
@@ -46,7 +46,7 @@ def load_beside(session: Session, target: Target, taken: str) -> dict[str, Draft
         if name == taken or not name.strip():
             raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
         path = beside_folder(session, name, folder)
-        heads[name] = _load(session, target, path).deployed(target).to(target.dtype)
+        heads[name] = load_fitting(session, target, path).deployed(target).to(target.dtype)
     return heads
 
 

@@ -1,10 +1,12 @@
 """The original of a target that was tuned with its heads and exported whole: what its evaluation is held against."""
 
 from pathlib import Path
+from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.fingerprint import fingerprint_directory
 from draftsmith.heads.identity import TargetIdentity
+from draftsmith.heads.pretrained import weights_directory
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target import Target
 from draftsmith.session import Session
@@ -14,16 +16,7 @@ def find_original(session: Session) -> TargetIdentity | None:
     """Return the original that the session's target is to be compared with, None for a target that was not tuned. Where it
     cannot be, or the recipe does not want it, results carry a warning and None is returned."""
     made_from = tuned_from(Path(session.target_path))
-    if made_from is None:
-        return None
-    folder = Path(made_from.path or "")
-    if not session.recipe.evaluate.original:
-        why = "evaluate.original is false"
-    elif made_from.path is None or (folder.is_absolute() and not folder.is_dir()):
-        why = "it is not there any more"
-    elif folder.is_dir() and fingerprint_directory(folder) != made_from.fingerprint:
-        why = "another model lies there now"
-    else:
+    if made_from is None or (why := _why_not(session, made_from)) is None:
         return made_from
     session.warn(
         f"the target {session.target_path} was tuned together with heads, and is not compared with the original "
@@ -33,13 +26,29 @@ def find_original(session: Session) -> TargetIdentity | None:
     return None
 
 
+def _why_not(session: Session, made_from: TargetIdentity) -> str | None:
+    if not session.recipe.evaluate.original:
+        return "evaluate.original is false"
+    if made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).is_dir()):
+        return "it is not there any more"
+    try:
+        same = fingerprint_directory(weights_directory(made_from.path)) == made_from.fingerprint
+    except (OSError, UserError):
+        return "it cannot be read any more"
+    return None if same else "another model lies there now"
+
+
+def compared_before(session: Session, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return `inputs` with the original that a finished stage was made with, where that is gone since: what was measured of it
+    stays."""
+    made_from = tuned_from(Path(session.target_path))
+    if made_from is None or not session.recipe.evaluate.original or stage in session.redo:
+        return inputs
+    earlier = inputs | {"original": made_from.fingerprint}
+    return earlier if session.directory(stage).holds(stage, earlier) else inputs
+
+
 def load_original(session: Session, made_from: TargetIdentity, dtype: str) -> Target:
-    """Load the original. Raises UserError where a model of its name is another one now."""
+    """Load what `find_original` returned."""
     assert made_from.path is not None
-    target = session.load_target(dtype, made_from.path)
-    if target.fingerprint != made_from.fingerprint:
-        raise UserError(
-            f"The target {session.target_path} was tuned from {made_from.path}, which is another model now: give that one "
-            "back, or set evaluate.original to false."
-        )
-    return target
+    return session.load_target(dtype, made_from.path)

@@ -28,8 +28,9 @@ from draftsmith.eval.trees import PUBLISHED, read_origin, save_tree
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target import Target
+from draftsmith.lineup import load_fitting
 from draftsmith.session import Session, say
-from draftsmith.stages import find_head, head_digest, load_best
+from draftsmith.stages import find_head, head_digest
 
 AUTO_NODES = 127
 """Drafted tokens of the largest tree that is tried where none is asked for: with the root a pass over 128."""
@@ -87,7 +88,7 @@ def search_tree(session: Session, asked: TreeOptions) -> Path:
 def _prepare(session: Session, asked: TreeOptions) -> _Ground:
     folder = find_head(session, asked.head)
     original = session.target_in(session.recipe.evaluate.dtype)
-    head = load_best(session, original, asked.head, warn=session.warn).deployed(original).to(original.dtype)
+    head = load_fitting(session, original, asked.head).deployed(original).to(original.dtype)
     target = head.verifier(original)  # where that is a tuned one, the original's answers stand for its own
     if "static" not in find_method(head.method).trees:
         raise UserError(

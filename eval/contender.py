@@ -134,7 +134,7 @@ def make_contender(
     label = (
         " ".join(words)
         + (", typical (lossy)" if typical is not None else "")
-        + ", tuned target" * (verifier is not None)
+        + ", tuned target" * (head.tunes or verifier is not None)
     )
     chain = Contender(
         label,

@@ -8,7 +8,7 @@ probabilities into expected rounds. Shapes: S answers, T roots, K speculative to
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -27,11 +27,9 @@ _CHUNK_ROWS = 1024
 
 
 class _TextLaw(NamedTuple):
-    """p: [B*L] float64 probability of the token after each place, NaN where not asked for; None when greedy. token: [B*L]
-    the token after each place that a draft has to be: the text's own, when greedy the choice of what verifies."""
+    """p: [B*L] float64 probability of each token given those before it, NaN where not asked for; None when greedy."""
 
     p: Tensor | None
-    token: Tensor
     off_text: int
 
 
@@ -84,7 +82,7 @@ def tree_acceptance(
     The children of a node are tried at any temperature, and given the text it is certain which one was accepted.
     """
     ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
-    off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling).off_text
+    _, off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling)
     child_NR = _children(tree, ids.device)
     node = torch.zeros_like(ids)
     c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
@@ -118,22 +116,7 @@ def _text_law(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampli
     if sampling.repetition_penalty != 1:
         pieces = places.split(_CHUNK_ROWS)
         choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
-    return _TextLaw(None, ids.roll(-1), int((choice != ids[places + 1]).sum()))
-
-
-def _tuned_law(batch: TrainBatch, tuned: StepOutput, places: Tensor, sampling: Sampling) -> "_TextLaw":
-    """Return what a target that is tuned with the head, and will verify its drafts, says of the original's text."""
-    token, p = batch.ids.flatten().roll(-1), None
-    if not sampling.greedy:
-        p = torch.full(token.shape, torch.nan, dtype=torch.float64, device=token.device)
-    for at in places.split(_CHUNK_ROWS):
-        logits_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, at)), at, sampling)
-        if p is None:
-            token[at] = logits_RV.argmax(-1)
-        else:
-            p_R = law(logits_RV, sampling).gather(1, token[at][:, None])[:, 0].double()
-            p[at] = p_R.where(p_R > 0, torch.inf)  # what it never says, it never accepts
-    return _TextLaw(p, token, 0)
+    return _TextLaw(None, int((choice != ids[places + 1]).sum()))
 
 
 def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
@@ -160,23 +143,20 @@ def chain_acceptance(
     """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
 
     greedy_drafts: the draft proposes its argmax at every temperature (as vLLM does by default).
-    Where the training tunes the target too, drafts are held against the tuned one's law, and the acceptance is an
-    approximation, as the text is the original's. Raises UserError when the text has probability 0 under the settings: it
-    was not sampled with them.
+    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
     """
+    if output.tuned is not None:
+        return _tuned_acceptance(output, batch, sampling, greedy_drafts)
     rows, length = batch.ids.shape
-    device, drafted = batch.ids.device, len(output.steps)
-    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=device)
+    ids, drafted = batch.ids.flatten(), len(output.steps)
+    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     places = output.steps[0].rows + 1
-    if output.tuned is None:
-        p, token, off_text = _text_law(batch, target_head, places, sampling)
-    else:
-        p, token, off_text = _tuned_law(batch, output.tuned, places, sampling)
+    p, off_text = _text_law(batch, target_head, places, sampling)
     for step in output.steps:
-        for piece in torch.arange(len(step.rows), device=device).split(_CHUNK_ROWS):
+        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
-            token_R = token[at + 1 + step.offset]
+            token_R = ids[at + 2 + step.offset]
             if p is None or greedy_drafts:
                 # A deterministic draft is accepted exactly where the text has its token.
                 choice_R = logits_RW.argmax(-1)
@@ -188,6 +168,26 @@ def chain_acceptance(
             if step.stops is not None:
                 c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
     return Acceptance(c.view(rows, length, -1), off_text)
+
+
+def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:
+    """Hold drafts against the law p of the target that is tuned with the head and will verify them. The text is the original's,
+    so its tokens decide nothing: a draft is accepted with sum_x min(p(x), q(x)), exact place by place, not along the text."""
+    tuned, shape = cast(StepOutput, output.tuned), (*batch.ids.shape, len(output.steps))
+    c = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.ids.device).flatten(0, 1)
+    for step in output.steps:
+        for piece in torch.arange(len(step.rows), device=c.device).split(_CHUNK_ROWS):
+            places, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
+            p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, places)), places, sampling)
+            p_RV = _certain(p_RV) if sampling.greedy else law(p_RV, sampling)
+            q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else law(q_RV, sampling)
+            c[step.rows[piece], step.offset] = torch.minimum(p_RV, q_RV).sum(-1).double()
+    return Acceptance(c.view(shape), 0)
+
+
+def _certain(logits_RV: Tensor) -> Tensor:
+    """Return the law that always says the likeliest token."""
+    return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
 
 
 def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | None) -> Tensor:
@@ -231,7 +231,7 @@ def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tens
             p_R = torch.where(out_R, share_R.double(), p_R)
             off_text += int(out_R.sum())
         p[at] = p_R
-    return _TextLaw(p, ids.roll(-1), off_text)
+    return _TextLaw(p, off_text)
 
 
 def expected_tallies(

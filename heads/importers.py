@@ -24,7 +24,7 @@ from draftsmith.heads.head_files import (
     weights_file,
 )
 from draftsmith.heads.record import RECORD, TUNED
-from draftsmith.heads.registry import METHODS, brought_layouts, is_known
+from draftsmith.heads.registry import METHODS, brought_layouts, is_known, served_method
 from draftsmith.heads.target_files import read_object
 
 if TYPE_CHECKING:
@@ -195,9 +195,10 @@ def _brought(path: Path) -> Format | None:
     UserError where that package is not installed any more."""
     record = read_object(path / RECORD) if (path / RECORD).is_file() else {}
     method, name = str(record.get("method")), record.get("layout")
-    if name is None or method in METHODS or name == TUNED:
+    served = served_method(method)
+    if name is None or served in METHODS or name == TUNED:
         return None
-    found = next((one for one in brought_layouts(method) if one.contract.name == name), None)
+    found = next((one for one in brought_layouts(served) if one.contract.name == name), None)
     if found is None:
         raise UserError(
             f"{path} holds a head of the method {method!r} in the layout {name!r}, which no installed package adds: install the "

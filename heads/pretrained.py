@@ -38,7 +38,7 @@ def open_model(
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
     _check_path(path)
     _check_config(path, _load_config(path, trust_remote_code), trust_remote_code)
-    directory = _weights_directory(path)
+    directory = weights_directory(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -123,7 +123,7 @@ def _fetch_tokenizer(path: str) -> None:
         )
 
 
-def _weights_directory(path: str) -> Path:
+def weights_directory(path: str) -> Path:
     """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be), checked."""
     folder = Path(path)
     if not folder.is_dir():

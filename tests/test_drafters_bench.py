@@ -21,6 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.rivals.cpu_parts import Supervision, blocks, document_attention, orthogonalise
 from draftsmith.eval.rivals.our_store import Store, final_norm
 from draftsmith.eval.rivals.speculators_eagle3 import identify_job, refuse_other_job, vocab_maps
+from draftsmith.eval.rivals.speculators_eagle3 import train as train_rival
 from draftsmith.session import Session
 from tests.workplace import make_workplace
 
@@ -168,7 +169,7 @@ def test_a_run_that_is_not_at_hand_keeps_its_figures(
     for key in ("head", "simulated", "heldout_tau", "training"):
         assert after["runs"][1][key] == results["eagle3"]["runs"][1][key]
     assert after["decoded"] == results["eagle3"]["decoded"], "it is of the second run, and the tables leave it out"
-    assert "eagle3-lr1 is the best run of eagle3, and not at hand" in capsys.readouterr().err
+    assert "eagle3-lr1 is the best run of eagle3 on the answers" in capsys.readouterr().err
     again = words(workplace, "--only", "eagle3-lr2", "--output", str(output), "--no-train", "--budget", "99999")
     assert main(again, TINY, workplace) == 0
     assert json.loads((output / "eagle3.json").read_text()) == after, "there is none of another budget"
@@ -230,6 +231,12 @@ def test_a_training_of_another_job_is_not_taken_for_this_one(tmp_path: Path) -> 
     for key, value in (("row_tokens", 1024), ("lr", 0.02), ("train", ["y"])):
         with pytest.raises(SystemExit, match="holds a training of another job"):
             refuse_other_job(begun, job | {key: value}, tmp_path)
+    refuse_other_job(None, job, tmp_path)  # from before they were told apart
+    record = {"steps": 7, "job": begun}
+    (tmp_path / "training.json").write_text(json.dumps(record))
+    assert train_rival(job | {"output": str(tmp_path)}) == record
+    with pytest.raises(SystemExit, match="holds a training of another job"):
+        train_rival(job | {"output": str(tmp_path), "lr": 0.02})
 
 
 def test_the_rivals_job_has_our_split_and_vocabulary(workplace: Path, results: dict[str, dict]) -> None:

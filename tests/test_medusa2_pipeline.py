@@ -35,7 +35,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     more = ["--train.warm_start", str(folder / "medusa"), "--evaluate.beside.plain", str(folder / "medusa")]
     more += ["--train.loss.ramp", "0.5", "--train.lr", "5e-3", "--evaluate.repeats", "1"]
     more += [*ANSWERS, "--evaluate.generate", "false"]
-    assert main(["run", *words(folder, "medusa2", *more)]) == 0
+    assert main(["run", "--fail-under", f"{NAME}:tau=1.01", *words(folder, "medusa2", *more)]) == 0
     return folder
 
 
@@ -104,7 +104,7 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     plain += ["--evaluate.temperatures", "[0.0]", *ANSWERS, "--evaluate.generate", "false"]
     run = words(workplace, "medusa", *plain)
     run[run.index("--output_dir") + 1] = str(workplace / "served")
-    assert main(["evaluate", *run]) == 0
+    assert main(["evaluate", "--fail-under", "medusa, tuned target:tau=1.01", *run]) == 0
     served = read_result(workplace / "served" / "evaluation" / "t0" / "result.json")
     decoded = read_result(workplace / "medusa2" / "evaluation" / "t0" / "result.json").drafters[NAME]
     # The record of the heads names this target, whose own record names the original: as before the export, but for rounding.
@@ -118,6 +118,12 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
         assert getattr(exported.overall, what) == pytest.approx(getattr(decoded.overall, what), rel=1e-3), what
     assert exported.overall.lossless is not None
     assert exported.overall.lossless.equal == exported.overall.lossless.checked == 4
+    # Finished, it stays though the original is gone.
+    (workplace / "target").rename(workplace / "gone")
+    capsys.readouterr()
+    assert main(["evaluate", *run]) == 0
+    assert "evaluate: reusing" in capsys.readouterr().err
+    (workplace / "gone").rename(workplace / "target")
     # Simulated too; and where the original shall not be loaded beside it, the report says what it lacks.
     assert main(["evaluate", "--no-decode", *run]) == 0
     simulated = read_result(workplace / "served" / "simulation" / "t0" / "result.json").drafters["medusa, tuned target"]
@@ -132,10 +138,11 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     run[run.index("--output_dir") + 1] = str(workplace / "twice")
     run[run.index("--head") + 1] = str(workplace / "medusa2" / "train" / "best")
     capsys.readouterr()
-    assert main(["evaluate", *run]) == 2
-    said = capsys.readouterr().err
-    assert f"The weights of the target {export / 'target'} are not those the head" in said
-    assert "texts stay exact" not in said
+    for command in (["evaluate", *run], ["search-tree", "--output", str(workplace / "tree.json"), *run]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert f"The weights of the target {export / 'target'} are not those the head" in said
+        assert "texts stay exact" not in said
     assert not (workplace / "twice").exists()
 
 

@@ -15,7 +15,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads import registry
 from draftsmith.heads.checkpoint import load_head
 from draftsmith.heads.conformance import Spec, check_checkpoint, check_layouts, tiny_target
-from draftsmith.heads.export import layouts_for
+from draftsmith.heads.export import export_head, layouts_for
+from draftsmith.heads.medusa import build as build_medusa
+from draftsmith.heads.medusa_options import MedusaOptions
 from draftsmith.heads.registry import METHODS, TRAINED, find_method, trained_names
 from draftsmith.heads.target import load_target
 from draftsmith.launching import find_script
@@ -219,10 +221,18 @@ def test_a_layout_keeps_off_our_names(site: Path, monkeypatch: pytest.MonkeyPatc
         layouts_for("bigram")
 
 
-def test_a_method_may_be_served_as_one_of_ours(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_method_may_be_served_as_one_of_ours(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.toy_drafter.METHOD", replace(METHOD, served_as="medusa"))
     install(site, "toy", bigram=TOY)
     assert layouts_for("bigram") == layouts_for("medusa")
+    # What is recorded beside an export of it is a layout of ours, which its files tell.
+    target = tiny_target()
+    folder = export_head(
+        build_medusa(MedusaOptions(2), target, None).eval(), target, tmp_path / "out", layout="medusa_vllm"
+    )
+    record = json.loads((folder / "draftsmith.json").read_text())
+    (folder / "draftsmith.json").write_text(json.dumps(record | {"method": "bigram"}))
+    assert load_head(folder, target).method == "medusa"
 
 
 def test_the_guide_counts_its_lines() -> None:

@@ -126,16 +126,17 @@ class Rows:
 
 def train(job: Facts) -> Facts:
     """Train as the job says; return what `training.json` holds."""
-    from our_store import Store, final_norm
-    from speculators.train.optimizers import build_optimizers
-    from speculators.train.trainer import _resolve_scheduler_steps
-    from transformers import get_linear_schedule_with_warmup
-
     output = Path(job["output"])
     if (output / "training.json").exists():
         record = json.loads((output / "training.json").read_text(encoding="utf-8"))
         refuse_other_job(record.get("job"), job, output)
         return record
+
+    from our_store import Store, final_norm
+    from speculators.train.optimizers import build_optimizers
+    from speculators.train.trainer import _resolve_scheduler_steps
+    from transformers import get_linear_schedule_with_warmup
+
     output.mkdir(parents=True, exist_ok=True)
     config = make_config(job)
     model = make_model(job, config).train()
@@ -182,8 +183,11 @@ def identify_job(job: Facts) -> str:
 
 
 def refuse_other_job(begun: str | None, job: Facts, output: Path) -> None:
-    """End with a sentence where what is in `output` was begun with another job, so that it is not taken for this one."""
-    if begun != identify_job(job):
+    """End with a sentence where what is in `output` was begun with another job, so that it is not taken for this one; None, of
+    before jobs were told apart, is."""
+    if begun is None:
+        print(f"{output} does not say which job it is of: taken for this one", file=sys.stderr)
+    elif begun != identify_job(job):
         raise SystemExit(
             f"{output} holds a training of another job (other answers, rows or rates): move it away first."
         )

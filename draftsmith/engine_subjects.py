@@ -1,5 +1,6 @@
 """What is served in the check of the engines: targets, their prompts, and trained heads and draft models beside them."""
 
+import os
 import re
 import subprocess
 import sys
@@ -240,7 +241,9 @@ def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tu
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         command = [sys.executable, "-m", "draftsmith.cli", "train", *more]
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
+        # Lines in the order in which they are said: the error is the last.
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
     last = (log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"])[-1]
     return time.perf_counter() - started, log, last if done.returncode else ""
 

@@ -38,7 +38,7 @@ def test_a_hub_targets_tokenizer_is_fetched_with_its_weights(tmp_path: Path, mon
         return str(tmp_path / name) if name == "model.safetensors" else None
 
     monkeypatch.setattr(pretrained, "cached_file", cached_file)
-    assert pretrained._weights_directory("owner/model") == tmp_path
+    assert pretrained.weights_directory("owner/model") == tmp_path
     assert asked == ["model.safetensors", *TOKENIZER_FILES]
 
 

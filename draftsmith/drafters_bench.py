@@ -23,7 +23,7 @@ from typing import Any
 
 from draftsmith.arguments import take
 from draftsmith.drafters_page import write_page
-from draftsmith.drafters_runs import answers_of, best_run, common_answers, read_entries
+from draftsmith.drafters_runs import answers_of, best, read_entries
 from draftsmith.drafters_table import ROOT, SUBJECTS, Subject
 from draftsmith.errors import UserError
 from draftsmith.eval.machine import environment
@@ -140,11 +140,11 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
     decoded = before.get("decoded")
     # On another set of answers, a run of the same name is another one.
     here = {(one.name, one.answers) for one in trained}
+    apart = [r for r in known.values() if _which(r) not in here and r["head"] not in heads]
     same = before.get("budget") == budget
-    others = [r for r in known.values() if same and _which(r) not in here and r["head"] not in heads]
-    others = [r for r in others if r["training"]["name"] in subject.run_names]
+    others = [r for r in apart if same and r["training"]["name"] in subject.run_names]
 
-    def save() -> dict[str, Any]:
+    def save() -> None:
         """Write what is known so far; the decoded run only beside the run whose head it is of."""
         pairs = zip(heads, trained, strict=True)
         runs = [known[head] | {"training": one.record} for head, one in pairs if head in known] + others
@@ -152,7 +152,6 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
         fits = decoded is not None and any(all(decoded[key] == r[key] for key in ("head", "inputs")) for r in runs)
         entry = {"name": subject.name, "recipe": subject.recipe or None, "budget": budget, "runs": runs}
         write_json(file, entry | {"decoded": decoded if fits else None})
-        return best_run(runs, common_answers(read_entries(options.output, ())))
 
     for one, head in zip(trained, heads, strict=True):
         if head not in known:
@@ -169,19 +168,20 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
             }
         if len(subject.run_names) > 1 and "heldout_tau" not in known[head]:
             known[head]["heldout_tau"] = measure.heldout_tau(one)
-        kept = save()
-    best = kept["head"]
-    wanted = (best, measure.inputs)
+        save()
     if not options.decode:
         return
-    if best not in heads:
+    # The one that the tables show, which they choose among all drafters' results.
+    kept = next(best(entry) for entry in read_entries(options.output, ()) if entry["name"] == subject.name)
+    head, wanted = kept["head"], (kept["head"], measure.inputs)
+    if head not in heads:
         say(
             f"{kept['training']['name']} is the best run of {subject.name} on the answers that most drafters learned from, and not "
             "at hand: nothing is decoded; name another --output for results of your own"
         )
     elif decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options):
-        figures = measure.decoded(measure.contender(subject.name, trained[heads.index(best)]))
-        decoded = {"head": best, "inputs": measure.inputs, **_facts(), "at": figures}
+        figures = measure.decoded(measure.contender(subject.name, trained[heads.index(head)]))
+        decoded = {"head": head, "inputs": measure.inputs, **_facts(), "at": figures}
         save()
 
 

@@ -18,7 +18,7 @@ from draftsmith.files import fingerprint
 from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.target import Target
 from draftsmith.lineup import at_temperature, digests, load_heads, make_lineup
-from draftsmith.originals import compared_before, find_original, load_original
+from draftsmith.originals import compared_before, load_original
 from draftsmith.session import Session, say
 
 
@@ -28,7 +28,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     stage = "evaluate" if decode else "simulate"
     folder = recipe.run_dir / ("evaluation" if decode else "simulation")
     requests, conversations = make_requests(session, session.target)
-    original = find_original(session)
+    original = session.original
     longest = longest_text(requests)
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     lineup = _lineup(session, session.target, head_folder, longest, original)

@@ -16,7 +16,6 @@ from draftsmith.heads.layer_config import steady_positions
 from draftsmith.heads.option_fields import draft_vocab_size_of
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.lineup import beside_folder, load_beside, load_heads, make_lineup
-from draftsmith.originals import find_original
 from draftsmith.session import Session, say
 from draftsmith.stages import always_drafted
 from draftsmith.starting import load_warm, start_head, warm_folder
@@ -74,8 +73,8 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
         heads = load_heads(session, target, head)
     else:
         heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
-    longest, compared = longest_text(make_requests(session, target)[0]), find_original(session) is not None
-    return make_lineup(session, heads, target, longest, compared=compared)
+    longest = longest_text(make_requests(session, target)[0])
+    return make_lineup(session, heads, target, longest, compared=session.original is not None)
 
 
 def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:

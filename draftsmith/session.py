@@ -20,6 +20,7 @@ from draftsmith.data.templates import check_template_keys, check_tokenizer, load
 from draftsmith.errors import UserError
 from draftsmith.eval.selfcheck import check_decoding
 from draftsmith.files import fingerprint
+from draftsmith.heads.identity import TargetIdentity
 from draftsmith.heads.target import Target, load_target
 from draftsmith.recipe import Recipe
 from draftsmith.run import DATA_STAGES, RunDirectory
@@ -123,6 +124,13 @@ class Session:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+    @cached_property
+    def original(self) -> TargetIdentity | None:
+        """The original that a target which was tuned with its heads is compared with; None for any other target."""
+        from draftsmith.originals import find_original
+
+        return find_original(self)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -1,6 +1,11 @@
 """What every draft head has in common: its outputs, and which rows of a batch it is judged on.
 
 Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), V target vocab, W draft vocab.
+
+What the stages ask of a drafter's options, whatever its method: fields of these names mean the same in each.
+
+layer_ids: aux layers that the head reads, None for the target's default; without the field it reads the last hidden
+state alone. draft_vocab_size: size of its draft vocabulary, None (or no such field) for the target's whole vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -14,10 +19,11 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.heads.target.target import Target
 
 if TYPE_CHECKING:
-    from draftsmith.eval.sampling import Sampling
-    from draftsmith.heads.target import Target, TargetHead
+    from draftsmith.eval.decode.sampling import Sampling
+    from draftsmith.heads.target.target import Target, TargetHead
 
 Piece = Tensor | slice
 """Numbers of rows, or a slice of them."""
@@ -222,3 +228,15 @@ def drafting(*heads: DraftHead) -> Iterator[None]:
     finally:
         for head, training in zip(heads, were, strict=True):
             head.train(training)
+
+
+def layer_ids_of(options: Any, target: Target) -> tuple[int, ...]:
+    """Return the aux layers that a head with these options reads."""
+    if not hasattr(options, "layer_ids"):
+        return ()
+    return target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
+
+
+def draft_vocab_size_of(options: Any) -> int | None:
+    """Return the size of the draft vocabulary that these options ask for, None for the whole one."""
+    return getattr(options, "draft_vocab_size", None)

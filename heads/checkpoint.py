@@ -1,13 +1,13 @@
 """The native checkpoint of a head: a folder with `config.json` and `model.safetensors`.
 
 What the target already holds is not stored again (input embeddings), but the target is named by what tells it from
-others (draftsmith.heads.identity), and a head loads only onto the target it was trained for, unless the caller takes
+others (draftsmith.heads.target.identity), and a head loads only onto the target it was trained for, unless the caller takes
 warnings instead.
 """
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,10 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, write_json
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.head_files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
-from draftsmith.heads.importers import recognise
-from draftsmith.heads.record import check_made_for, what_it_reads
+from draftsmith.heads.files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
+from draftsmith.heads.record import what_it_reads
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target import Target
+from draftsmith.heads.target.target import Target
 
 SCHEMA_VERSION = 1
 EMBEDDING = "embed_tokens.weight"
@@ -46,20 +45,6 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
     if EMBEDDING in tensors and borrows_embedding(tensors[EMBEDDING], target):
         del tensors[EMBEDDING]
     write_model_directory(Path(path), config, tensors)
-
-
-def load_head(path: Path, target: Target, *, warn: Callable[[str], None] | None = None) -> DraftHead:
-    """Return the head in the folder `path`, fp32, in eval mode, on the target's device: a checkpoint, an export for an
-    engine, or a head that others have published (heads/importers.py has the formats).
-
-    warn: receives a sentence per difference between `target` and the one that the head was made for, where the folder has
-    a record of it; None refuses a target that computes something else. Raises UserError for that, for other sizes always,
-    and for a folder that holds no head, is damaged or of a format that cannot be loaded.
-    """
-    path = Path(path)
-    found = recognise(path)
-    check_made_for(path, target, warn)
-    return found.load(path, target).eval()
 
 
 def load_checkpoint(path: Path, target: Target) -> DraftHead:

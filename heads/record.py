@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.heads.differences import NUMBERS, Difference, compare
-from draftsmith.heads.identity import TargetIdentity
-from draftsmith.heads.target_files import read_object
+from draftsmith.heads.target.differences import NUMBERS, Difference, compare
+from draftsmith.heads.target.files import read_object
+from draftsmith.heads.target.identity import TargetIdentity
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
-    from draftsmith.heads.target import Target
+    from draftsmith.heads.target.target import Target
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"

@@ -2,7 +2,7 @@
 
 import sys
 
-from draftsmith.decoding_bench import main
+from scripts.bench.decoder.bench import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 
 import sys
 
-from draftsmith.drafters_bench import main
+from scripts.bench.drafters.bench import main
 
 if __name__ == "__main__":
     sys.exit(main())

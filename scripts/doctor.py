@@ -14,7 +14,7 @@ def check_fit(words: list[str]) -> int:
     """Hand the options to `draftsmith doctor`, which needs draftsmith's packages."""
     sys.path.insert(0, str(ROOT))
     try:
-        from draftsmith.cli import main
+        from draftsmith.cli.main import main
 
         return main(["doctor", *words])
     except ImportError as error:

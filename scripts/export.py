@@ -2,7 +2,7 @@
 
 import sys
 
-from draftsmith.cli import main
+from draftsmith.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["export", *sys.argv[1:]]))

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.eval.answers import Request
-from draftsmith.eval.decode import Generation, decode_batch
-from draftsmith.eval.draft import Drafter, TargetAlone
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.tally import Tally
-from draftsmith.heads.target import Target
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import Generation, decode_batch
+from draftsmith.eval.decode.draft import Drafter, TargetAlone
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import Tally
+from draftsmith.heads.target.target import Target
 
 
 def decode_like_alone(

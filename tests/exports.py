@@ -1,22 +1,34 @@
 """Tiny targets and heads to export, with weights that no initial value hides."""
 
 import re
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
+import pytest
 import torch
-from models import tiny_model
 from torch import Tensor
 
-from draftsmith.heads import dflash, draft_lm, dspark, eagle1, eagle3, hydra, medusa, peagle
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.dflash import DFlashHead, DFlashOptions
-from draftsmith.heads.draft_lm import DraftLmHead, DraftLmOptions
-from draftsmith.heads.dspark import DSparkHead, DSparkOptions
-from draftsmith.heads.eagle1 import Eagle1Head, Eagle1Options
-from draftsmith.heads.eagle3 import Eagle3Head, Eagle3Options
-from draftsmith.heads.hydra import HydraHead, HydraOptions
-from draftsmith.heads.medusa import MedusaHead, MedusaOptions
-from draftsmith.heads.peagle import PEagleHead, PEagleOptions
-from draftsmith.heads.target import Target
+from draftsmith.heads.dflash import head as dflash
+from draftsmith.heads.dflash.head import DFlashHead, DFlashOptions
+from draftsmith.heads.draft_model import head as draft_lm
+from draftsmith.heads.draft_model.head import DraftLmHead, DraftLmOptions
+from draftsmith.heads.dspark import head as dspark
+from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
+from draftsmith.heads.eagle1 import head as eagle1
+from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options
+from draftsmith.heads.eagle3 import head as eagle3
+from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options
+from draftsmith.heads.formats.layout import layouts
+from draftsmith.heads.hydra import head as hydra
+from draftsmith.heads.hydra.head import HydraHead, HydraOptions
+from draftsmith.heads.medusa import head as medusa
+from draftsmith.heads.medusa.head import MedusaHead, MedusaOptions
+from draftsmith.heads.peagle import head as peagle
+from draftsmith.heads.peagle.head import PEagleHead, PEagleOptions
+from draftsmith.heads.target.target import Target
+from tests.models import tiny_model
 
 VOCAB = torch.tensor([0, 2, 3, 7, 50, 51, 52, 100, 159])
 LLAMA3 = {
@@ -31,6 +43,13 @@ LLAMA3 = {
 
 def make_target(**overrides) -> Target:
     return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint="abc")
+
+
+def replace_layout(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:
+    """Put a layout with other parts in the place of the one of that name."""
+    module = import_module(f"draftsmith.heads.{layouts()[name].method}.formats")
+    changed = [replace(one, **changes) if one.name == name else one for one in module.LAYOUTS]
+    monkeypatch.setattr(module, "LAYOUTS", tuple(changed))
 
 
 def shake(head: torch.nn.Module) -> None:

@@ -7,7 +7,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.conversations import Conversation
+from draftsmith.data.conversations.load import Conversation
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 _SPECIAL = (PAD, "<|im_start|>", EOS, "<s>", "</s>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>")

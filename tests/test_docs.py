@@ -30,14 +30,14 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.arguments import GgufOptions
-from draftsmith.cli import COMMANDS, main, take
-from draftsmith.data.conversations import load_conversations
-from draftsmith.eval.costs import measure_costs
-from draftsmith.eval.gate import parse_thresholds
-from draftsmith.heads.registry import METHODS
-from draftsmith.recipe import Recipe
-from draftsmith.recipe_file import parse_recipe
+from draftsmith.cli.arguments import gguf_options
+from draftsmith.cli.main import COMMANDS, main, take
+from draftsmith.data.conversations.load import load_conversations
+from draftsmith.eval.measure.costs import measure_costs
+from draftsmith.eval.measure.gate import parse_thresholds
+from draftsmith.heads.registry import methods
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.schema import Recipe
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -189,7 +189,7 @@ def check_marked(line: str) -> None:
     for flag in ("--no-decode", "--comment"):
         take(rest, flag, flag=True)
     parse_thresholds(take(rest, "--fail-under"))
-    GgufOptions.take(rest)
+    gguf_options(rest)
     for option in ("--redo", "--launch", "--head", "--count", "--output", "--device", "--gpus"):
         take(rest, option)
     parse_recipe(rest)
@@ -215,7 +215,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
     # How exactly a step is timed says nothing about a page.
-    monkeypatch.setattr("draftsmith.evaluator.measure_costs", partial(measure_costs, repeats=1))
+    monkeypatch.setattr("draftsmith.stages.evaluator.measure_costs", partial(measure_costs, repeats=1))
     make_workplace(tmp_path)
     write_files(page, tmp_path)
     told = ""
@@ -298,7 +298,7 @@ def keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_the_keys_that_a_page_names_exist(page: Path) -> None:
-    known = {*keys(Recipe), *(key for method in METHODS.values() for key in keys(method.options, "head."))}
+    known = {*keys(Recipe), *(key for method in methods().values() for key in keys(method.options, "head."))}
     sections = {key.split(".")[0] for key in known if "." in key}
     named = re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_.0-9]+)", page.read_text(encoding="utf-8"))
     assert not {name for name in named if not name.endswith(".jsonl")} - known

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.heads.registry import METHODS
+from draftsmith.heads.registry import methods
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("data", "heads", "train", "eval")
@@ -119,16 +119,16 @@ def test_loops_never_ask_which_method_a_head_is_of() -> None:
         f"{name_of(path)}:{node.lineno}: {node.value!r}"
         for path in sources("train", "eval", "data")
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in METHODS
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in methods()
     ]
     imported = [
         f"{name_of(path)}: {name}"
         for path in sources("train", "eval", "data")
         for name in imports(path)
-        if any(re.match(rf"draftsmith\.heads\.{method}(_|\.|$)", name) for method in METHODS)
+        if any(re.match(rf"draftsmith\.heads\.{method}(_|\.|$)", name) for method in methods())
     ]
-    baseline = "eval/contender.py"  # a whole model that drafts untrained is a baseline of the same name
-    rival = "eval/rivals/speculators_eagle3.py"  # another package's trainer
+    baseline = "eval/drafters/contender.py"  # a whole model that drafts untrained is a baseline of the same name
+    rival = "scripts/bench/rivals/speculators_eagle3.py"  # another package's trainer
     assert not [one for one in (*asked, *imported) if not one.startswith((baseline, rival))]
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.cli import COMMANDS
-from draftsmith.decoding_tables import read_bench, render
-from draftsmith.drafters_page import headline
-from draftsmith.drafters_page import render as render_drafters
-from draftsmith.drafters_table import SUBJECTS
-from draftsmith.eval.report import headline_markdown
-from draftsmith.eval.result import read_result
+from draftsmith.cli.main import COMMANDS
+from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.report.report import headline_markdown
+from scripts.bench.decoder.tables import read_bench, render
+from scripts.bench.drafters.page import headline
+from scripts.bench.drafters.page import render as render_drafters
+from scripts.bench.drafters.table import SUBJECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -9,12 +9,12 @@ from itertools import islice
 import torch
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.draft import DecodeState, Draft, Prompts
-from draftsmith.eval.noise import DRAFT, uniforms
-from draftsmith.eval.sampling import draw, law
+from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.decode.noise import DRAFT, uniforms
+from draftsmith.eval.decode.sampling import draw, law
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.registry import Method
-from draftsmith.heads.target import Target
+from draftsmith.heads.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,4 @@ class BigramDrafter:
         return Draft.chain(state.root_B, torch.stack(tokens[1:], 1), count_B, laws_BKV)
 
 
-METHOD = Method("tests.toy_drafter", "tests.toy_drafter:BigramOptions", "tests.toy_drafter:BigramDrafter")
+METHOD = Method(__name__, options=":BigramOptions", drafter=":BigramDrafter", head="")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from draftsmith.heads.contracts import Contract, ExportRequest, KeyRule, ModelFiles, TensorRule
-from draftsmith.heads.export import Layout
-from draftsmith.heads.head_files import read_config
-from draftsmith.heads.target import Target
+from draftsmith.heads.files import read_config
+from draftsmith.heads.formats.contracts import Contract, ExportRequest, KeyRule, ModelFiles, TensorRule
+from draftsmith.heads.formats.layout import Layout
+from draftsmith.heads.target.target import Target
 from tests.toy_drafter import BigramHead, BigramOptions, build
 
 CONTRACT = Contract(
@@ -30,4 +30,4 @@ def load(path: Path, target: Target) -> BigramHead:
     return head.requires_grad_(False)
 
 
-LAYOUTS = (Layout("bigram", CONTRACT, convert, load, engines=()),)
+LAYOUTS = (Layout("bigram", CONTRACT, convert, load, engines={}),)

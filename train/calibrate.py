@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.data.features import FeatureSource
+from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate
-from draftsmith.eval.sampling import Sampling
+from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.heads.base import drafting
-from draftsmith.heads.checkpoint import load_head, save_head
-from draftsmith.heads.target import Target
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.target import Target
 
 
 def calibrate_best(

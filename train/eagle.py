@@ -6,7 +6,7 @@ accelerate launch --config_file recipes/accelerate/ddp-8gpu.yaml train/eagle.py 
 
 import sys
 
-from draftsmith.cli import main
+from draftsmith.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["train", *sys.argv[1:]]))

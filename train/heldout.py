@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.features import FeatureSource
+from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate, plan_batches
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.simulate import chain_acceptance, find_answers, simulate
-from draftsmith.eval.tally import Tally, total
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import Tally, total
+from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
-from draftsmith.heads.loss_spec import LossSpec
-from draftsmith.heads.losses import head_loss, loss_divisor
-from draftsmith.heads.target import TargetHead
-from draftsmith.train.sums import tuned_facts
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.target.target import TargetHead
+from draftsmith.train.step_metrics import tuned_facts
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,21 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from draftsmith.errors import StoppedError, UserError
-from draftsmith.eval.noise import row_key
+from draftsmith.eval.decode.noise import row_key
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.losses import head_loss, loss_divisor
-from draftsmith.heads.target import Target
-from draftsmith.recipe import Recipe
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import Recipe
 from draftsmith.train.calibrate import calibrate_best
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches, warn_at_chance, warn_at_start
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
-from draftsmith.train.pace import Interrupt, Pace
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
-from draftsmith.train.sums import StepSums, check_finite, tuned_facts
+from draftsmith.train.step_metrics import StepSums, check_finite, tuned_facts
+from draftsmith.train.throughput import Interrupt, Pace
 from draftsmith.train.tracking import Tracker
 
 _EARLY = 200

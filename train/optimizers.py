@@ -13,7 +13,7 @@ from torch import nn
 
 from draftsmith.heads.base import DraftHead
 from draftsmith.muon import Muon
-from draftsmith.recipe import TrainSpec
+from draftsmith.recipe.schema import TrainSpec
 
 _Groups = dict[tuple[float, bool], list[nn.Parameter]]
 """Parameters by the multiple of the learning rate, and by whether they decay."""

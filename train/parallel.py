@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
-from draftsmith.recipe import TrainSpec
+from draftsmith.recipe.schema import TrainSpec
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
 

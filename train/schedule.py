@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torch.utils.data import Dataset
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.data.features import FeatureSource
+from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import collate, plan_batches
-from draftsmith.eval.noise import row_key
-from draftsmith.recipe import TrainSpec
+from draftsmith.eval.decode.noise import row_key
+from draftsmith.recipe.schema import TrainSpec
 
 
 @dataclass(frozen=True)

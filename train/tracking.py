@@ -7,7 +7,7 @@ from uuid import uuid4
 
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, write_text
-from draftsmith.recipe import TrackingSpec
+from draftsmith.recipe.schema import TrackingSpec
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.decode import Request
+from draftsmith.eval.decode.decode import Request
 from draftsmith.eval.engines.traces import EngineAnswer
-from draftsmith.heads.target import Target
+from draftsmith.heads.target.target import Target
 
 Gap = Callable[[str, int, int, int], float]
 """(sample id, place in the answer, our token, theirs) -> logit of our token minus that of theirs."""

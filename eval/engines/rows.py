@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.eval.decode import Generation, Request, Round
+from draftsmith.eval.decode.decode import Generation, Request, Round
+from draftsmith.eval.decode.tally import Tally
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
-from draftsmith.eval.tally import Tally
 
 CLOSE = 1e-4
 """Logits this close may change places between two implementations in float32."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.eval.decode import Request, decode_batch
-from draftsmith.eval.draft import DecodeState, Draft, Drafter, Prompts
-from draftsmith.eval.sampling import Sampling
-from draftsmith.heads.target import Target
+from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, Prompts
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.heads.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Recorder:
 
 
 def trace_ours(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling) -> list[EngineAnswer]:
-    """Answer every request alone with our decoder; the rounds as it counts them (see `draftsmith.eval.answers.Round`): a
+    """Answer every request alone with our decoder; the rounds as it counts them (see `draftsmith.eval.decode.answers.Round`): a
     draft is as long as the answer may still become, and an accepted EOS counts."""
     recorder, answers = Recorder(drafter), []
     for request in requests:

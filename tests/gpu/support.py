@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.extract import OnlineSource
+from draftsmith.data.features.extract import OnlineSource
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.dflash_options import DFlashOptions
-from draftsmith.heads.draft_lm_options import DraftLmOptions
-from draftsmith.heads.dspark_options import DSparkOptions
-from draftsmith.heads.eagle1_options import Eagle1Options
-from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.hydra_options import HydraOptions
-from draftsmith.heads.medusa2_options import Medusa2Options
-from draftsmith.heads.medusa_options import MedusaOptions
-from draftsmith.heads.peagle_options import PEagleOptions
-from draftsmith.heads.registry import METHODS
-from draftsmith.heads.target import Target
-from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.draft_model.options import DraftLmOptions
+from draftsmith.heads.dspark.options import DSparkOptions
+from draftsmith.heads.eagle1.options import Eagle1Options
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.heads.medusa2.options import Medusa2Options
+from draftsmith.heads.peagle.options import PEagleOptions
+from draftsmith.heads.registry import methods
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.train.schedule import TrainData
 from tests.models import tiny_model
 
@@ -88,9 +88,9 @@ def make_head(target: Target, method: str, draft_vocab: Tensor | None = None) ->
     # The random numbers of the CPU: a GPU has its own.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = METHODS[method].build(
+        model = methods()[method].build(
             OPTIONS[method], make_target("cpu"), None if draft_vocab is None else draft_vocab.cpu()
         )
-    head = METHODS[method].build(OPTIONS[method], target, draft_vocab)
+    head = methods()[method].build(OPTIONS[method], target, draft_vocab)
     head.load_state_dict(model.state_dict())
     return head

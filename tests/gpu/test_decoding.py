@@ -5,19 +5,19 @@ from functools import cache
 import pytest
 import torch
 
-from draftsmith.eval.decode import Generation, Request, decode_batch
-from draftsmith.eval.draft import TargetAlone
-from draftsmith.eval.noise import row_key
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.selfcheck import check_decoding
-from draftsmith.eval.tally import tally_generation, total
-from draftsmith.eval.teacher_forced import simulate_generations
-from draftsmith.eval.trees import DynamicTree, StaticTree
+from draftsmith.eval.decode.decode import Generation, Request, decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.noise import row_key
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.selfcheck import check_decoding
+from draftsmith.eval.decode.tally import tally_generation, total
+from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.losses import head_loss
-from draftsmith.heads.probe import check_target
-from draftsmith.heads.registry import METHODS
-from draftsmith.heads.target import Target
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.registry import methods
+from draftsmith.heads.target.probe import check_target
+from draftsmith.heads.target.target import Target
 from tests.gpu.support import (
     DEVICE,
     LAYERS,
@@ -73,7 +73,7 @@ def answer(target: Target, method: str | None, tree: StaticTree | None, sampling
     if method is not None:
         head = trained(method)
         options = {} if tree is None else {"tree": tree}
-        drafter = METHODS[method].drafter(head, 3, **options)
+        drafter = methods()[method].make_drafter(head, 3, **options)
     return decode_batch(target, drafter, make_requests(), sampling).generations
 
 
@@ -113,12 +113,12 @@ def test_sampled_texts_of_the_target_alone_are_those_of_the_cpu():
 def test_bf16_decodes_what_it_accepts(method, tree):
     target = make_target(dtype=torch.bfloat16)
     head = trained(method)
-    half = METHODS[method].load(
+    half = methods()[method].load(
         {"options": _options(head), **_layer(head), "layer_ids": list(head.layer_ids)}, target, None
     )
     half.load_state_dict(head.state_dict())
     half = half.to(DEVICE, torch.bfloat16).eval()
-    drafter = METHODS[method].drafter(half, 3, **({} if tree is None else {"tree": tree}))
+    drafter = methods()[method].make_drafter(half, 3, **({} if tree is None else {"tree": tree}))
     drafted = decode_batch(target, drafter, make_requests(), Sampling()).generations
     decoded = total((tally_generation(g, 3) for g in drafted), 3)
     simulated = simulate_generations(target, half, drafted, Sampling(), 3, tree=tree).tallies
@@ -147,9 +147,9 @@ def test_the_self_checks_pass(dtype):
 def test_prompts_that_wait_get_the_answers_they_have_alone(method, options, sampling):
     target, head = make_target(), trained(method)
     requests = make_requests(6)
-    together = decode_batch(target, METHODS[method].drafter(head, 3, **options), requests, sampling, rows=2)
+    together = decode_batch(target, methods()[method].make_drafter(head, 3, **options), requests, sampling, rows=2)
     for request, found in zip(requests, together.generations, strict=True):
-        drafter = METHODS[method].drafter(head, 3, **options)
+        drafter = methods()[method].make_drafter(head, 3, **options)
         (alone,) = decode_batch(target, drafter, [request], sampling).generations
         assert found.output_ids == alone.output_ids
     if sampling.greedy:

@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.data.extract import compute_features, extract
+from draftsmith.data.features.extract import compute_features, extract
 from draftsmith.data.packing import collate
 from draftsmith.heads.base import HeadOutput, StepOutput
-from draftsmith.heads.checkpoint import load_head, save_head
-from draftsmith.heads.eagle3 import Eagle3Head
-from draftsmith.heads.export import LAYOUTS, default_layout, export_head
-from draftsmith.heads.loss_spec import LossSpec
-from draftsmith.heads.losses import head_loss, loss_divisor
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3.head import Eagle3Head
+from draftsmith.heads.export.export import export_head
+from draftsmith.heads.formats.layout import default_layout, layouts
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.spec import LossSpec
 from tests.gpu.support import DEVICE, LAYERS, OPTIONS, make_head, make_target, make_texts, on_gpu
 
 pytestmark = on_gpu
@@ -132,6 +134,6 @@ def test_checkpoint_and_export_come_back(method, tmp_path):
     save_head(head, tmp_path / "head", target)
     layout = default_layout(method)
     export_head(head, target, tmp_path / "export", dtype="float32")
-    for again in (load_head(tmp_path / "head", target), LAYOUTS[layout].load(tmp_path / "export", target).eval()):
+    for again in (load_head(tmp_path / "head", target), layouts()[layout].load(tmp_path / "export", target).eval()):
         for ours, theirs in zip(head(batch, 3).steps, again(batch, 3).steps, strict=True):
             torch.testing.assert_close(theirs.logits, ours.logits)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from draftsmith.eval.noise import row_key, uniforms
-from draftsmith.eval.sampling import Sampling, draw, law
-from draftsmith.heads.causal_kernels import gpu_kernel_takes
-from draftsmith.heads.row_plan import plan_rows
-from draftsmith.heads.ttt_attention import eager_ttt_attention, ttt_attention
+from draftsmith.eval.decode.noise import row_key, uniforms
+from draftsmith.eval.decode.sampling import Sampling, draw, law
+from draftsmith.heads.layers.causal_kernels import gpu_kernel_takes
+from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, ttt_attention
 from tests.gpu.support import DEVICE, on_gpu
 
 pytestmark = on_gpu

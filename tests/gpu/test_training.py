@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from draftsmith.data.embedded import EmbeddedSettings, ensure_embedded
-from draftsmith.heads.checkpoint import load_head
-from draftsmith.heads.target import load_target
+from draftsmith.data.embedded.default import EmbeddedSettings, ensure_embedded
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.target import load_target
 from draftsmith.train.loop import train
 from tests.gpu.support import DEVICE, OPTIONS, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
 
@@ -26,8 +26,8 @@ def run(device, method, folder, **options):
 def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     there = run(DEVICE, method, tmp_path / "there", epochs=3)
     # Accelerate remembers its first device for a whole process, so the CPU's losses are computed by hand.
-    from draftsmith.eval.noise import row_key
-    from draftsmith.heads.losses import head_loss, loss_divisor
+    from draftsmith.eval.decode.noise import row_key
+    from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
     from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
     from draftsmith.train.schedule import MicroBatches, Schedule
 

@@ -11,19 +11,19 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.data.extract import compute_features
+from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
-from draftsmith.eval.answers import Request
-from draftsmith.eval.decode import decode_batch
-from draftsmith.eval.draft import TargetAlone
-from draftsmith.eval.noise import row_key
-from draftsmith.eval.sampling import Sampling
-from draftsmith.eval.teacher_forced import to_sample
-from draftsmith.heads.block_base import BlockHead
-from draftsmith.heads.loss_spec import LossSpec
-from draftsmith.heads.losses import head_loss, loss_divisor
-from draftsmith.heads.registry import METHODS
-from draftsmith.heads.target import Target
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.noise import row_key
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.simulate.texts import to_sample
+from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.registry import methods
+from draftsmith.heads.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 
@@ -45,7 +45,7 @@ def make_head(method: str, target: Target, vocab: Tensor | None = None, **option
     known = {"layer_ids": [*LAYERS], "block_size": 5, "num_layers": 2, "mask_token_id": MASK} | options
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        head = METHODS[method].build(METHODS[method].options(**known), target, vocab)
+        head = methods()[method].build(methods()[method].options_class(**known), target, vocab)
         for name, parameter in head.named_parameters():
             if parameter.requires_grad:
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.15)

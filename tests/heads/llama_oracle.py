@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.heads.fused_head import FusedHead
+from draftsmith.heads.eagle.fused import FusedHead
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.heads.layers.ttt_attention import plan_rows, ttt_attention
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.ttt_attention import plan_rows, ttt_attention
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS, make_target
 
 CALLERS = [
-    import_module(f"draftsmith.heads.{name}") for name in ("block_base", "draft_lm", "prefix_layer", "training_pass")
+    import_module(f"draftsmith.heads.{name}")
+    for name in ("block.base", "draft_model.head", "hydra.prefix_layer", "layers.training_pass")
 ]
 
 
@@ -37,8 +38,8 @@ def test_queries_and_keys_reach_the_attention_in_half_precision(method: str, mon
 
 
 def test_no_rows_cost_nothing_and_leave_gradients_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.heads.ttt_attention.merged_attention", None)
-    monkeypatch.setattr("draftsmith.heads.ttt_attention.eager_ttt_attention", None)
+    monkeypatch.setattr("draftsmith.heads.layers.ttt_attention.merged_attention", None)
+    monkeypatch.setattr("draftsmith.heads.layers.ttt_attention.eager_ttt_attention", None)
     documents = torch.zeros(1, 6, dtype=torch.int64)
     plan = plan_rows(documents, torch.zeros(1, 6, dtype=torch.bool))
     shapes = ((0, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8), (3, 0, 2, 8), (3, 0, 2, 8))

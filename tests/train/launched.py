@@ -13,7 +13,7 @@ from typing import Any
 import accelerate
 from accelerate import DistributedType, PartialState
 
-from draftsmith.cli import main
+from draftsmith.cli.main import main
 from draftsmith.train import loop
 
 

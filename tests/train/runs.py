@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from draftsmith.cli import main
+from draftsmith.cli.main import main
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 

@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.extract import OnlineSource
+from draftsmith.data.features.extract import OnlineSource
 from draftsmith.data.packing import collate
-from draftsmith.eval import simulate
-from draftsmith.eval.sampling import Sampling
-from draftsmith.heads import losses
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.simulate import acceptance as simulate
 from draftsmith.heads.base import HeadOutput, agree
-from draftsmith.heads.block_base import BlockHead
-from draftsmith.heads.eagle3 import build
-from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.loss_spec import LossSpec
-from draftsmith.heads.target import Target
-from draftsmith.recipe import TrainSpec
+from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.eagle3.head import build
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.losses import head_loss as losses
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import loop
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
 from draftsmith.train.parallel import make_accelerator

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.extract import OnlineSource
+from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import load_head
-from draftsmith.heads.eagle3 import build
-from draftsmith.heads.eagle3_options import Eagle3Options
-from draftsmith.heads.loss_spec import LossSpec
-from draftsmith.heads.target import Target
-from draftsmith.recipe import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.heads.eagle3.head import build
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import latest_checkpoint
 from draftsmith.train.loop import train

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.recipe import TrainSpec
+from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 
 

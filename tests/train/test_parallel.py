@@ -10,15 +10,15 @@ import pytest
 import torch
 import yaml
 
+from draftsmith.cli.launching import check_config
 from draftsmith.errors import UserError
-from draftsmith.heads.hydra import HydraHead, HydraOptions, build
-from draftsmith.heads.target import Target
-from draftsmith.launching import check_config
-from draftsmith.recipe import TrainSpec
+from draftsmith.heads.hydra.head import HydraHead, HydraOptions, build
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import parallel
 from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
-from draftsmith.train.pace import Interrupt
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
+from draftsmith.train.throughput import Interrupt
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_signals_within_one_press_of_ctrl_c_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr("draftsmith.train.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("draftsmith.train.throughput.time.monotonic", lambda: now[0])
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)

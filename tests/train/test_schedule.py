@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftsmith.recipe import TrainSpec
+from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.schedule import Schedule
 
 LENGTHS = [7, 30, 12, 25, 9, 31, 16, 3, 22, 14, 28]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.recipe import TrackingSpec
+from draftsmith.recipe.schema import TrackingSpec
 from draftsmith.train.tracking import Tracker, flatten
 
 

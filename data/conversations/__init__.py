@@ -1,0 +1,1 @@
+"""Conversations as token ids with masks: reading, templates, spans of answers."""

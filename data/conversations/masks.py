@@ -1,0 +1,199 @@
+"""From conversations or answers to token ids with the mask of tokens to learn, within a length."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.spans import Rendering, render_conversation
+from draftsmith.data.conversations.templates import check_tokenizer, load_tokenizer, render_prompt
+from draftsmith.errors import UserError
+
+__all__ = [
+    "OnTooLong",
+    "TokenizeStats",
+    "TokenizedSet",
+    "check_tokenizer",
+    "load_tokenizer",
+    "render_prompt",
+    "tokenize_all",
+    "tokenize_answer",
+    "tokenize_answers",
+    "tokenize_conversation",
+]
+
+OnTooLong = Literal["drop", "truncate", "error"]
+
+
+@dataclass
+class TokenizeStats:
+    """What became of the samples. A sample is kept, too long, or without a token to learn.
+
+    kept: samples returned, of which `truncated` lost their tail; supervised_tokens: tokens to learn in them.
+    dropped_too_long: samples left out because they (or all their tokens to learn) lie beyond max_length.
+    cut_supervised_tokens: tokens to learn that max_length cost, by truncation and by dropping.
+    without_supervised: samples left out because no token of theirs is to be learnt.
+    """
+
+    kept: int = 0
+    truncated: int = 0
+    dropped_too_long: int = 0
+    without_supervised: int = 0
+    supervised_tokens: int = 0
+    cut_supervised_tokens: int = 0
+
+    def __str__(self) -> str:
+        """One line for the log: only the kept samples, and what was lost where something was."""
+        parts = [f"{self.kept} samples with {self.supervised_tokens} tokens to learn"]
+        if self.truncated:
+            parts.append(f"{self.truncated} truncated")
+        if self.dropped_too_long:
+            parts.append(f"{self.dropped_too_long} dropped as too long")
+        if self.cut_supervised_tokens:
+            parts.append(f"{self.cut_supervised_tokens} tokens to learn lost to max_length")
+        if self.without_supervised:
+            parts.append(f"{self.without_supervised} without a token to learn left out")
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class TokenizedSet:
+    """The samples of a data set in order, and what became of the others."""
+
+    samples: list[Tokenized]
+    stats: TokenizeStats = field(default_factory=TokenizeStats)
+
+
+def tokenize_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    *,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = "drop",
+    template_kwargs: dict[str, Any] | None = None,
+    stats: TokenizeStats | None = None,
+) -> list[Tokenized]:
+    """Tokenize one conversation: one sample, or one per assistant turn (`<id>#<n>`) where the template rewrites turns.
+
+    Samples longer than `max_length` tokens are dropped, truncated (the head stays) or an error; samples
+    without a token to learn are left out; `stats`, if given, counts all of it.
+    Raises UserError where the template refuses the conversation or an answer cannot be told from its prompt.
+    """
+    renderings = render_conversation(tokenizer, conversation, **(template_kwargs or {}))
+    stats = TokenizeStats() if stats is None else stats
+    samples = []
+    for number, rendering in enumerate(renderings, start=1):
+        several = len(renderings) > 1
+        name = f"{conversation.id}#{number}" if several else conversation.id
+        sample = _fit(rendering, name, conversation.slice, max_length, on_too_long, stats)
+        if sample is not None:
+            samples.append(replace(sample, conversation=conversation.id) if several else sample)
+    return samples
+
+
+def tokenize_answer(
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
+    *,
+    sample_id: str,
+    slice: str,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = "drop",
+    stats: TokenizeStats | None = None,
+) -> Tokenized | None:
+    """An answer that the target wrote, from its own ids: no template is applied again. None where left out."""
+    rendering = Rendering([*prompt_ids, *output_ids], [False] * len(prompt_ids) + [True] * len(output_ids))
+    return _fit(rendering, sample_id, slice, max_length, on_too_long, TokenizeStats() if stats is None else stats)
+
+
+def tokenize_all(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    *,
+    max_length: int | None = None,
+    on_too_long: OnTooLong = "drop",
+    template_kwargs: dict[str, Any] | None = None,
+    progress: bool = False,
+) -> TokenizedSet:
+    """Tokenize a data set; UserError where not one sample has a token to learn."""
+    stats = TokenizeStats()
+    samples = [
+        sample
+        for conversation in tqdm(conversations, desc="tokenize", unit="conv", disable=not progress)
+        for sample in tokenize_conversation(
+            tokenizer,
+            conversation,
+            max_length=max_length,
+            on_too_long=on_too_long,
+            template_kwargs=template_kwargs,
+            stats=stats,
+        )
+    ]
+    return _not_empty(samples, stats, max_length)
+
+
+def tokenize_answers(
+    answers: Iterable[dict[str, Any]], *, max_length: int | None = None, on_too_long: OnTooLong = "drop"
+) -> TokenizedSet:
+    """Tokenize the rows of an answers file (`id`, `slice`, `prompt_ids`, `output_ids`); errors as in tokenize_all."""
+    stats = TokenizeStats()
+    samples = []
+    for row in answers:
+        sample = tokenize_answer(
+            row["prompt_ids"],
+            row["output_ids"],
+            sample_id=row["id"],
+            slice=row["slice"],
+            max_length=max_length,
+            on_too_long=on_too_long,
+            stats=stats,
+        )
+        if sample is not None:
+            samples.append(sample)
+    return _not_empty(samples, stats, max_length)
+
+
+def _fit(
+    rendering: Rendering, name: str, slice: str, max_length: int | None, on_too_long: OnTooLong, stats: TokenizeStats
+) -> Tokenized | None:
+    """Apply the length limit, count what it costs, and make the sample; None where it is left out."""
+    ids, mask = rendering.ids, rendering.mask
+    supervised = sum(mask)
+    if not supervised:
+        stats.without_supervised += 1
+        return None
+    if max_length is not None and len(ids) > max_length:
+        if on_too_long == "error":
+            raise UserError(
+                f"Sample {name} has {len(ids)} tokens, more than the {max_length} that data.max_length and the target allow: "
+                "raise data.max_length, or set data.on_too_long to drop or truncate."
+            )
+        kept = sum(mask[:max_length]) if on_too_long == "truncate" else 0
+        stats.cut_supervised_tokens += supervised - kept
+        if not kept:
+            stats.dropped_too_long += 1
+            return None
+        stats.truncated += 1
+        ids, mask, supervised = ids[:max_length], mask[:max_length], kept
+    stats.kept += 1
+    stats.supervised_tokens += supervised
+    return Tokenized(torch.tensor(ids, dtype=torch.int64), torch.tensor(mask, dtype=torch.bool), name, slice)
+
+
+def _not_empty(samples: list[Tokenized], stats: TokenizeStats, max_length: int | None) -> TokenizedSet:
+    if samples:
+        return TokenizedSet(samples, stats)
+    if stats.dropped_too_long:
+        raise UserError(
+            f"No sample is left: all {stats.dropped_too_long} samples with tokens to learn are longer than the "
+            f"{max_length} tokens that data.max_length and the target allow: raise data.max_length, or set data.on_too_long to truncate."
+        )
+    raise UserError(
+        f"No sample has a token to learn: none of the {stats.without_supervised} samples holds an assistant turn after "
+        "a prompt; check the roles, or have the target answer the prompts first (draftsmith regenerate)."
+    )

@@ -1,0 +1,1 @@
+"""Hidden states of the target: computed, stored and read again."""

@@ -1,0 +1,222 @@
+"""Hidden states by the frozen target: into a store, or on demand.
+
+Shapes: B rows of one forward pass, n its tokens, R real tokens, L tokens of a sample, A aux layers,
+Ht target hidden size, V target vocab.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.features.index import parse_dtype, readable_bytes
+from draftsmith.data.features.store import (
+    SHARD_BYTES,
+    FeatureStore,
+    FeatureWriter,
+    StoreSpec,
+    check_disk_space,
+    estimate_bytes,
+)
+from draftsmith.data.windows import plan_batches, plan_windows
+from draftsmith.errors import UserError
+from draftsmith.heads.target.target import Target, TargetHead
+
+BATCH_TOKENS = 2048
+# The full-vocabulary logits are made in pieces of this many bytes: what stays in a CPU's cache (twice as fast as
+# 128 MiB there), or what keeps a GPU busy; at least LOGITS_ROWS rows, so that the weights are not read too often.
+LOGITS_BYTES = {"cpu": 8 * 2**20, "gpu": 256 * 2**20}
+LOGITS_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """top1 [R] int32 and logsumexp [R] float32 of the full-vocabulary logits."""
+
+    top1: Tensor
+    logsumexp: Tensor
+
+
+def extract(
+    target: Target,
+    samples: Sequence[Tokenized],
+    path: Path | str,
+    *,
+    layer_ids: Sequence[int],
+    dtype: str = "auto",
+    batch_tokens: int = BATCH_TOKENS,
+    shard_bytes: int = SHARD_BYTES,
+    progress: bool = True,
+) -> FeatureStore:
+    """Run `target` over `samples` and return the store at `path`; continues where an earlier run stopped.
+
+    layer_ids: aux layers to store, a superset of what any head will need. dtype: of the stored states, "auto" takes
+    the target's. batch_tokens: tokens of one forward pass, padding included (a longer sample runs alone).
+    The files are the same whether or not the run was interrupted, for the same batch_tokens and machine.
+    Raises UserError for bad layers, too long samples, too little disk space, or a store made from something else.
+    """
+    path, chosen, lengths = Path(path), tuple(layer_ids), [len(sample.ids) for sample in samples]
+    _check_samples(target, samples)
+    if chosen:  # none for heads that read the last hidden state alone
+        target.check_layer_ids(chosen)
+    spec = StoreSpec(
+        fingerprint=target.fingerprint,
+        compute_dtype=target.dtype_name,
+        layer_ids=chosen,
+        dtype=target.dtype_name if dtype == "auto" else dtype,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        samples=digest_samples(samples),
+        shard_bytes=shard_bytes,
+    )
+    size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
+    told = f"Features of {len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)} in {path}"
+    print(told, file=sys.stderr, flush=True)
+    check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
+    writer = FeatureWriter(path, spec)
+    done = writer.num_done
+    total, already = sum(lengths), sum(lengths[:done])
+    with tqdm(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
+        for window in plan_windows(lengths, batch_tokens):
+            if window.end <= done:
+                continue
+            # A window that was interrupted is computed again as a whole: the same batches give the same bits.
+            features: dict[int, Features] = {}
+            for batch in window.batches:
+                part = compute_features(target, [samples[i] for i in batch], chosen, spec.torch_dtype)
+                features.update(zip(batch, part, strict=True))
+                bar.update(sum(lengths[i] for i in batch if i >= done))
+            for index in range(max(window.start, done), window.end):
+                writer.add(features.pop(index))
+    writer.finish()
+    return FeatureStore(path, fingerprint=target.fingerprint)
+
+
+class OnlineSource:
+    """The same interface as FeatureStore, computed by the target when asked for.
+
+    layer_ids: the layers that `get` returns when it is given none; any layer of the target may be asked for.
+    dtype: what the states are rounded to, as in a store; "auto" takes the target's.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        samples: Sequence[Tokenized],
+        layer_ids: Sequence[int],
+        *,
+        dtype: str = "auto",
+        batch_tokens: int = BATCH_TOKENS,
+    ) -> None:
+        _check_samples(target, samples)
+        if layer_ids:
+            target.check_layer_ids(tuple(layer_ids))
+        self.layer_ids = tuple(layer_ids)
+        self.ids = [sample.sample_id for sample in samples]
+        self.slices = [sample.slice for sample in samples]
+        self.lengths = [len(sample.ids) for sample in samples]
+        self._target, self._samples, self._batch_tokens = target, samples, batch_tokens
+        self._dtype = target.dtype if dtype == "auto" else parse_dtype(dtype)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
+        """One sample; aux [L, A*Ht] has the columns of `layer_ids` in that order."""
+        return self.get_many([index], layer_ids)[0]
+
+    def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
+        """Several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
+        chosen = self.layer_ids if layer_ids is None else tuple(layer_ids)
+        found: dict[int, Features] = {}
+        for batch in plan_batches([self.lengths[i] for i in indices], self._batch_tokens):
+            samples = [self._samples[indices[place]] for place in batch]
+            found.update(zip(batch, compute_features(self._target, samples, chosen, self._dtype), strict=True))
+        return [found[place] for place in range(len(indices))]
+
+
+@torch.no_grad()
+def compute_features(
+    target: Target, samples: Sequence[Tokenized], layer_ids: tuple[int, ...], dtype: torch.dtype
+) -> list[Features]:
+    """Run one right-padded batch and return the features of its samples, on the CPU.
+
+    No attention mask and no position ids are needed: in a causal model (checked at load) a token never sees the
+    padding after it, and positions count from 0. aux and last are rounded to `dtype`; top1 and logsumexp are those
+    of the rounded states, so that exp(logits - logsumexp) in training is a probability.
+    """
+    longest = max(len(sample.ids) for sample in samples)
+    ids = torch.zeros(len(samples), longest, dtype=torch.int64)
+    real = torch.zeros(len(samples), longest, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.ids)] = sample.ids
+        real[row, : len(sample.ids)] = True
+    output = target.forward(ids.to(target.device), layer_ids=layer_ids)
+    kept = real.to(target.device)
+    aux, last = output.aux[kept].to(dtype), output.last[kept].to(dtype)
+    teacher = summarise_teacher(target.head, last)
+    lengths = [len(sample.ids) for sample in samples]
+    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, teacher.top1, teacher.logsumexp))
+    return [
+        Features(
+            ids=sample.ids.long().cpu(),
+            mask=sample.mask.bool().cpu(),
+            aux=row_aux,
+            last=row_last,
+            top1=row_top1,
+            logsumexp=row_logsumexp,
+            sample_id=sample.sample_id,
+            slice=sample.slice,
+        )
+        for sample, row_aux, row_last, row_top1, row_logsumexp in zip(samples, *parts, strict=True)
+    ]
+
+
+@torch.no_grad()
+def summarise_teacher(head: TargetHead, last: Tensor) -> Teacher:
+    """Argmax and log-sum-exp of the logits of last [R, Ht], some rows at a time so that [R, V] never exists."""
+    piece = LOGITS_BYTES["cpu" if last.device.type == "cpu" else "gpu"]
+    rows = max(LOGITS_ROWS, piece // (4 * head.vocab_size))
+    top1, logsumexp = [], []
+    for part in last.split(rows):
+        logits = head.logits(part)
+        top1.append(logits.argmax(dim=-1).to(torch.int32))
+        logsumexp.append(logits.logsumexp(dim=-1))
+    return Teacher(torch.cat(top1), torch.cat(logsumexp))
+
+
+def digest_samples(samples: Sequence[Tokenized]) -> str:
+    """16 hex digits that name a list of samples: ids, masks, names and order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(json.dumps([sample.sample_id, sample.slice, len(sample.ids)]).encode())
+        digest.update(sample.ids.to(torch.int64).cpu().numpy().tobytes())
+        digest.update(sample.mask.to(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _check_samples(target: Target, samples: Sequence[Tokenized]) -> None:
+    """Raise UserError for no samples, an empty or too long one, or ids that the target does not know."""
+    if not samples:
+        raise UserError("There are no samples to extract features from: check the conversations and their filters.")
+    rows = target.embedding.shape[0]
+    for sample in samples:
+        length = len(sample.ids)
+        if not 0 < length <= target.context_length:
+            raise UserError(
+                f"Sample {sample.sample_id!r} has {length} tokens, the target {target.path} reads 1 to "
+                f"{target.context_length}: truncate the samples to its context."
+            )
+        low, high = int(sample.ids.min()), int(sample.ids.max())
+        if low < 0 or high >= rows:
+            raise UserError(
+                f"Sample {sample.sample_id!r} has token id {low if low < 0 else high}, the target {target.path} knows "
+                f"0 to {rows - 1}: the samples were made with another tokenizer."
+            )

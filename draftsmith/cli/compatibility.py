@@ -1,0 +1,140 @@
+"""`draftsmith doctor --head H --target T`: does this head belong to this target? Neither is loaded as a model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from draftsmith.cli.arguments import FitOptions
+from draftsmith.cli.doctor import Check, Printer, show, table
+from draftsmith.errors import UserError
+from draftsmith.heads.files import all_weights_files, read_config, tensor_names
+from draftsmith.heads.formats.recognise import is_head_config, recognise
+from draftsmith.heads.record import read_record
+from draftsmith.heads.target.differences import KINDS, NUMBERS, SIZES, Difference, compare, not_compared
+from draftsmith.heads.target.files import hash_tokenizer
+from draftsmith.heads.target.fingerprint import read_spans
+from draftsmith.heads.target.identity import TargetIdentity, identify_directory
+
+FIELDS = {"template": "chat_template", "eos": "eos_ids"}
+"""Where the name in a record is not that of the line."""
+HARMLESS = ("eos",)
+"""What is worth knowing, but changes neither acceptance nor texts on the way there."""
+
+
+def run_fit(asked: FitOptions, console: Printer | None = None) -> int:
+    """Print a line for everything that tells targets apart; return 0 where the head fits, 1 where it does not.
+
+    Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
+    """
+    folder = find_head_folder(asked.head)
+    head = check_head(folder)
+    place = find_target_folder(asked.target)
+    if place.resolve() == folder.resolve():
+        raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
+    now = identify_directory(place, asked.target)
+    made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
+    checks = [head, *compare_lines(made_for, now)]
+    bad = [check.name for check in checks if check.state == "bad"]
+    if len(not_compared(made_for, now)) == len(KINDS):
+        verdict, code = f"Nothing is recorded that says whether {folder} fits {asked.target}: measure it.", 1
+    elif bad:
+        verdict, code = f"{folder} was not made for {asked.target} as it is now: {', '.join(bad)}.", 1
+    else:
+        verdict, code = f"{folder} fits {asked.target}, as far as it is recorded.", 0
+    show(f"{table(checks)}\n{verdict}", console)
+    return code
+
+
+def find_head_folder(folder: Path) -> Path:
+    """Return the folder of a head, for a run that of its best. Raises UserError where there is none."""
+    best = folder / "train" / "best"
+    if not folder.is_dir():
+        raise UserError(
+            f"There is no folder {folder} for --head: give that of a checkpoint, a run, an export or a head."
+        )
+    return best if best.is_dir() else folder
+
+
+def find_target_folder(target: str) -> Path:
+    """Return a local folder, or that of a Hub name in the cache. Raises UserError where no model is."""
+    folder = Path(target).expanduser()
+    if not folder.is_dir():
+        try:
+            cached = try_to_load_from_cache(target, "config.json")
+        except ValueError:
+            cached = None
+        if not isinstance(cached, str):
+            raise UserError(
+                f"--target {target} is neither a folder nor a Hub name in this machine's cache: check it, or fetch it first "
+                f"(hf download {target})."
+            )
+        folder = Path(cached).parent
+    if not (folder / "config.json").is_file():
+        raise UserError(f"--target {target} has no config.json: give the folder that holds the model's files.")
+    if is_head_config(folder / "config.json"):
+        raise UserError(f"--target {target} is a draft head: give the model that it drafts for.")
+    return folder
+
+
+def check_head(folder: Path) -> Check:
+    """Say what the head is. Raises UserError, in one sentence, for weights that are missing or cut short."""
+    found, files = recognise(folder), all_weights_files(folder)
+    if not files:
+        raise UserError(f"{folder} holds no weights: restore them, or fetch the whole head.")
+    for file in files:
+        if file.suffix == ".safetensors":
+            try:
+                read_spans(file)
+            except UserError as error:
+                raise UserError(
+                    f"The head's weights {file} are damaged or cut short: restore them, fetch them again or train again."
+                ) from error
+    tensor_names(folder)  # which reads a pickle, without running code
+    size = sum(file.stat().st_size for file in files) / 2**20
+    return Check("head", "ok", f"{found.name}, complete, {size:.1f} MiB")
+
+
+def read_unrecorded(folder: Path) -> TargetIdentity:
+    """Return what a head without a record says of its target: a whole model its tokens, any other its sizes."""
+    config = read_config(folder)
+    if recognise(folder).whole:
+        return TargetIdentity(vocab_size=config.get("vocab_size"), tokenizer=hash_tokenizer(folder))
+    inner = config.get("transformer_layer_config")
+    layer = inner if isinstance(inner, dict) else config
+    hidden = config.get("target_hidden_size", layer.get("target_hidden_size", layer.get("hidden_size")))
+    return TargetIdentity(vocab_size=layer.get("vocab_size"), hidden_size=hidden)
+
+
+def with_parts(made_for: TargetIdentity, now: TargetIdentity) -> TargetIdentity:
+    """Return a record of an earlier version with what its fingerprint says, if that is the target's, of the parts."""
+    if made_for.fingerprint is None or made_for.fingerprint != now.fingerprint:
+        return made_for
+    return replace(made_for, **{kind: getattr(made_for, kind) or getattr(now, kind) for kind in NUMBERS})
+
+
+def compare_lines(made_for: TargetIdentity, now: TargetIdentity) -> list[Check]:
+    """Return a line per kind of difference: it fits, it differs and what that means, or it cannot be compared."""
+    differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
+    return [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
+
+
+def _line(
+    kind: str, difference: Difference | None, unknown: bool, made_for: TargetIdentity, now: TargetIdentity
+) -> Check:
+    if difference is not None:
+        state = "note" if kind in HARMLESS else "bad"
+        return Check(kind, state, f"differs: the target has {difference.found}", difference.remedy)
+    if not unknown:
+        return Check(kind, "ok", f"fits ({_sizes(made_for, now)})" if kind == "sizes" else "fits")
+    recorded = None if kind == "sizes" else getattr(made_for, FIELDS.get(kind, kind))
+    if recorded is None and not (kind == "weights" and made_for.fingerprint):
+        return Check(kind, "note", "not recorded with this head")
+    if getattr(now, FIELDS.get(kind, kind)) is None:
+        return Check(kind, "note", "recorded, but the target's folder has no files for it")
+    return Check(kind, "note", "recorded from other files than the target's folder has, which cannot be compared")
+
+
+def _sizes(made_for: TargetIdentity, now: TargetIdentity) -> str:
+    both = [name for name in SIZES if getattr(made_for, name) is not None and getattr(now, name) is not None]
+    return ", ".join(f"{getattr(now, name)} {SIZES[name]}" for name in both)

@@ -1,0 +1,305 @@
+"""Looks at the machine and says what is fine, what is not, and how to mend it.
+
+Only the standard library is imported here at the top, and nothing of draftsmith: scripts/doctor.py loads this
+file by its path, so that it also works where the links of the rooms are missing or nothing is installed yet.
+"""
+
+import importlib
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+PACKAGE = Path(__file__).resolve().parent
+CHECKOUT = PACKAGE.parent
+ROOMS = ("data", "heads", "train", "eval", "recipes")
+TESTED_TRANSFORMERS = ((5, 17), (5, 23))
+OLDEST_TORCH = (2, 11)
+INSTALL = 'bash scripts/quickstart.sh, or: pip install -e ".[dev]" -c constraints.txt'
+LINK_COMMAND = "for room in data heads train eval recipes; do ln -sfn ../$room draftsmith/$room; done"
+GB = 1024**3
+
+
+class Printer(Protocol):
+    """What run_doctor needs of a rich Console."""
+
+    def print(self, *objects: Any, markup: bool, highlight: bool, soft_wrap: bool) -> None:
+        """Show the objects as they are."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the table: state is "ok", "note" (works, worth knowing) or "bad"; fix says what to do, or ""."""
+
+    name: str
+    state: str
+    found: str
+    fix: str = ""
+
+
+def installed(name: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def release(version: str) -> tuple[int, int]:
+    """Return (major, minor) of a version such as "2.13.0+cpu"."""
+    numbers = re.findall(r"\d+", version)
+    return int(numbers[0]), int(numbers[1]) if len(numbers) > 1 else 0
+
+
+def check_python() -> Iterator[Check]:
+    """Python 3.11 or newer."""
+    fix = "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
+    yield Check("Python", "bad" if fix else "ok", f"{platform.python_version()} at {sys.executable}", fix)
+
+
+def check_rooms(package: Path = PACKAGE) -> Iterator[Check]:
+    """The rooms inside the package are links to the folders beside it (or real folders, once installed)."""
+    lost = [room for room in ROOMS if not (package / room).is_dir()]
+    if lost:
+        found = f"{', '.join(lost)}: not a folder; an archive was unpacked without links"
+        yield Check("Rooms", "bad", found, f"in the repository: {LINK_COMMAND}")
+    elif not (package.parent / "pyproject.toml").exists():
+        yield Check("Rooms", "ok", "folders of the installed package")
+    else:
+        copies = [room for room in ROOMS if (package / room).resolve() != (package.parent / room).resolve()]
+        if copies:
+            found = f"{', '.join(copies)}: a copy, so edits of the top-level folder have no effect"
+            fix = f"in the repository: (cd draftsmith && rm -r {' '.join(copies)}); {LINK_COMMAND}"
+            yield Check("Rooms", "bad", found, fix)
+        else:
+            yield Check("Rooms", "ok", "links to the top-level folders")
+
+
+def check_packages() -> Iterator[Check]:
+    """Every required package is there."""
+    try:
+        lines = metadata.requires("draftsmith") or []
+    except metadata.PackageNotFoundError:
+        yield Check("draftsmith", "bad", "not installed in this Python", INSTALL)
+        return
+    names = [re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in lines if "extra ==" not in line]
+    lost = [name for name in names if installed(name) is None]
+    if lost:
+        yield Check("Packages", "bad", f"missing: {', '.join(lost)}", INSTALL)
+    else:
+        yield Check("Packages", "ok", f"draftsmith {installed('draftsmith')} and all {len(names)} it needs")
+
+
+def check_torch() -> Iterator[Check]:
+    """Version of torch, and what its GPUs can do."""
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:
+        yield Check("torch", "bad", f"cannot be imported: {str(error).splitlines()[0]}", INSTALL)
+        return
+    version = str(torch.__version__)
+    old = release(version) < OLDEST_TORCH
+    wanted = ".".join(map(str, OLDEST_TORCH))
+    yield Check("torch", "bad" if old else "ok", version, f"install torch {wanted} or newer" if old else "")
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(index)
+            bf16 = device.major >= 8 or torch.version.hip is not None
+            found = f"{device.name}, {device.total_memory / GB:.0f} GB, bf16 {'yes' if bf16 else 'no'}"
+            fix = "" if bf16 else "train and decode in float32 or float16"
+            yield Check(f"GPU {index}", "ok" if bf16 else "note", found, fix)
+    elif torch.version.cuda:
+        found = f"none that this CUDA {torch.version.cuda} build can use"
+        yield Check("GPU", "note", found, "check the driver with nvidia-smi; everything also runs on the CPU")
+    elif shutil.which("nvidia-smi"):
+        fix = "TORCH_INDEX=https://download.pytorch.org/whl/cu130 bash scripts/quickstart.sh"
+        yield Check("GPU", "note", "there may be one, but this torch is a CPU build", fix)
+    else:
+        yield Check("GPU", "note", "none; everything runs on the CPU, slower")
+
+
+def check_transformers() -> Iterator[Check]:
+    """transformers lies in the tested range."""
+    version = installed("transformers")
+    if version is None:
+        return  # "Packages" says so already
+    oldest, newest = TESTED_TRANSFORMERS
+    tested = f"{oldest[0]}.{oldest[1]} to {newest[0]}.{newest[1]}"
+    if oldest <= release(version) <= newest:
+        yield Check("transformers", "ok", f"{version} (tested: {tested})")
+    else:
+        yield Check("transformers", "bad", f"{version}, outside the tested range {tested}", INSTALL)
+
+
+def existing(folder: Path) -> Path:
+    """Return `folder` or its nearest parent that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def caches() -> dict[str, Path]:
+    """The folders that grow: here, the embedded default's cache, the Hub's cache."""
+    hub = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return {
+        "This folder": Path.cwd(),
+        "Embedded default's cache": Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser(),
+        "Hub cache": Path(hub).expanduser(),
+    }
+
+
+def check_disk() -> Iterator[Check]:
+    """Every folder that grows can be written and has room."""
+    variables = {"Embedded default's cache": "DRAFTSMITH_CACHE", "Hub cache": "HF_HOME"}
+    for name, folder in caches().items():
+        fix = f"set {variables[name]} to another folder" if name in variables else "work in another folder"
+        try:
+            with tempfile.NamedTemporaryFile(dir=existing(folder)):
+                pass
+        except OSError as error:
+            yield Check(name, "bad", f"{folder} cannot be written: {error.strerror}", fix)
+            continue
+        free = shutil.disk_usage(existing(folder)).free / GB
+        state = "ok" if free >= 10 else "note" if free >= 2 else "bad"
+        yield Check(
+            name, state, f"{free:.0f} GB free in {folder}", "" if state == "ok" else f"free some space, or {fix}"
+        )
+
+
+def memory_limit() -> float | None:
+    """Bytes of memory this process may use: the machine's, or its container's if less; None where unknown."""
+    if not hasattr(os, "sysconf"):
+        return None
+    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
+    return min(total, float(text)) if text.isdigit() else total
+
+
+def check_memory() -> Iterator[Check]:
+    """At least 4 GB, which the embedded default needs with some room."""
+    limit = memory_limit()
+    if limit is None:
+        yield Check("Memory", "note", "unknown on this system")
+        return
+    fix = "" if limit >= 4 * GB else "the embedded default needs about 3 GB; close other programs"
+    yield Check("Memory", "note" if fix else "ok", f"{limit / GB:.1f} GB", fix)
+
+
+def check_cpu() -> Iterator[Check]:
+    """Cores, and whether they multiply in bf16."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    info = Path("/proc/cpuinfo")
+    flags = set(re.findall(r"\b(?:avx512_bf16|amx_bf16)\b", info.read_text())) if info.is_file() else set()
+    yield Check("CPU", "ok" if cores >= 2 else "note", f"{cores} cores", "" if cores >= 2 else "expect twice the time")
+    found = f"yes ({', '.join(sorted(flags))})" if flags else "no AVX512-BF16 or AMX found"
+    fix = "" if flags else "bf16 on this CPU is emulated: prefer float32 in recipes"
+    yield Check("CPU bf16", "ok" if flags else "note", found, fix)
+
+
+def check_hub() -> Iterator[Check]:
+    """Whether the Hugging Face libraries may use the network."""
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+    on = [name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
+    if on:
+        yield Check("Hub", "note", f"offline ({', '.join(on)})", "unset it to fetch models or data sets by name")
+    else:
+        yield Check("Hub", "ok", "online; set HF_HUB_OFFLINE=1 to forbid the network")
+
+
+def check_wandb() -> Iterator[Check]:
+    """What W&B would do with a run."""
+    mode = os.environ.get("WANDB_MODE")
+    found = f"WANDB_MODE={mode}" if mode else "WANDB_MODE is not set; the recipe decides"
+    yield Check("W&B", "ok", found)
+
+
+def check_accelerate() -> Iterator[Check]:
+    """The default configuration of `accelerate launch`, and the one that silently does not synchronise."""
+    file = caches()["Hub cache"] / "accelerate" / "default_config.yaml"
+    if not file.is_file():
+        fix = "pass --config_file recipes/accelerate/cpu.yaml, one-gpu.yaml or ddp-8gpu.yaml"
+        yield Check("Accelerate", "note", f"no {file}", fix)
+        return
+    values = dict(re.findall(r"^(\w+): *['\"]?(\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    kind, processes = values.get("distributed_type", "NO"), values.get("num_processes", "1")
+    if processes != "1" and (kind == "MULTI_CPU" or values.get("use_cpu") == "true"):
+        found = f"{file}: {processes} CPU processes, which Accelerate does not synchronise"
+        yield Check("Accelerate", "bad", found, "pass --config_file recipes/accelerate/cpu.yaml")
+    else:
+        yield Check("Accelerate", "ok", f"{file}: {kind}, {processes} process(es)")
+
+
+def check_optional() -> Iterator[Check]:
+    """Packages and programs that only some tasks need."""
+    for name, extra, use in (("deepspeed", "deepspeed", "ZeRO"), ("torchao", "quant", "models quantized with it")):
+        version = installed(name)
+        fix = "" if version else f'for {use}: pip install -e ".[{extra}]" -c constraints.txt'
+        yield Check(name, "ok" if version else "note", version or "not installed", fix)
+    if not shutil.which("git"):
+        yield Check("git", "note", "not found", "without it result.json cannot name the commit")
+
+
+CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
+    check_python,
+    check_rooms,
+    check_packages,
+    check_torch,
+    check_transformers,
+    check_disk,
+    check_memory,
+    check_cpu,
+    check_hub,
+    check_wandb,
+    check_accelerate,
+    check_optional,
+)
+
+
+def table(checks: list[Check]) -> str:
+    """One line per check, and its fix on a line of its own, so that a command can be copied whole."""
+    width = max(len(check.name) for check in checks)
+    lines = [f"{check.state:<4}  {check.name:<{width}}  {check.found}" for check in checks]
+    fixes = [f"\n      {'':<{width}}  -> {check.fix}" if check.fix else "" for check in checks]
+    return "\n".join(line + fix for line, fix in zip(lines, fixes, strict=True))
+
+
+def doctor_command(words: list[str]) -> int:
+    """Check this machine, or with --head and --target whether a head fits a target; return the exit code."""
+    from rich.console import Console
+
+    from draftsmith.cli.arguments import FitOptions
+
+    asked = FitOptions.take(words)
+    if asked is None:
+        return run_doctor(Console())
+    from draftsmith.cli.compatibility import run_fit
+
+    return run_fit(asked, Console())
+
+
+def run_doctor(console: Printer | None = None) -> int:
+    """Check the machine, print the table, and return the exit code: 0, or 1 if anything is bad.
+
+    console: a rich Console; without one the table goes to standard output.
+    """
+    checks = [check for look in CHECKS for check in look()]
+    bad = sum(check.state == "bad" for check in checks)
+    verdict = f"{bad} of {len(checks)} checks need a fix." if bad else f"Nothing to mend in {len(checks)} checks."
+    show(f"{table(checks)}\n{verdict}", console)
+    return int(bad > 0)
+
+
+def show(text: str, console: Printer | None = None) -> None:
+    """Print text as it is: lines are not cut, so that a command can be copied whole."""
+    if console is None:
+        print(text)
+    else:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,80 @@
+"""`--launch FILE` of `draftsmith run` and `train`: training in processes of their own, as `accelerate launch` starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftsmith.errors import UserError
+from draftsmith.heads.registry import find_method
+from draftsmith.recipe.schema import TrainSpec
+
+if TYPE_CHECKING:
+    from draftsmith.stages.session import Session
+
+
+def check_config(spec: TrainSpec, config: str) -> None:
+    """Refuse a launch file that is missing, cannot start here or contradicts the recipe, before answers and hidden
+    states are made."""
+    import torch
+
+    from draftsmith.train.parallel import check_launch, launch_settings
+
+    if not Path(config).exists():
+        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
+    settings = launch_settings(Path(config))
+    check_launch(spec, Path(config))
+    here = int(settings.get("num_processes", "1")) // max(1, int(settings.get("num_machines", "1")))
+    gpus = torch.cuda.device_count()
+    if here > max(1, gpus) and settings.get("use_cpu", "false").lower() != "true":
+        raise UserError(
+            f"{config} asks for {here} processes on this machine, which has {gpus} GPUs: set num_processes to what you "
+            "have, or take recipes/accelerate/one-gpu.yaml or cpu.yaml."
+        )
+
+
+def find_script(method: str) -> Path:
+    """Return the file in train/ that `accelerate launch` starts for a method."""
+    import draftsmith.train
+
+    return Path(next(iter(draftsmith.train.__path__))) / find_method(method).launcher
+
+
+def train(session: "Session", config: str, words: list[str]) -> None:
+    """Make answers and hidden states here, then train in processes of their own. words: the command line's, which say the
+    recipe again."""
+    from draftsmith.stages import stages
+
+    stages.features_stage(session, stages.load_samples(session).samples)
+    if "train" in session.redo:
+        session.run.clear("train")
+        session.redo.discard("train")
+    session.drop_target()
+    launch(session.recipe.method, config, words)
+
+
+def launch(method: str, config: str, words: list[str]) -> None:
+    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/head.py` would.
+
+    Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
+    """
+    from draftsmith.cli.main import LAUNCHED
+
+    # Quiet: the launcher's own stack trace would bury the sentence of the training.
+    options = ["--quiet", "--config_file", config]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(find_script(method)), *words]
+    interrupted = []
+    # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
+    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: "1"})
+        signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if code and interrupted:
+        raise KeyboardInterrupt
+    if code:
+        raise UserError(f"Training ended with exit code {code}: its own message is above.")

@@ -1,0 +1,216 @@
+"""The figures of a plan: one formula per property, over a recipe, a target's dimensions and stated assumptions.
+
+Symbols: S conversations, p and a tokens of a prompt and of an answer; the rest as in heads/cost.py.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from draftsmith.data.features.index import DTYPES, estimate_bytes
+from draftsmith.heads.cost import HeadCost
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.target.shape import TargetShape
+from draftsmith.plan.devices import Device
+from draftsmith.recipe.schema import Recipe
+
+BANDWIDTH_SHARE = 0.6
+"""Share of the memory bandwidth that a decoding pass reaches, launches of its kernels included."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """device, gpus: what the run is on; answers, hidden states and the evaluation use one GPU, training all. utilisation:
+    share of the peak FLOP/s that training and prefill reach. prompt, answer: mean tokens per conversation."""
+
+    device: Device
+    gpus: int
+    utilisation: float
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The figures of a recipe. Times in seconds, sizes in bytes."""
+
+    recipe: Recipe
+    target: TargetShape
+    head: HeadCost
+    samples: int
+    given: Assumptions
+
+    @property
+    def tokens(self) -> int:
+        """S * (p + a)."""
+        return self.samples * (self.given.prompt + self.given.answer)
+
+    @property
+    def answer_seconds(self) -> float:
+        """Prefill, bound by FLOPs, and decoding, bound by memory.
+
+        Rows that are done leave a batch and nobody takes their place, so a batch of b prompts takes max_new_tokens
+        passes, over b * a / max_new_tokens rows on average. A pass reads the weights (of experts only those visited)
+        and the keys and values of those rows, p + a/2 tokens long on average.
+        """
+        spec, given, target = self.recipe.answers, self.given, self.target
+        rows = spec.batch * min(1.0, given.answer / spec.max_new_tokens)
+        context = given.prompt + given.answer / 2
+        read = target.touched_bytes(rows) + rows * context * target.kv_bytes
+        read_seconds = read / (given.device.bandwidth * BANDWIDTH_SHARE)
+        step = max(read_seconds, self.seconds(rows * target.step_flops(context)))
+        passes = math.ceil(self.samples / spec.batch) * spec.max_new_tokens
+        return self.seconds(self.samples * target.forward_flops(given.prompt)) + passes * step
+
+    @property
+    def answer_flops(self) -> float:
+        """A pass over every prompt and every answer token."""
+        given, target = self.given, self.target
+        context = given.prompt + given.answer / 2
+        return self.samples * (target.forward_flops(given.prompt) + given.answer * target.step_flops(context))
+
+    @property
+    def answer_bytes(self) -> float:
+        """Memory: the weights, and keys and values for the longest row of a batch in every row."""
+        longest = min(self.recipe.data.max_length, self.target.context)
+        return self.target.weight_bytes + self.recipe.answers.batch * longest * self.target.kv_bytes
+
+    @property
+    def store_bytes(self) -> int:
+        """Per token (A+1)*H states and 13 bytes for id, mask, top1 and logsumexp (see `estimate_bytes`)."""
+        named, stored = self.recipe.features.dtype, self.recipe.features.layer_ids
+        dtype = next(n for n, d in DTYPES.items() if d.itemsize == self.target.itemsize) if named == "auto" else named
+        layers = self.head.aux_layers if stored is None else len(stored)
+        return estimate_bytes(self.tokens, self.target.hidden, layers, dtype)
+
+    @property
+    def feature_flops(self) -> float:
+        """One pass of the target over every text, logits included."""
+        return self.samples * self.target.forward_flops(self.given.prompt + self.given.answer)
+
+    @cached_property
+    def rows(self) -> list[float]:
+        """R_k of a micro-batch of full rows: its texts have a - 1 - k rows each that count at step k, and of them the head
+        learns from all or from a sample."""
+        spec, given = self.recipe.train, self.given
+        texts = spec.rows * spec.row_tokens / (given.prompt + given.answer)
+        of_a_text = [float(max(given.answer - 1 - k, 0)) for k in range(self.head.steps)]
+        return [texts * rows for rows in learned_rows(self.head, of_a_text)]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps: per epoch the rows full of training tokens over rows * accumulation * GPUs."""
+        spec = self.recipe.train
+        share = 1 - min(1.0, self.recipe.data.heldout / self.samples)
+        window = spec.rows * spec.row_tokens * spec.accumulation * self.given.gpus
+        steps = spec.epochs * math.ceil(self.tokens * share / window)
+        return min(steps, spec.max_steps or steps)
+
+    @property
+    def train_flops(self) -> float:
+        """Forward and backward passes of the head over all micro-batches (see heads/cost.py)."""
+        spec = self.recipe.train
+        positions = spec.rows * spec.row_tokens
+        attention = self.head.attention_flops(positions, self.given.prompt + self.given.answer)
+        return self.seen_tokens / positions * (self.head.product_flops(positions, self.rows) + attention)
+
+    @property
+    def seen_tokens(self) -> int:
+        """Tokens that training reads, over all epochs and GPUs."""
+        spec = self.recipe.train
+        return self.steps * spec.accumulation * self.given.gpus * spec.rows * spec.row_tokens
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes per second that a store must give, over all GPUs, for training not to wait for it."""
+        stored = self.store_bytes / self.tokens * self.seen_tokens
+        return stored * self.given.gpus / self.seconds(self.train_flops)
+
+    @property
+    def online_flops(self) -> float:
+        """What the target adds where nothing is stored: a pass over every text in every epoch."""
+        return self.feature_flops / self.tokens * self.seen_tokens
+
+    @property
+    def train_seconds(self) -> float:
+        """FLOPs over what all GPUs together reach."""
+        online = self.online_flops if self.recipe.features.source == "online" else 0.0
+        return self.seconds(self.train_flops + online) / self.given.gpus
+
+    @property
+    def train_bytes(self) -> float:
+        """Memory per GPU: the target, which stays loaded, the head with its optimizer, and one training pass."""
+        return self.target.weight_bytes + self.head_bytes + self.pass_bytes
+
+    @property
+    def head_bytes(self) -> float:
+        """Weights, gradients and optimizer state of the head."""
+        return parameter_bytes(self.head, self.recipe.train.optimizer, self.given.gpus)
+
+    @property
+    def pass_bytes(self) -> float:
+        """Activations and logits of one micro-batch."""
+        spec = self.recipe.train
+        return activation_bytes(self.head, spec.rows * spec.row_tokens, self.rows, spec.loss)
+
+    @property
+    def evaluate_seconds(self) -> float:
+        """At most, per prompt and temperature: `repeats` answers of the target alone and as many drafted ones, which
+        take no more passes, and one of `generate`; each pass reads all weights that a token is multiplied with."""
+        spec, target = self.recipe.evaluate, self.target
+        read = target.touched_bytes(spec.batch) + spec.batch * self.given.prompt * target.kv_bytes
+        passes = (2 * spec.repeats + spec.generate) * min(self.given.answer, spec.max_new_tokens) / spec.batch
+        return passes * read / (self.given.device.bandwidth * BANDWIDTH_SHARE)
+
+    @property
+    def evaluate_bytes(self) -> float:
+        """Memory of the target, of what a tuned one has of its own, and of copies of both in float32 where the greedy texts
+        are compared in it."""
+        exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
+        parameters, size = self.target.parameters + tuned_parameters(self.head), self.target.itemsize
+        return float(parameters * (size + 4 if exact and size < 4 else size))
+
+    def seconds(self, flops: float) -> float:
+        """Time of so many FLOPs on one GPU."""
+        return flops / (self.given.device.flops * self.given.utilisation)
+
+
+def tuned_parameters(cost: HeadCost) -> int:
+    """Return how many weights a target that is tuned with the head has of its own, by `tuned_parameters` of its costs."""
+    return int(getattr(cost, "tuned_parameters", 0))
+
+
+def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:
+    """Return how many of a text's rows supervised at each step a head learns from: all, unless its costs say otherwise by
+    a method of this name, since it is trained on a sample."""
+    sampled = getattr(cost, "learned_rows", None)
+    return rows if sampled is None else sampled(rows)
+
+
+# Counted in [R, W] of fp32: the teacher's law, a copy of it for the step at hand, and what the loss makes of the two laws.
+_WORKING = {"kl": 2, "soft_ce": 2, "hard_ce": 3, "tv": 3, "lk_alpha": 3, "lk_hybrid": 4, "reverse_kl": 4, "jsd": 7}
+
+
+def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], loss: LossSpec) -> float:
+    """Bytes at the end of the loss, where a training pass takes most.
+
+    What the head keeps; and per row and step the draft logits, their fp32 log-softmax, and, but for hard
+    cross-entropy, the teacher's fp32 law. Then the teacher's law on all R rows, and what the loss of one step works with.
+    """
+    kinds = {loss.kind, *loss.also}
+    hard = kinds == {"hard_ce"}
+    logits = cost.draft_vocab * (cost.logit_bytes + (4 if hard else 8)) * sum(rows)
+    working = cost.draft_vocab * 4 * max(_WORKING[kind] for kind in kinds) * max(rows)
+    return cost.saved_bytes(positions, rows) + logits + working
+
+
+def parameter_bytes(cost: HeadCost, optimizer: str, gpus: int) -> float:
+    """Weights, gradients, optimizer state and copies of all trained parameters, per GPU.
+
+    Per parameter: fp32 weight 4, gradient 4, AdamW's two moments 8 (Muon's one 4, for the matrices inside the head),
+    autocast's bf16 copy 2; with several processes DDP's gradient buckets, 4 more.
+    """
+    inner = 4 if optimizer == "muon" else 8
+    shared = 4 + 4 + 2 + (4 if gpus > 1 else 0)
+    return cost.matrices * (shared + inner) + cost.others * (shared + 8)

@@ -1,0 +1,1 @@
+"""The recipe: its sections, and parsing from YAML and the command line."""

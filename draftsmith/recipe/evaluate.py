@@ -1,0 +1,202 @@
+"""The section `evaluate` of a recipe: what is measured, on what, and how it drafts."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.trees import DynamicTree, StaticTree, load_tree
+from draftsmith.eval.decode.verify import Typical
+from draftsmith.fields import Dtype, require, without_neutral
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """A way to draft with a head, and the rule that accepts."""
+
+    tree: str = "chain"
+    """chain; medusa_63, the published tree; a JSON file with a list of paths such as [[0], [1], [0, 0]]; or dynamic,
+    EAGLE-2's tree, which grows where the draft is sure of itself."""
+    children: Literal["likely", "drawn"] | None = None
+    """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its law."""
+    depth: int | None = None
+    """dynamic: levels of the tree; null is 6."""
+    branching: int | None = None
+    """dynamic: nodes of a level that go on, and children that each is tried with; null is 8."""
+    total_tokens: int | None = None
+    """dynamic: tokens that the target reads, the root included; null is 60."""
+    confidence_threshold: float | None = None
+    """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
+    confidences (DSpark); null: it never ends early."""
+    heads: list[str] = field(default_factory=list)
+    """Names of the heads that draft so; empty takes every head that can."""
+    acceptance: Literal["lossless", "typical"] = "lossless"
+    """typical is Medusa's LOSSY rule: the text no longer follows the target's law (above temperature 0)."""
+    epsilon: float = 0.09
+    """typical: a token more likely than this is always accepted."""
+    delta: float = 0.3
+    """typical: a token is accepted above delta * exp(-entropy)."""
+
+    @property
+    def typical(self) -> Typical | None:
+        """The lossy rule, None for lossless acceptance."""
+        return Typical(self.epsilon, self.delta) if self.acceptance == "typical" else None
+
+    @property
+    def drawn(self) -> bool:
+        """Whether children are drawn from the head's law."""
+        return self.children == "drawn"
+
+    def load(self) -> StaticTree | DynamicTree | None:
+        """Return the tree, None for a chain. Raises UserError for an unknown name and a file that holds no tree."""
+        if self.tree != "dynamic":
+            return load_tree(self.tree)
+        return DynamicTree(self.depth or 6, self.branching or 8, self.total_tokens or 60)
+
+    def __post_init__(self) -> None:
+        Typical(self.epsilon, self.delta)
+        where = f"evaluate.drafts, tree {self.tree}"
+        for key in ("epsilon", "delta"):
+            value = getattr(self, key)
+            needed = self.acceptance == "typical" or value == getattr(type(self), key)
+            require(needed, f"{where}: {key}", value, "only acceptance: typical takes it")
+        for key in ("depth", "branching", "total_tokens"):
+            value = getattr(self, key)
+            require(value is None or self.tree == "dynamic", f"{where}: {key}", value, "only a dynamic tree takes it")
+            least = 2 if key == "total_tokens" else 1
+            require(value is None or value >= least, f"{where}: {key}", value, f"it must be at least {least}, or null")
+        static = self.tree not in ("chain", "dynamic")
+        threshold, key = self.confidence_threshold, f"{where}: confidence_threshold"
+        require(threshold is None or self.tree == "chain", key, threshold, "only a chain takes it")
+        inside = threshold is None or 0 < threshold < 1
+        require(inside, key, threshold, "it must be above 0 and below 1, or null")
+        require(self.children is None or static, f"{where}: children", self.children, "only a static tree takes it")
+
+
+@dataclass(frozen=True)
+class BaselineSpec:
+    """A drafter that is not trained here."""
+
+    kind: str = ""
+    """prompt_lookup repeats what followed the last tokens when they occurred before; draft_model is a smaller model."""
+    path: str | None = None
+    """draft_model: folder or Hub name of a model with the target's tokenizer."""
+    max_ngram: int | None = None
+    """prompt_lookup: the most tokens that are looked up; null is 3."""
+
+    def __post_init__(self) -> None:
+        known = self.kind in ("prompt_lookup", "draft_model")
+        require(known, "evaluate.baselines: kind", self.kind, "choose prompt_lookup or draft_model")
+        where = f"evaluate.baselines, {self.kind}"
+        lookup = self.kind == "prompt_lookup"
+        require(lookup or bool(self.path), f"{where}: path", self.path, "name the folder of the draft model")
+        require(not lookup or self.path is None, f"{where}: path", self.path, "only a draft_model takes it")
+        longest = self.max_ngram
+        require(lookup or longest is None, f"{where}: max_ngram", longest, "only prompt_lookup takes it")
+        require(longest is None or longest >= 1, f"{where}: max_ngram", longest, "it must be at least 1, or null")
+
+
+@dataclass(frozen=True)
+class EvaluateSpec:
+    """Measuring a head."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
+    per_slice: int | None = None
+    """Prompts per slice; None takes all."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """One result.json per temperature."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens up to this mass."""
+    min_p: float = 0.0
+    """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
+    num_speculative_tokens: int = 5
+    """Length of the drafted chain; a head that reaches less far drafts as far as it can, a tree has its own depth."""
+    max_k: int = 8
+    """Largest chain length in the sweep."""
+    drafts: list[DraftSpec] = field(default_factory=lambda: [DraftSpec()])
+    """Ways to draft, each measured in the same run with every head that can draft so."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """Heads to measure in the same run, by a name of your choice: the folder of a trained head."""
+    baselines: list[BaselineSpec] = field(default_factory=list)
+    """Drafters without a head to measure in the same run, such as {kind: prompt_lookup}."""
+    max_new_tokens: int = 256
+    """Most tokens per answer."""
+    max_new_tokens_by_slice: dict[str, int] = field(default_factory=dict)
+    """Other limits for some slices."""
+    batch: int = 1
+    """Prompts decoded together."""
+    dtype: Dtype = "auto"
+    """Dtype for decoding; `auto` is the target's."""
+    repeats: int = 3
+    """Timed repeats, interleaved between target and drafters."""
+    generate: bool = True
+    """Time transformers' generate beside our own baseline, where requests are decoded one at a time (batch 1)."""
+    lossless: bool = True
+    """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
+    original: bool = True
+    """Hold a target that was tuned with its heads and exported (Medusa-2) against the original, loaded beside it."""
+    example_slices: list[str] = field(default_factory=list)
+    """Slices that worked examples come from; empty takes all."""
+
+    def sampling(self, temperature: float) -> Sampling:
+        """How tokens are chosen at one of the temperatures."""
+        filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        return make_sampling("evaluate", temperature, *filters)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """What results are made with, to tell whether finished ones still fit; what prompts and heads hold counts, not
+        where they lie."""
+        elsewhere = ("prompts", "beside", "baselines")
+        values = {key: value for key, value in asdict(self).items() if key not in elsewhere}
+        fields = ("children", "depth", "branching", "total_tokens", "confidence_threshold")
+        unset: dict[str, Any] = {**dict.fromkeys(fields), "heads": []}
+        values["drafts"] = [without_neutral(draft, unset) for draft in values["drafts"]]
+        return without_neutral(values, {"min_p": 0.0, "repetition_penalty": 1.0, "original": True})
+
+    def __post_init__(self) -> None:
+        key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens
+        require(1 <= value <= self.max_k, key, value, f"it must be from 1 to evaluate.max_k ({self.max_k})")
+        require(self.repeats >= 1, "evaluate.repeats", self.repeats, "it must be at least 1")
+        require(self.batch >= 1, "evaluate.batch", self.batch, "it must be at least 1")
+        count = self.per_slice
+        require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
+        require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
+        twice = len(set(self.temperatures)) < len(self.temperatures)
+        require(not twice, "evaluate.temperatures", self.temperatures, "the same one is named twice")
+        for temperature in self.temperatures:
+            require(temperature >= 0, "evaluate.temperatures", temperature, "a temperature is not negative")
+            self.sampling(temperature)
+        limits = {f"max_new_tokens_by_slice.{name}": value for name, value in self.max_new_tokens_by_slice.items()}
+        for key, value in {"max_new_tokens": self.max_new_tokens, **limits}.items():
+            require(value >= 1, f"evaluate.{key}", value, "an answer needs at least 1 token")
+        require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
+        # The same tree and rule with other thresholds would have the same name.
+        ways = {
+            (d.tree, d.children, d.depth, d.branching, d.total_tokens, d.confidence_threshold, d.acceptance)
+            for d in self.drafts
+        }
+        names = [draft.tree for draft in self.drafts]
+        require(
+            len(ways) == len(names),
+            "evaluate.drafts",
+            names,
+            "the same way to draft is named twice (thresholds of typical acceptance apart)",
+        )
+        kinds = [baseline.kind for baseline in self.baselines]
+        require(len(set(self.baselines)) == len(kinds), "evaluate.baselines", kinds, "the same one is named twice")
+
+
+def make_sampling(
+    section: str, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float
+) -> Sampling:
+    """Return how tokens are chosen. Raises UserError that names the key of the section."""
+    try:
+        return Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    except UserError as error:
+        raise UserError(f"{section}.{error}") from error

@@ -1,0 +1,220 @@
+"""Reading recipes: YAML and dotted command-line overrides into a Recipe.
+
+Unknown keys and wrong types are errors that name the key; `--section.key value` overrides the file.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
+
+from draftsmith.errors import UserError, did_you_mean
+from draftsmith.heads.registry import find_method, method_names
+from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
+from draftsmith.recipe.schema import (
+    AnswersSpec,
+    DataSpec,
+    EvaluateSpec,
+    ExportSpec,
+    FeaturesSpec,
+    Recipe,
+    TargetSpec,
+    TrackingSpec,
+    TrainSpec,
+)
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+_KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "dict": "a mapping such as {key: value}",
+    "list": "a list such as [a, b]",
+}
+_PLURALS = {"int": "whole numbers", "float": "numbers", "str": "texts"}
+
+_SECTIONS: dict[str, type] = {
+    "target": TargetSpec,
+    "data": DataSpec,
+    "answers": AnswersSpec,
+    "features": FeaturesSpec,
+    "train": TrainSpec,
+    "evaluate": EvaluateSpec,
+    "export": ExportSpec,
+    "tracking": TrackingSpec,
+}
+
+_ITEMS: dict[str, type] = {"evaluate.drafts": DraftSpec, "evaluate.baselines": BaselineSpec}
+"""Keys whose values are lists of mappings."""
+
+_EXAMPLES = {"evaluate.drafts": "[{tree: chain}]", "evaluate.baselines": "[{kind: prompt_lookup}]"}
+
+NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+def recipe_parser(method: str, prog: str | None = None, description: str | None = None) -> ArgumentParser:
+    """Return the parser of recipes for one drafter, whose options make up the section `head`."""
+    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
+    parser.add_argument("--name", type=str, default="run", help="Name of the run.")
+    parser.add_argument("--output_dir", type=str | None, default=None, help="Run directory; by default runs/<name>.")
+    parser.add_argument(
+        "--data_dir",
+        type=str | None,
+        default=None,
+        help="Folder of answers and hidden states, which several recipes may share; by default the run directory.",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Seed of sampling, initialisation and shuffling.")
+    parser.add_argument("--method", type=Literal[method_names()], default=method, help="The drafter.")
+    for key, section in _SECTIONS.items():
+        parser.add_class_arguments(section, key)
+    parser.add_class_arguments(find_method(method).options_class, "head")
+    return parser
+
+
+def load_yaml(path: str) -> dict[str, Any]:
+    """Read a recipe file as a mapping. Raises UserError when it is missing, not a mapping, or names a key twice."""
+    if Path(path).is_dir():
+        raise UserError(f"{path} is a folder: name a recipe in it, a YAML file.")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        _refuse_twice(path, yaml.compose(text, Loader=yaml.SafeLoader))
+    except FileNotFoundError as error:
+        raise UserError(f"There is no recipe at {path}: check the path; recipes/ holds examples.") from error
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        hint = "indent with spaces, not with tabs" if "'\\t'" in str(error.problem) else "mend that line"
+        raise UserError(f"The recipe {path}{line} cannot be read as YAML ({error.problem}): {hint}.") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"The recipe {path} cannot be read as YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"The recipe {path} is not a mapping of keys: see recipes/eagle3/tiny.yaml for the form.")
+    return content
+
+
+def _refuse_twice(path: str, node: yaml.Node | None) -> None:
+    """Refuse a key that stands twice in one mapping, of which YAML would silently take the last."""
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[Any, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                where = f"lines {seen[key.value]} and {line}"
+                raise UserError(
+                    f"The recipe {path} names {key.value!r} twice, in {where}: keep one, with all of its keys."
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen[key.value] = line
+            _refuse_twice(path, value)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_twice(path, item)
+
+
+def parse_recipe(argv: list[str], prog: str | None = None, description: str | None = None) -> Recipe:
+    """Parse `--recipe FILE` and dotted overrides into a Recipe. `--help` prints every key and exits.
+
+    Raises UserError that names the key for unknown keys and wrong types.
+    """
+    path = _option(argv, "--recipe")
+    content = _tidy(_where(path), load_yaml(path), Recipe) if path else {}
+    method = _option(argv, "--method") or content.get("method", "eagle3")
+    names = method_names()
+    if method not in names:
+        raise UserError(f"method is {method!r}: the drafters are {', '.join(names)}.")
+    parser = recipe_parser(method, prog, description)
+    if "head" in content:
+        content |= _tidy(
+            _where(path), {"head": content.pop("head")}, Recipe, {"head": find_method(method).options_class}
+        )
+    try:
+        base = parser.parse_object(content) if content else parser.get_defaults()
+        chosen = parser.parse_args(argv, namespace=base) if argv else base
+        ready = parser.instantiate(chosen)
+    except (ParserError, ArgumentError) as error:
+        raise UserError(f"{_where(path)}{_sentence(str(error), parser)}") from error
+    keys = {f.name for f in fields(Recipe)}
+    return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
+
+
+def _tidy(
+    where: str, content: dict[str, Any], kind: Any, sections: Mapping[str, Any] = NO_SECTIONS, group: str = ""
+) -> dict[str, Any]:
+    """Return what a recipe says of the fields of `kind`, without sections that are empty. Raises UserError for a section that
+    is none, and for a null that a key does not take. sections: their types where the fields do not tell."""
+    hints, kept = get_type_hints(kind) | dict(sections), {}
+    for key, value in content.items():
+        name, hint = f"{group}{key}", hints.get(key)
+        if is_dataclass(hint) and value is None:
+            continue
+        if is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise UserError(f"{where}{name} is {value!r}, but it is a section: indent its keys below.")
+            kept[key] = _tidy(where, value, hint, group=f"{name}.")
+            continue
+        if value is None and hint not in (None, Any) and type(None) not in get_args(hint):
+            raise UserError(f"{where}{name} is null, which it cannot be: leave the key out for its default.")
+        if name in _ITEMS and isinstance(value, list) and (odd := [one for one in value if not isinstance(one, dict)]):
+            raise UserError(f"{where}{_no_mapping(name, odd[0])}")
+        kept[key] = value
+    return kept
+
+
+def _no_mapping(key: str, item: Any) -> str:
+    return f"{key} holds {item!r}, which is no mapping: write {_EXAMPLES[key]}."
+
+
+def _option(argv: list[str], name: str) -> str | None:
+    """Return the value of a `--name value` or `--name=value` option, which is needed before parsing."""
+    for place, word in enumerate(argv):
+        if word == name and place + 1 < len(argv):
+            return argv[place + 1]
+        if word.startswith(name + "="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def _where(path: str | None) -> str:
+    return f"The recipe {path} or its overrides: " if path else "The options: "
+
+
+def _sentence(message: str, parser: ArgumentParser) -> str:
+    """Keep what names the key and the reason, without the parser's words; name the key that a typo may have meant."""
+    text = re.sub(r"Problem with given class_path '[\w.]+': ", "", " ".join(message.split()).rstrip("."))
+    text = re.sub(r'Parser key "([\w.]+)": Parser key "([\w.]+)": Expected', r'Parser key "\1.\2": Expected', text)
+    section = re.match(r'Parser key "([\w.]+)": Unable to load config \W(.*?)\W - ', text)
+    if section:
+        return f"{section[1]} is {section[2]!r}, but it is a section: set its keys, as in --{section[1]}.KEY VALUE."
+    mapping = re.fullmatch(r'Parser key "([\w.]+?)(?:\[\d+\])?": .*Expected a dot import path string: (.*)', text)
+    if mapping and mapping[1] in _EXAMPLES:
+        return _no_mapping(mapping[1], mapping[2])
+    wrong = re.fullmatch(r'Parser key "([\w.]+)": Expected a (.+?)\. Got value: (.*)', text)
+    wrong = wrong or re.fullmatch(r'Parser key "([\w.]+)": .*Subtypes: \[(.+?)\] Errors: .*Given value: (.*)', text)
+    if wrong:
+        key, kind, value = wrong.groups()
+        kind = kind.replace(", <class 'NoneType'>", " or null")
+        kind = re.sub(r"<class '(\w+)'>", lambda match: _KINDS.get(match[1], match[1]), kind)
+        kind = re.sub(r"list\[(\w+)\]", lambda match: f"a list of {_PLURALS.get(match[1], match[1])}", kind)
+        text = f"{key} is {value!r}, which is not {kind.replace('typing.Literal', 'one of ')}"
+    item = re.match(rf"Parser key \"({'|'.join(_ITEMS)})(?:\[\d+\])?\".*?: .*?Option '([\w.]+)' is not accepted", text)
+    if item:
+        keys = [f.name for f in fields(_ITEMS[item[1]])]
+        return f"{item[1]} has no key {item[2]}{did_you_mean(item[2], keys)}: its keys are {', '.join(keys)}."
+    group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
+    unknown = re.match(r"(?:unrecognized arguments: --|Option ')([\w.-]+)", text)
+    if group or unknown:
+        key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
+        keys = [action.dest for action in parser._actions]
+        inside = next((f" (did you mean {name}?)" for name in keys if name.endswith(f".{key}")), "")
+        meant = did_you_mean(key, keys, cutoff=0.7) or inside
+        command = f"`draftsmith train --method {parser.get_default('method')} --help`"
+        return f"there is no key {key}{meant}: {command} lists every key."
+    return text + "; see --help for every key and its type."

@@ -1,0 +1,141 @@
+"""The evaluation of a trained head: decode, simulate, compare, and write result.json and the reports."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftsmith.data.answers.generate import prepare_prompts
+from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.lossless import check_lossless
+from draftsmith.eval.measure.result import Lossless, read_result, write_result
+from draftsmith.eval.report.page_model import OVERALL
+from draftsmith.eval.report.report import write_report
+from draftsmith.files import fingerprint
+from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.heads.target.target import Target
+from draftsmith.stages.evaluator import Evaluator
+from draftsmith.stages.lineup import at_temperature, digests, load_heads, make_lineup
+from draftsmith.stages.session import Session, say
+from draftsmith.stages.untuned_target import compared_before, load_original
+
+
+def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path | None = None) -> list[Path]:
+    """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones."""
+    recipe, spec = session.recipe, session.recipe.evaluate
+    stage = "evaluate" if decode else "simulate"
+    folder = recipe.run_dir / ("evaluation" if decode else "simulation")
+    requests, conversations = make_requests(session, session.target)
+    original = session.original
+    longest = longest_text(requests)
+    # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
+    lineup = _lineup(session, session.target, head_folder, longest, original)
+    inputs = {
+        **digests(session, head_folder, lineup),
+        "target": session.target.fingerprint,
+        "target.dtype": session.target.dtype_name,
+        "eos": list(session.target.eos_ids),
+        "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
+        "evaluate": spec.inputs,
+        "seed": recipe.seed,
+    }
+    if decode:  # which is timed
+        inputs |= {
+            "device": session.device.split(":")[0],
+            "target.attn_implementation": recipe.target.attn_implementation,
+        }
+    inputs = (
+        compared_before(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
+    )
+    paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
+    if not session.begin(stage, inputs):
+        missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
+        dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
+        # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
+        lossless: dict[str, dict[str, Lossless]] = {}
+        if decode and spec.lossless and 0 in missing and dtype != "float32":
+            lossless = _lossless(session, requests, head_folder, original)
+        target = session.target_in(dtype)
+        if target is not session.target:
+            lineup = _lineup(session, target, head_folder, longest, original)
+        alone = target if original is None else load_original(session, original, target.dtype_name)
+        evaluator = Evaluator(session, alone, requests, conversations, lineup)
+        for temperature, path in zip(spec.temperatures, paths, strict=True):
+            if temperature in missing:
+                sampling = spec.sampling(temperature)
+                write_result(path, evaluator.decoded(sampling, lossless) if decode else evaluator.simulated(sampling))
+        session.run.finish(stage, {"results": [str(path) for path in paths]})
+    write_report([read_result(path) for path in paths], folder)
+    return paths
+
+
+def _lineup(
+    session: Session, target: Target, head_folder: Path | None, longest: int, original: TargetIdentity | None
+) -> list[Contender]:
+    heads = load_heads(session, target, head_folder)
+    return make_lineup(session, heads, target, longest, compared=original is not None)
+
+
+def make_requests(session: Session, target: Target) -> "tuple[list[Request], dict[str, Conversation]]":
+    """Return the evaluation prompts as requests, and the conversations by id."""
+    spec = session.recipe.evaluate
+    chosen = evaluation_conversations(session)
+    deepest = max([spec.max_k, *(tree.depth for draft in spec.drafts if (tree := draft.load()) is not None)])
+    prompts = prepare_prompts(
+        session.tokenizer,
+        chosen,
+        max_new_tokens=lambda name: spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens),
+        max_length=target.context_length - deepest,
+        seed=session.recipe.seed,
+        template=session.recipe.data.template,
+        limit=f"the target's context leaves beside a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
+    )
+    if len(prompts) < len(chosen):
+        left = len(chosen) - len(prompts)
+        session.warn(f"{left} of {len(chosen)} prompts are too long for the target and are left out.")
+    return [p.request for p in prompts], {c.id: c for c in chosen}
+
+
+def longest_text(requests: Sequence[Request]) -> int:
+    """Return the most tokens that a prompt and its answer have together."""
+    return max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=0)
+
+
+def evaluation_conversations(session: Session) -> list[Conversation]:
+    """Return the evaluation prompts, `per_slice` of each slice."""
+    spec = session.recipe.evaluate
+    what = "name prompt sets (JSONL with id, slice and messages) to measure on"
+    sources = session.sources("evaluate.prompts", spec.prompts, what)
+    chosen: list[Conversation] = []
+    seen: dict[str, int] = defaultdict(int)
+    for conversation in load_conversations(sources):
+        if conversation.slice == OVERALL:
+            raise UserError(
+                f"evaluate.prompts: the prompt {conversation.id} is in a slice named {OVERALL}, which is what all slices "
+                "together are called: give the slice another name."
+            )
+        seen[conversation.slice] += 1
+        if spec.per_slice is None or seen[conversation.slice] <= spec.per_slice:
+            chosen.append(conversation)
+    for key in ("max_new_tokens_by_slice", "example_slices"):
+        if unknown := sorted(set(getattr(spec, key)) - set(seen)):
+            raise UserError(
+                f"evaluate.{key} names the slice {unknown[0]}, but the prompts have {', '.join(sorted(seen))}: correct the name."
+            )
+    return chosen
+
+
+def _lossless(
+    session: Session, requests: Sequence[Request], head_folder: Path | None, original: TargetIdentity | None
+) -> dict[str, dict[str, Lossless]]:
+    """Compare greedy texts with and without each draft in float32, where they must be equal."""
+    target = session.load_target("float32")
+    greedy = session.recipe.evaluate.sampling(0)
+    lineup = at_temperature(_lineup(session, target, head_folder, longest_text(requests), original), greedy)
+    # Drafts for a tuned target are held against that one; the original verifies those of the baselines.
+    apart = original if any(c.verifier is None for c in lineup) else None
+    alone = target if apart is None else load_original(session, apart, "float32")
+    say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
+    return check_lossless(alone, lineup, requests, greedy)

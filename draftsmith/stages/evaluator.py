@@ -1,0 +1,260 @@
+"""What an evaluation does at one sampling setting: decode or simulate, and put the result together."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from draftsmith.data.conversations.load import Conversation
+from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.decode import decode, decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.noise import row_key
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import total
+from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.costs import measure_costs
+from draftsmith.eval.measure.generate_baseline import time_generate
+from draftsmith.eval.measure.lossless import compare_texts
+from draftsmith.eval.measure.measure import Timings, collect_texts, judge, run_systems, summarize, sweep_point
+from draftsmith.eval.measure.result import (
+    WARNING,
+    Drafter,
+    Example,
+    Lossless,
+    Measures,
+    Piece,
+    Result,
+    Settings,
+    TargetInfo,
+    environment,
+)
+from draftsmith.eval.measure.statistics import Text, is_looping
+from draftsmith.eval.simulate.texts import Simulation
+from draftsmith.heads.target.target import Target
+from draftsmith.stages.lineup import at_temperature
+from draftsmith.stages.session import Session, say
+
+_SIMULATED_BATCH = 32
+"""Answers made together where no clock is read."""
+
+
+class Evaluator:
+    """What the evaluations at all temperatures have in common."""
+
+    def __init__(
+        self,
+        session: Session,
+        target: Target,
+        requests: Sequence[Request],
+        conversations: dict[str, Conversation],
+        lineup: list[Contender],
+    ) -> None:
+        self.session, self.target, self.requests = session, target, list(requests)
+        self.recipe, self.spec = session.recipe, session.recipe.evaluate
+        self.conversations = conversations
+        self.lineup = lineup
+
+    def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
+        """Decode and simulate."""
+        spec, lineup = self.spec, at_temperature(self.lineup, sampling)
+        repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
+        costs = measure_costs(self.target, lineup, self._typical_context(lineup), sampling, rows=spec.batch)
+        bar = tqdm(
+            total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt"
+        )
+        with bar:
+            timings = run_systems(self.target, lineup, repeats, sampling, batch=spec.batch, on_batch=bar.update)
+        generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
+        drafters: dict[str, Drafter] = {}
+        off_text: dict[str, int] = {}
+        examples: list[Example] = []
+        for c in lineup:
+            found = collect_texts(self.target, c, timings, sampling)
+            checked = sampling.greedy and c.lossless
+            timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
+            # Timed in float32, the timed texts are the exact check.
+            exact = self.target.dtype == torch.float32
+            greedy = timed if exact else lossless.get(c.name, {}) if sampling.greedy else {}
+            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, generate)
+            off_text[c.name] = found.off_text
+            # Every slice for the first drafter, one for the others.
+            examples += self._examples(c.name, found.texts)[: None if c is lineup[0] else 1]
+        return self._result(
+            sampling,
+            drafters,
+            off_text,
+            batch=spec.batch,
+            repeats=spec.repeats,
+            costs=costs,
+            examples=tuple(examples),
+        )
+
+    def _typical_context(self, lineup: Sequence[Contender]) -> list[int]:
+        """Return the prompt of median length, continued to half of its longest answer."""
+        request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
+        ids = list(request.prompt_ids)
+        room = self.target.context_length - max(c.nodes(c.max_k) for c in lineup) - 1
+        return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, room)]
+
+    def _compare_timed(
+        self, contender: Contender, alone: Timings, texts: Sequence[Text], sampling: Sampling
+    ) -> dict[str, Lossless]:
+        """Compare the greedy texts of the timed run, in its own dtype; those of a tuned target with its own, made here."""
+        k, own = contender.num_speculative_tokens, contender.verified_by(self.target)
+        answers = [g for d in alone.batches[0] for g in d.generations]
+        if own is not self.target:
+            answers = decode_batch(own, TargetAlone(), self.requests, sampling, rows=self.spec.batch).generations
+        expected = {g.request.sample_id: g for g in answers}
+        return compare_texts(
+            own,
+            [expected[t.generation.request.sample_id] for t in texts],
+            [t.generation for t in texts],
+            [t.decoded for t in texts],
+            [t.simulated[k - 1] for t in texts] if contender.simulate is not None else None,
+            k,
+            sampling,
+        )
+
+    def simulated(self, sampling: Sampling) -> Result:
+        """Let the target alone answer in large batches, then simulate; no clock is read. A tuned target answers for
+        itself, as acceptance is exact on the verifier's own answers only."""
+        spec = self.spec
+        repeats = 1 if sampling.greedy else spec.repeats
+        requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
+        requests.sort(key=lambda r: len(r.prompt_ids))
+        answers = {self.target: _answers(self.target, requests, sampling)}
+        drafters: dict[str, Drafter] = {}
+        off_text: dict[str, int] = {}
+        for c in self.lineup:
+            if c.simulate is not None:
+                own = c.verified_by(self.target)
+                if own not in answers:
+                    answers[own] = _answers(own, requests, sampling)
+                simulation = c.simulate(own, answers[own], sampling, c.max_k)
+                changed = {} if c.verifier is None else judge(self.target, c, answers[own], answers[self.target])
+                drafters[c.name] = self._simulated_drafter(c, answers[own], simulation, changed)
+                off_text[c.name] = simulation.off_text
+            else:
+                why = "what it drafts depends on more than the text" if c.lossless else "its texts are not the target's"
+                say(f"evaluate: {c.name} cannot be simulated, as {why}; it is left out")
+        return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
+
+    def _simulated_drafter(
+        self,
+        contender: Contender,
+        generations: Sequence[Generation],
+        simulation: Simulation,
+        judged: Mapping[str, Mapping[str, Any]],
+    ) -> Drafter:
+        """Return a drafter's measures on the target's own answers. judged: see `judge`."""
+        c, tallies = contender, simulation.tallies
+
+        def scope(slice_name: str | None) -> Measures:
+            places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
+            sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(c.max_k)]
+            chosen = sweep[c.num_speculative_tokens - 1]
+            points = tuple(sweep_point(c, n + 1, t) for n, t in enumerate(sweep))
+            return Measures(
+                prompts=len({generations[i].request.sample_id for i in places}),
+                tokens=int(chosen.tokens),
+                tau_simulated=chosen.tau,
+                acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
+                acceptance_at_simulated=tuple(chosen.acceptance_at),
+                alpha_at_simulated=tuple(chosen.alpha_at),
+                k_sweep=points,
+                looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
+                **judged.get(slice_name or "overall", {}),
+            )
+
+        slices = dict.fromkeys(r.slice for r in self.requests)
+        per_slice = {slice_name: scope(slice_name) for slice_name in slices}
+        return Drafter(scope(None), per_slice, c.info)
+
+    def _keyed(self, request: Request, repeat: int) -> Request:
+        """Above temperature 0 every repeat draws new answers; greedy ones only repeat themselves."""
+        return replace(request, key=row_key(self.recipe.seed, "evaluate", repeat, request.sample_id))
+
+    def _result(
+        self,
+        sampling: Sampling,
+        drafters: dict[str, Drafter],
+        off_text: Mapping[str, int],
+        *,
+        batch: int,
+        repeats: int,
+        **extra: Any,
+    ) -> Result:
+        spec, target = self.spec, self.target
+        return Result(
+            command=shlex.join(["draftsmith", *sys.argv[1:]]),
+            **environment(),
+            recipe=asdict(self.recipe),
+            target=TargetInfo(
+                # A tuned one is held against its original.
+                path=self.recipe.target.path if target.path == self.session.target.path else target.path,
+                fingerprint=target.fingerprint,
+                parameters=sum(p.numel() for p in target.model.parameters()),
+                num_layers=target.num_layers,
+                hidden_size=target.hidden_size,
+                vocab_size=target.vocab_size,
+            ),
+            settings=Settings(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k or None,
+                top_p=sampling.top_p if sampling.top_p < 1 else None,
+                num_speculative_tokens=spec.num_speculative_tokens,
+                batch=batch,
+                dtype=target.dtype_name,
+                seed=self.recipe.seed,
+                repeats=repeats,
+                min_p=sampling.min_p or None,
+                repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+            ),
+            drafters=drafters,
+            supplement={
+                f"tokens off the target's own choice in the teacher-forced pass ({name})": count
+                for name, count in off_text.items()
+            }
+            | {f"{WARNING} {number}": text for number, text in enumerate(self.session.warnings, 1)},
+            **extra,
+        )
+
+    def _examples(self, name: str, texts: Sequence[Text]) -> list[Example]:
+        """The first answer of each slice, token by token, with the draft position that each token came from."""
+        allowed = self.spec.example_slices
+        first: dict[str, Generation] = {}
+        for text in texts:
+            request = text.generation.request
+            if not allowed or request.slice in allowed:
+                first.setdefault(request.slice, text.generation)
+        return [
+            Example(name, slice_name, _prompt_text(self.conversations[g.request.sample_id]), self._pieces(g))
+            for slice_name, g in first.items()
+        ]
+
+    def _pieces(self, generation: Generation) -> tuple[Piece, ...]:
+        positions: list[int | None] = [None]
+        for round_ in generation.rounds:
+            positions += [*range(round_.accepted), None]
+        decode = self.session.tokenizer.decode
+        # Where the text ended on an accepted draft, the last round has no token of the target's own.
+        return tuple(Piece(decode([i]), p) for i, p in zip(generation.output_ids, positions, strict=False))
+
+
+def _answers(target: Target, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
+    """Let a target answer alone."""
+    generations: list[Generation] = []
+    with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
+        for generation in decode(target, TargetAlone(), requests, sampling, _SIMULATED_BATCH):
+            generations.append(generation)
+            bar.update()
+    return generations
+
+
+def _prompt_text(conversation: Conversation) -> str:
+    return "\n\n".join(str(m.get("content") or "") for m in conversation.prompt())

@@ -1,0 +1,153 @@
+"""What can be refused before hours of work are spent on it."""
+
+from pathlib import Path
+
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters.contender import Contender
+from draftsmith.files import check_folder
+from draftsmith.heads.base import DraftHead, draft_vocab_size_of
+from draftsmith.heads.export.export import convert_head
+from draftsmith.heads.formats.layout import layouts_of
+from draftsmith.heads.layers.config import steady_positions
+from draftsmith.heads.vocab import choose_draft_vocab
+from draftsmith.stages.evaluation import evaluation_conversations, longest_text, make_requests
+from draftsmith.stages.exporting import check_adapter, export_options
+from draftsmith.stages.initialisation import load_warm, start_head, warm_folder
+from draftsmith.stages.lineup import beside_folder, check_path, load_beside, load_heads, make_lineup
+from draftsmith.stages.session import Session, say
+from draftsmith.stages.stages import always_drafted
+from draftsmith.train.parallel import check_launch
+
+
+def preflight(session: Session, command: str, head: Path | None = None) -> list[Contender]:
+    """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
+
+    Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary,
+    its context and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it
+    evaluates: also checks that the prompts can be read, that the drafts fit the heads and the baselines the target, and
+    returns the drafters; head: the folder of the one to measure, None for the run's. What takes no target is checked
+    before it is loaded: the launch file, the prompts, heads and trees of the evaluation, and the data. An export checks
+    itself before it writes.
+    """
+    recipe = session.recipe
+    check_folder("output_dir", recipe.run_dir)
+    check_folder("data_dir", recipe.data_path)
+    check_launch(recipe.train)
+    learning, evaluating = command in ("run", "train"), command in ("run", "evaluate")
+    making = learning or command == "extract"
+    count = len(session.conversations) if making else 0
+    if learning and recipe.answers.regenerate and recipe.data.heldout >= count:
+        raise UserError(
+            f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
+        )
+    if making:
+        warm_folder(session)
+    if evaluating:
+        _check_evaluation(session)
+    untrained = _check_start(session, exporting=command == "run") if making else None
+    _warn_of_slow_dtypes(session, making, learning, evaluating)
+    if making and not recipe.answers.regenerate and (asked := recipe.answers.unheard):
+        say(
+            f"warning: answers.{asked} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
+            "held-out acceptance is measured as that of plain samples at temperature 1."
+        )
+    if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:
+        say(
+            f"warning: train.muon_lr is {recipe.train.muon_lr}, but train.optimizer is {recipe.train.optimizer}, which takes "
+            "train.lr alone: set train.optimizer to muon, or leave train.muon_lr out."
+        )
+    spec = recipe.features
+    stored = [key for key in ("shard_mb", "verify") if getattr(spec, key) != getattr(type(spec), key)]
+    if learning and spec.source == "online" and stored:
+        say(
+            f"warning: features.{stored[0]} is {getattr(spec, stored[0])}, but features.source is online, which stores nothing: set "
+            "the source to store, or leave it out."
+        )
+    if not evaluating:
+        return []
+    target = session.target
+    if untrained is None:
+        heads = load_heads(session, target, head)
+    else:
+        heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
+    longest = longest_text(make_requests(session, target)[0])
+    return make_lineup(session, heads, target, longest, compared=session.original is not None)
+
+
+def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:
+    """Say which settings ask for bf16 on a processor that emulates it."""
+    # Where there is AVX512 but no instruction for bf16, products are made by way of fp32, at about its speed.
+    if session.device != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
+        return
+    recipe = session.recipe
+    slow = {
+        "target.dtype to float32": making and session.target.dtype == torch.bfloat16,
+        'train.precision to "no"': learning and recipe.train.precision == "bf16",
+        "evaluate.dtype to float32": evaluating and recipe.evaluate.dtype == "bfloat16",
+    }
+    if changes := [change for change, needed in slow.items() if needed]:
+        say(
+            "warning: this CPU emulates bf16, which takes ten times as long as fp32 or more: set "
+            f"{' and '.join(changes)}."
+        )
+
+
+def _check_evaluation(session: Session) -> None:
+    """Check what an evaluation names, without the target."""
+    spec = session.recipe.evaluate
+    evaluation_conversations(session)
+    for name, folder in spec.beside.items():
+        beside_folder(session, name, folder)
+    for draft in spec.drafts:
+        draft.load()
+    for baseline in spec.baselines:
+        if baseline.path is not None:
+            check_path(baseline.path)
+
+
+def _check_start(session: Session, exporting: bool) -> DraftHead:
+    """Return the head that training starts from, held against what is stored and exported."""
+    recipe, target = session.recipe, session.target
+    _ = session.tokenizer  # which is held against the target and data.template
+    size = draft_vocab_size_of(session.head_options)
+    vocab, warm = None, load_warm(session)
+    if warm is None and size is not None and size != target.vocab_size:
+        counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+        vocab = choose_draft_vocab(counts, size, always_drafted(session))
+    head = start_head(session, warm, vocab)
+    recipe.train.loss.check_head(head)
+    length = min(recipe.data.max_length, target.context_length)
+    if head.context_length is not None and head.context_length < length:
+        raise UserError(
+            f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.context_length}: set "
+            f"data.max_length to {head.context_length}, or start from a model with a longer context."
+        )
+    steady = steady_positions(target.config)
+    if steady is not None and length + head.train_steps > steady:
+        say(
+            f"warning: the rotary frequencies of the target {target.path} change for all texts of a pass that is longer than "
+            f"{steady} tokens, so what is learned and measured depends on what is batched together: set data.max_length to "
+            f"at most {steady - head.train_steps}."
+        )
+    stored = recipe.features.layer_ids
+    if stored is not None:
+        try:
+            target.check_layer_ids(tuple(stored))
+        except UserError as error:
+            raise UserError(f"features.{error}") from error
+        if missing := sorted(set(head.layer_ids) - set(stored)):
+            raise UserError(
+                f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave "
+                "features.layer_ids out."
+            )
+    check_adapter(recipe, head)
+    if layouts_of(recipe.method) or recipe.export.layout:
+        try:
+            convert_head(head, target, **export_options(recipe, recipe.method))
+        except UserError as error:
+            if exporting or recipe.export.layout is not None:
+                raise
+            say(f"warning: such heads can be trained and measured, but not exported: {error}")
+    return head

@@ -1,0 +1,218 @@
+"""A run directory: one run.json that records what every stage was made from, so that stages are reused or refused.
+
+runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  export/
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from draftsmith.errors import UserError
+from draftsmith.files import claim, fingerprint, write_json
+from draftsmith.recipe.schema import Recipe
+
+STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
+DATA_STAGES = ("answers", "features")
+"""What a recipe's data_dir keeps; the rest belongs to the run."""
+
+FILES = {
+    "answers": ("answers.jsonl", "answers.jsonl.partial"),
+    "features": ("features",),
+    "train": ("train",),
+    "evaluate": ("evaluation",),
+    "simulate": ("simulation",),
+    "export": ("export",),
+}
+"""What each stage leaves in the run directory, the finished thing first."""
+
+FOLLOWERS = {
+    "answers": STAGES,
+    "features": STAGES[1:],
+    "train": STAGES[2:],
+    "evaluate": ("evaluate",),
+    "simulate": ("simulate",),
+    "export": ("export",),
+}
+"""What is worthless once a stage is removed, the stage included."""
+
+
+COMMAND_STAGES = {
+    "run": ("answers", "features", "train", "evaluate", "export"),
+    "regenerate": ("answers",),
+    "extract": ("answers", "features"),
+    "train": ("answers", "features", "train"),
+    "evaluate": ("evaluate",),
+    "evaluate --no-decode": ("simulate",),
+    "export": ("export",),
+}
+"""The stages that commands make where they are missing."""
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """What run.json holds of a stage. inputs: the settings it was made from, flat. state: "running" or "done".
+    facts: figures it reported (counts, seconds, tokens per second)."""
+
+    inputs: dict[str, Any]
+    fingerprint: str
+    state: str
+    facts: dict[str, Any]
+
+
+class RunDirectory:
+    """Opens (and creates) a run directory and keeps its run.json. stages: those that are made here; of a directory that
+    another run shares, the others are that run's own."""
+
+    def __init__(self, path: Path, stages: Sequence[str] = STAGES) -> None:
+        self.path, self._stages = path, stages
+        self._key = "--output_dir" if "train" in stages else "--data_dir"
+        self._file = path / "run.json"
+        self._claim: TextIO | None = None
+
+    def record(self, stage: str) -> StageRecord | None:
+        """Return what is known of a stage."""
+        entry = self._read().get(stage)
+        return StageRecord(**entry) if entry else None
+
+    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False) -> bool:
+        """Return True if the stage is already done with the same inputs; else mark it as running.
+
+        Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first), and
+        where another process is making a stage in this directory.
+        """
+        flat = _plain(inputs)
+        print_ = fingerprint(flat)
+        if redo:
+            self._alone()
+            self.remove(stage)
+        known = self.record(stage)
+        if known and known.fingerprint != print_ and self._has_work(stage):
+            before = known.inputs
+            keys = sorted(flat.keys() | before)
+            changed = [key for key in keys if _plainly(flat.get(key)) != _plainly(before.get(key))] or keys
+            changed.sort(key=lambda key: key != "method")  # which brings its own options
+            shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
+            raise UserError(
+                f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
+                f"or add --redo {stage} to remove it and what follows from it."
+            )
+        if self.holds(stage, inputs):
+            return True
+        self._alone()
+        self._write(stage, StageRecord(flat, print_, "running", {}))
+        return False
+
+    def _alone(self) -> None:
+        """Keep other processes from making a stage here until `finish`, or until this process ends."""
+        if self._claim is None and os.environ.get("RANK", "0") == "0":
+            self._claim = claim(self.path / ".lock")
+
+    def holds(self, stage: str, inputs: dict[str, Any]) -> bool:
+        """Whether a stage is done with these inputs; nothing is changed."""
+        known = self.record(stage)
+        made = known is not None and known.state == "done" and known.fingerprint == fingerprint(_plain(inputs))
+        return made and (self.path / FILES[stage][0]).exists()
+
+    def _has_work(self, stage: str) -> bool:
+        """Whether a stage left anything that took work: a training that failed before its first checkpoint did not."""
+        if stage == "train":
+            return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
+        return any((self.path / name).exists() for name in FILES[stage])
+
+    def finish(self, stage: str, facts: dict[str, Any]) -> None:
+        """Mark a stage as done, with the figures it reports."""
+        known = self.record(stage)
+        assert known is not None
+        self._write(stage, StageRecord(known.inputs, known.fingerprint, "done", facts))
+        self._release()
+
+    def clear(self, stage: str) -> None:
+        """Remove a stage as `remove` does, for another process to make it. Raises UserError where one is making a stage here."""
+        self._alone()
+        self.remove(stage)
+        self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def remove(self, stage: str) -> None:
+        """Remove a stage and all that are made here and follow from it."""
+        entries = self._read()
+        for later in (name for name in FOLLOWERS[stage] if name in self._stages):
+            for name in FILES[later]:
+                path = self.path / name
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            entries.pop(later, None)
+        if self._file.exists():
+            write_json(self._file, entries)
+
+    def _read(self) -> dict[str, Any]:
+        if not self._file.exists():
+            return {}
+        try:
+            entries = json.loads(self._file.read_text(encoding="utf-8"))
+            for entry in entries.values():
+                StageRecord(**entry)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{self._file} cannot be read ({error}): it was changed by hand or written by another version of "
+                f"draftsmith; restore it or choose another {self._key}."
+            ) from error
+        return entries
+
+    def _write(self, stage: str, record: StageRecord) -> None:
+        write_json(self._file, self._read() | {stage: vars(record)})
+
+
+def _plainly(value: Any) -> Any:
+    """What is left out and what is empty are the same."""
+    return None if value in ([], {}, "") else value
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return inputs flat and as JSON keeps them, so that they compare equal to those of a run.json."""
+    return json.loads(json.dumps(_flatten(inputs), default=str))
+
+
+def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Flatten nested mappings to dotted keys, the names that recipes and overrides use."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def check_stage_names(names: Sequence[str]) -> None:
+    """Refuse names that are not stages."""
+    for name in names:
+        if name not in STAGES:
+            raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")
+
+
+def check_redo(names: Sequence[str], command: str, recipe: Recipe) -> None:
+    """Refuse to remove what `draftsmith COMMAND` would not make again with this recipe."""
+    absent = {"answers": not recipe.answers.regenerate, "features": recipe.features.source == "online"}
+    made = [stage for stage in COMMAND_STAGES.get(command, ()) if not absent.get(stage)]
+    for name in names:
+        if name not in made:
+            others = f"only {', '.join(made)}" if made else "nor any other"
+            raise UserError(
+                f"--redo {name}: `draftsmith {command}` does not make that stage here, {others}: leave --redo {name} out."
+            )

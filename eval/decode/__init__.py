@@ -1,0 +1,1 @@
+"""The speculative decoder: loop, KV cache, drafts, trees, verification, sampling."""

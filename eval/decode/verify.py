@@ -1,0 +1,261 @@
+"""Which drafted tokens the target accepts, as a pure function of tensors.
+
+One way for every draft: decide at a node which child is the target's token, follow it, and emit a token of the target's
+own where no child is. Children that were chosen deterministically need no law: draw t ~ p, descend if a child holds t.
+Children that were drawn from a law are accepted or rejected by it (rejection.py). Both leave the target's law unchanged.
+Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
+Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D depth levels, V target vocab, W draft vocab.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.draft import Draft, numbers
+from draftsmith.eval.decode.noise import ACCEPT, EMIT, uniforms
+from draftsmith.eval.decode.penalty import penalize_nodes
+from draftsmith.eval.decode.rejection import Children, is_broken, look_up, refuse_broken, residual, try_children
+from draftsmith.eval.decode.sampling import Sampling, draw, law, penalize, top1
+
+
+class NotFinite(UserError):  # noqa: N818 - what was found, not what was done wrong
+    """The target's logits at a node hold NaN or infinity, or nothing but -inf. row, node: where in the draft."""
+
+    def __init__(self, row: int, node: int) -> None:
+        super().__init__(
+            f"The target's logits at node {node} of row {row} are not finite: run it in a wider dtype, or check its weights."
+        )
+        self.row, self.node = row, node
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a round emits: the accepted tokens, then one token of the target's own.
+
+    path_BD: nodes from the root (node 0) down the accepted path, padded with -1.
+    accepted_B: number of accepted draft tokens. next_B: the correction or bonus token.
+    """
+
+    path_BD: Tensor
+    accepted_B: Tensor
+    next_B: Tensor
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Which random numbers a round uses: one key per row, and a counter that no later round repeats."""
+
+    keys_B: Tensor
+    counter_B: Tensor
+
+    def draw(self, stream: int, count: int) -> Tensor:
+        """Return [B, count] uniforms of one stream."""
+        return uniforms(self.keys_B, self.counter_B, stream, count)
+
+
+@dataclass(frozen=True)
+class Typical:
+    """Typical acceptance, which is LOSSY: a drafted token x stays if p(x) > min(epsilon, delta * exp(-H(p))), and a
+    round's own token is the most likely one. At temperature 0 it is the same as the exact rule."""
+
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise UserError(f"Typical acceptance: {name} is {getattr(self, name)}: it must be from 0 to 1.")
+
+
+def verify(
+    draft: Draft,
+    logits_BNV: Tensor,
+    sampling: Sampling,
+    noise: Noise,
+    typical: Typical | None = None,
+    seen_BV: Tensor | None = None,
+) -> Verdict:
+    """Verify a draft against the target's logits at every node (the law of the token after the node).
+
+    typical: accept by this rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root among
+    them; needed for a repetition penalty, which also sees the tokens on the path to each node.
+    Raises NotFinite at any node of the draft, also one that would not be accepted, and UserError where the draft's laws are
+    none.
+    """
+    penalty = sampling.repetition_penalty
+    if sampling.greedy and penalty == 1:
+        largest_BN, choice_BN = top1(logits_BNV)
+        _check_finite(draft, largest_BN)
+        return _matching(draft, choice_BN)
+    _check_finite(draft, logits_BNV.amax(-1))
+    assert penalty == 1 or seen_BV is not None
+    seen_BV = None if penalty == 1 else seen_BV
+    # A greedy choice is the same by either rule.
+    rule = None if sampling.greedy else typical
+    if rule is None and not sampling.greedy and not draft.is_chain:
+        return _sampled_tree(draft, logits_BNV, sampling, noise, seen_BV)
+    if seen_BV is not None:
+        logits_BNV = penalize_nodes(draft, logits_BNV, seen_BV, penalty)
+    if rule is not None:
+        return _typical(draft, logits_BNV, sampling, rule)
+    if sampling.greedy:
+        return _matching(draft, top1(logits_BNV)[1])
+    if draft.laws_BMW is None:
+        return _matching(draft, _choose(logits_BNV, sampling, noise))
+    return _sampled_chain(draft, logits_BNV, sampling, noise)
+
+
+def _check_finite(draft: Draft, largest_BN: Tensor) -> None:
+    """Raise NotFinite at the first node whose largest logit is no number; NaN counts as larger than any."""
+    finite_BN = largest_BN.isfinite()
+    if not bool(finite_BN.all()) and bool((bad_BN := draft.valid_BN & ~finite_BN).any()):
+        row, node = bad_BN.nonzero()[0].tolist()
+        raise NotFinite(row, node)
+
+
+def _choose(logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
+    """Draw the target's token at every node at once."""
+    uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
+    return draw(law(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten()).view(uniform_BN.shape)
+
+
+def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
+    """Accept a node if it holds what the target chose after its parent, all at once.
+
+    For greedy drafts and deterministic chains. Where a greedy tree repeats a token the longer path is taken.
+    """
+    if draft.is_chain:
+        match_BN = F.pad(draft.tokens_BN[:, 1:] == choice_BN[:, :-1], (1, 0))
+    else:
+        match_BN = draft.tokens_BN == choice_BN.gather(1, draft.parents_BN.clamp(min=0))
+    end = _deepest(draft, match_BN)
+    return Verdict(end.path_BD, end.accepted_B, choice_BN.gather(1, end.node_B[:, None])[:, 0])
+
+
+def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+    """Accept x ~ q if u q(x) < p(x), at all positions at once; at the first rejection sample the residual, else p."""
+    assert draft.laws_BMW is not None
+    rows, nodes = draft.tokens_BN.shape
+    row = torch.arange(rows, device=logits_BNV.device)
+    p_BNV = law(logits_BNV, sampling)
+    token_BK, valid_BK = draft.tokens_BN[:, 1:], draft.valid_BN[:, 1:]
+    laws_BKW = draft.laws_BMW[:, : nodes - 1]
+    drafted = look_up(laws_BKW, token_BK, draft.vocab_W)
+    p_BK = p_BNV[:, :-1].gather(2, token_BK[..., None])[..., 0]
+    drawn_BK = valid_BK & (drafted.q > 0)
+    accept_BK = drawn_BK & (noise.draw(ACCEPT, nodes)[:, 1:] * drafted.q < p_BK)
+    end = _deepest(draft, F.pad(accept_BK, (1, 0)))
+
+    weights_BV = p_BNV[row, end.node_B]
+    rejected_B = F.pad(drawn_BK, (0, 1))[row, end.node_B]
+    depth_K = torch.arange(1, nodes, device=row.device)
+    broken_BK = valid_BK & is_broken(drafted, first=True)
+    if bool(rejected_B.any()):
+        q_BW = laws_BKW[row, end.node_B.clamp(max=nodes - 2)]
+        left_BV = residual(weights_BV, q_BW, draft.vocab_W)
+        weights_BV = torch.where(rejected_B[:, None], left_BV, weights_BV)
+        broken_BK |= (depth_K == end.node_B[:, None] + 1) & weights_BV[:, :1].isnan()
+    refuse_broken(torch.where(broken_BK, depth_K, 0))
+    return Verdict(end.path_BD, end.accepted_B, draw(weights_BV, noise.draw(EMIT, 1)[:, 0]))
+
+
+def _sampled_tree(
+    draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, seen_BV: Tensor | None
+) -> Verdict:
+    """Walk down from the root, one level of all rows at a time, so that laws are made of the nodes on the way alone."""
+    rows, nodes = draft.tokens_BN.shape
+    row = torch.arange(rows, device=logits_BNV.device)
+    node_B = torch.zeros_like(row)
+    next_B, broken_B = node_B, node_B
+    walking_B = torch.ones_like(row, dtype=torch.bool)
+    accept_BN, emit_BN = noise.draw(ACCEPT, nodes), noise.draw(EMIT, nodes)
+    path = [node_B]
+    for depth in range(1, nodes + 1):
+        logits_BV = logits_BNV[row, node_B]
+        if seen_BV is not None:
+            logits_BV = penalize(logits_BV, seen_BV, sampling.repetition_penalty)
+        p_BV = law(logits_BV, sampling)
+        child_BN = draft.valid_BN & (draft.parents_BN == node_B[:, None]) & walking_B[:, None]
+        if draft.laws_BMW is None:
+            token_B = draw(p_BV, emit_BN[row, node_B])
+            child_B = _holder(draft, child_BN, token_B)
+        else:
+            q_BW = draft.laws_BMW[row, node_B.clamp(max=draft.laws_BMW.shape[1] - 1)]
+            tried = try_children(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
+            child_B, token_B = tried.child_B, draw(tried.p_BV, emit_BN[:, 0])
+            broken_B = torch.where(tried.broken_B & (broken_B == 0), depth, broken_B)
+        next_B = torch.where(walking_B, token_B, next_B)
+        walking_B = child_B >= 0
+        if not bool(walking_B.any()):
+            break
+        node_B = torch.where(walking_B, child_B, node_B)
+        path.append(child_B)
+        if seen_BV is not None:
+            seen_BV = seen_BV.scatter(1, draft.tokens_BN[row, node_B][:, None], True)
+    refuse_broken(broken_B)
+    path_BD = torch.stack(path, 1)
+    return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, next_B)
+
+
+def _holder(draft: Draft, child_BN: Tensor, token_B: Tensor) -> Tensor:
+    """Return the first of each row's children `child_BN` that holds `token_B`, -1 where none does."""
+    match_BN = child_BN & (draft.tokens_BN == token_B[:, None])
+    return torch.where(match_BN.any(1), match_BN.int().argmax(1), -1)
+
+
+def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor) -> Children:
+    """Collect each row's children `child_BN` in the order of their numbers, each with its own uniform."""
+    count_B = child_BN.sum(1)
+    node_BC = child_BN.int().argsort(dim=1, descending=True, stable=True)[:, : int(count_B.max())]
+    padding_BC = torch.arange(node_BC.shape[1], device=count_B.device) >= count_B[:, None]
+    token_BC, uniform_BC = draft.tokens_BN.gather(1, node_BC), uniform_BN.gather(1, node_BC)
+    return Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)
+
+
+def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical) -> Verdict:
+    """Take the longest path of typical tokens, of equals the one with the largest sum of log p; then the argmax."""
+    row = torch.arange(len(logits_BNV), device=logits_BNV.device)
+    p_BNV = law(logits_BNV, sampling)
+    entropy_BN = torch.special.entr(p_BNV).sum(-1)
+    threshold_BN = (rule.delta * torch.exp(-entropy_BN)).clamp(max=rule.epsilon)
+    parent_BN = draft.parents_BN.clamp(min=0)
+    p_BN = p_BNV[row[:, None], parent_BN, draft.tokens_BN]
+    typical_BN = p_BN > threshold_BN.gather(1, parent_BN)
+    log_p_BN = torch.where(typical_BN, p_BN, 1.0).log().index_fill(1, row.new_zeros(1), 0.0)
+    score_BN = (log_p_BN[:, None] * draft.ancestors_BNN).sum(-1)
+    end = _deepest(draft, typical_BN, score_BN)
+    return Verdict(end.path_BD, end.accepted_B, p_BNV[row, end.node_B].argmax(-1))
+
+
+class _End(NamedTuple):
+    """A path in full, its drafted tokens, and its last node."""
+
+    path_BD: Tensor
+    accepted_B: Tensor
+    node_B: Tensor
+
+
+def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> _End:
+    """Follow the nodes that are fine and no padding as deep as they go; of equals take the one with the best score."""
+    nodes = fine_BN.shape[1]
+    node_N = numbers(0, nodes, fine_BN.device)
+    fine_BN = fine_BN & draft.valid_BN
+    if draft.is_chain:
+        accepted_B = fine_BN[:, 1:].int().cumprod(1).sum(1)
+        return _End(torch.where(node_N <= accepted_B[:, None], node_N, -1), accepted_B, accepted_B)
+    fine_BN = fine_BN | (node_N == 0)
+    alive_BN = (fine_BN[:, None] | ~draft.ancestors_BNN).all(-1)
+    depth_BN = draft.depth_BN.masked_fill(~alive_BN, -1)
+    accepted_B = depth_BN.amax(1)
+    ends_BN = depth_BN == accepted_B[:, None]
+    best_B = (ends_BN.int() if score_BN is None else score_BN.masked_fill(~ends_BN, -torch.inf)).argmax(1)
+    on_path_BN = draft.ancestors_BNN[torch.arange(len(best_B), device=best_B.device), best_B]
+    # Parents come before their children, so the nodes of a path ascend.
+    order_BN = on_path_BN.int().argsort(dim=1, descending=True, stable=True)
+    levels = nodes if draft.tree is None else draft.tree.depth + 1
+    path_BD = torch.where(node_N[:levels] <= accepted_B[:, None], order_BN[:, :levels], -1)
+    return _End(path_BD, accepted_B, best_B)

@@ -1,0 +1,1 @@
+"""What drafts beside trained heads, and what is measured of any drafter."""

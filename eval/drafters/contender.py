@@ -1,0 +1,235 @@
+"""A drafter as an evaluation sees it: how it drafts, which rule accepts, and how its acceptance is simulated.
+
+K: num_speculative_tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import Generation
+from draftsmith.eval.decode.draft import Drafter
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.eval.decode.verify import Typical
+from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM, PromptLookup, simulate_prompt_lookup
+from draftsmith.eval.simulate.texts import Simulation, simulate_generations
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.target import Target
+
+DrafterFactory = Callable[[int], Drafter]
+"""Draft length -> drafter."""
+
+Simulate = Callable[[Target, Sequence[Generation], Sampling, int], Simulation]
+"""Target, its answers, the settings they were made with, max_k -> tallies for drafts of 1..max_k tokens."""
+
+Tree = StaticTree | DynamicTree
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """How a drafter drafts.
+
+    method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
+    of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
+    target's law. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that
+    was tuned with it verifies its drafts, so that its texts follow the law of that one.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    nodes: int
+    tree: str | None = None
+    lossy: bool = False
+    parameters: int | None = None
+    tuned: bool = False
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One drafter of an evaluation.
+
+    method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
+    num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
+    the head's law. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be
+    computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a round costs.
+    parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model. head: None for
+    a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the evaluation's own.
+    threshold: a draft ends before the first token that the head thinks less likely to be accepted, None for never.
+    """
+
+    name: str
+    method: str
+    make: DrafterFactory
+    num_speculative_tokens: int
+    max_k: int
+    tree: Tree | None = None
+    drawn: bool = False
+    typical: Typical | None = None
+    simulate: Simulate | None = None
+    steady: bool = True
+    parameters: int | None = None
+    fingerprint: str | None = None
+    head: DraftHead | None = None
+    verifier: Target | None = None
+    threshold: float | None = None
+
+    @property
+    def counts_drafts(self) -> bool:
+        """Whether a simulation tells how many tokens are drafted: not where drafts end by what they hold themselves, which
+        behind a rejected token is not the text."""
+        return self.threshold is None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its texts follow the law of the target that verifies its drafts."""
+        return self.typical is None
+
+    def verified_by(self, target: Target) -> Target:
+        """Return the target that verifies its drafts in an evaluation of `target`."""
+        return target if self.verifier is None else self.verifier
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The draft lengths that are of interest: all up to max_k where each can be simulated, else that of the run."""
+        return tuple(range(1, self.max_k + 1)) if self.simulate is not None else (self.num_speculative_tokens,)
+
+    def nodes(self, k: int) -> int:
+        """Most tokens that the target reads in a round with drafts of length `k`, the root included."""
+        if self.tree is None:
+            return 1 + k
+        tree = cut_tree(self.tree, k)
+        return tree.max_nodes if isinstance(tree, DynamicTree) else 1 + len(tree.choices)
+
+    @property
+    def info(self) -> DraftInfo:
+        """How it drafts, for result.json."""
+        return DraftInfo(
+            method=self.method,
+            num_speculative_tokens=self.num_speculative_tokens,
+            nodes=self.nodes(self.num_speculative_tokens) - 1,
+            tree=None if self.tree is None else tree_name(self.tree, self.drawn),
+            lossy=not self.lossless,
+            parameters=self.parameters,
+            tuned=self.verifier is not None,
+        )
+
+
+def cut_tree(tree: Tree, depth: int) -> Tree:
+    """Return the tree no deeper than `depth`."""
+    return replace(tree, depth=min(tree.depth, depth)) if isinstance(tree, DynamicTree) else tree.cut(depth)
+
+
+def tree_name(tree: Tree, drawn: bool) -> str:
+    """Return a tree's name with the way its children are chosen."""
+    return f"{tree.name}, drawn" if drawn else tree.name
+
+
+def make_contender(
+    name: str,
+    head: DraftHead,
+    num_speculative_tokens: int,
+    max_k: int,
+    *,
+    tree: Tree | None = None,
+    drawn: bool = False,
+    typical: Typical | None = None,
+    verifier: Target | None = None,
+    threshold: float | None = None,
+) -> Contender:
+    """Return the drafter that `head` makes; its name says how it drafts. verifier, threshold: see `Contender`.
+
+    A head that cannot draft as far as asked drafts as far as it can, and a tree decides its own depth. Raises
+    UserError for a tree that the head cannot draft.
+    """
+    method, limit = find_method(head.method), head.within_reach(max_k)
+    own, head = head, head if threshold is None else head.until(threshold)
+    until = [] if threshold is None else [f"until {threshold:g}"]
+    words = [name, *until] + ([tree_name(tree, drawn)] if tree is not None else [])
+    label = (
+        " ".join(words)
+        + (", typical (lossy)" if typical is not None else "")
+        + ", tuned target" * (head.tunes or verifier is not None)
+    )
+    chain = Contender(
+        label,
+        head.method,
+        lambda k: method.make_drafter(head, k),
+        min(num_speculative_tokens, limit),
+        limit,
+        typical=typical,
+        simulate=None if typical is not None else _simulate_head(head, None),
+        steady=head.steady,
+        parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
+        head=own,
+        verifier=verifier,
+        threshold=threshold,
+    )
+    if tree is None:
+        return chain
+    if (kind := tree_kind(tree, drawn)) not in method.trees:
+        raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
+    if tree.depth > (reach := head.within_reach(tree.depth)):
+        raise UserError(
+            f"The tree {tree.name} is {tree.depth} deep but {name} drafts {reach} tokens at most: take one of depth {reach} or "
+            "less, or give it `heads` with the names of those that reach it."
+        )
+    # What a dynamic tree or drawn children propose depends on more than the text.
+    certain = isinstance(tree, StaticTree) and not drawn and typical is None
+    return replace(
+        chain,
+        make=lambda k: method.make_drafter(head, k, tree=cut_tree(tree, k), drawn=drawn),
+        num_speculative_tokens=tree.depth,
+        max_k=tree.depth,
+        tree=tree,
+        drawn=drawn,
+        simulate=_simulate_head(head, tree) if certain else None,
+    )
+
+
+def tree_kind(tree: Tree, drawn: bool) -> str:
+    """Return what a method's `trees` calls this way to draft."""
+    return "dynamic" if isinstance(tree, DynamicTree) else "drawn" if drawn else "static"
+
+
+def _simulate_head(head: DraftHead, tree: Tree | None) -> Simulate:
+    def simulate(target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
+        assert tree is None or isinstance(tree, StaticTree)
+        return simulate_generations(target, head, generations, sampling, max_k, tree=tree)
+
+    return simulate
+
+
+def prompt_lookup_contender(
+    name: str, num_speculative_tokens: int, max_k: int, *, max_ngram: int = MAX_NGRAM
+) -> Contender:
+    """Return prompt lookup, which trains nothing."""
+    return Contender(
+        name,
+        "prompt_lookup",
+        partial(PromptLookup, max_ngram=max_ngram),
+        num_speculative_tokens,
+        max_k,
+        simulate=lambda target, generations, sampling, k: simulate_prompt_lookup(generations, k, max_ngram=max_ngram),
+        steady=False,
+        parameters=0,
+    )
+
+
+def draft_model_contender(
+    name: str, model: Target, vocab_size: int, num_speculative_tokens: int, max_k: int
+) -> Contender:
+    """Return a separate draft model for a target of `vocab_size`, whose tokens it must share."""
+    return Contender(
+        name,
+        "draft_model",
+        lambda k: DraftModel(model, k, vocab_size),
+        num_speculative_tokens,
+        max_k,
+        simulate=lambda target, generations, sampling, k: simulate_draft_model(target, model, generations, sampling, k),
+        parameters=sum(p.numel() for p in model.model.parameters()),
+        fingerprint=model.fingerprint,
+    )

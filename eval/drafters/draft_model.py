@@ -1,0 +1,170 @@
+"""A separate, smaller language model as the drafter, with a key-value cache of its own; nothing is trained.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Both models read the same ids, so
+they must have the same tokens (draftsmith.heads.target.tokens).
+Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R supervised rows, K drafted tokens,
+D hidden, W ids of the law, V target vocab.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import Generation
+from draftsmith.eval.decode.cache import KVCache, run_draft
+from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.decode.noise import DRAFT, uniforms
+from draftsmith.eval.decode.sampling import Sampling, draw, law
+from draftsmith.eval.simulate.acceptance import Acceptance, acceptance
+from draftsmith.eval.simulate.texts import Simulation, simulate_texts
+from draftsmith.heads.base import HeadOutput, StepOutput, supervised_rows
+from draftsmith.heads.target.target import Target
+
+
+class DraftModel:
+    """Drafts chains of `num_speculative_tokens` tokens, sampled under the target's sampling settings.
+
+    vocab_size: V of the target. Where the two models pad their vocabularies differently, the draft's law is that over
+    the ids which both have. greedy_drafts: draft the argmax at every temperature.
+    """
+
+    name = "draft model"
+    layer_ids: tuple[int, ...] = ()
+
+    def __init__(
+        self, model: Target, num_speculative_tokens: int, vocab_size: int, *, greedy_drafts: bool = False
+    ) -> None:
+        assert num_speculative_tokens >= 1
+        self.model = model
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_nodes = num_speculative_tokens + 1
+        self.greedy_drafts = greedy_drafts
+        self.width = min(vocab_size, model.vocab_size)
+        self.vocab_W = draft_vocab(model, vocab_size)
+        self._cache: KVCache | None = None
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the cache. Raises UserError where the texts do not fit the draft model's context."""
+        check_context(
+            f"draft model {self.model.path}", self.model.context_length, capacity + self.num_speculative_tokens
+        )
+        self._cache = KVCache.for_target(self.model, rows, capacity + self.num_speculative_tokens)
+
+    def admit(self, prompts: Prompts) -> None:
+        """Read the prompts; their first emitted tokens come with the rows' next proposal."""
+        cache, rows_b = self.cache, prompts.rows_b
+        cache.lengths_B = cache.lengths_B.index_fill(0, rows_b, 0)
+        self._pass(prompts.ids_bL, rows_b)
+        cache.lengths_B = cache.lengths_B.index_copy(0, rows_b, prompts.length_b)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows."""
+        self.cache.select(rows)
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Read what the cache lacks, then draft as many tokens as any row may still emit, at most K."""
+        length = min(self.num_speculative_tokens, state.room)
+        greedy = self.greedy_drafts or state.sampling.greedy
+        uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
+        last_BD = self._read(state)
+        tokens, laws = [], []
+        for k in range(length):
+            logits_BW = self.model.head.logits(last_BD)[:, : self.width]
+            if uniform_BK is None:
+                tokens.append(logits_BW.argmax(-1))
+            else:
+                laws.append(law(logits_BW, state.sampling))
+                tokens.append(draw(laws[-1], uniform_BK[:, k]))
+            if k + 1 < length:
+                last_BD = self._pass(tokens[-1][:, None])[:, 0]
+                self.cache.lengths_B = self.cache.lengths_B + 1
+        return Draft.chain(
+            state.root_B,
+            torch.stack(tokens, 1),
+            state.limit_B.clamp(0, length),
+            torch.stack(laws, 1) if laws else None,
+            self.vocab_W if laws else None,
+        )
+
+    def _read(self, state: DecodeState) -> Tensor:
+        """Read the tokens up to the root; return the state [B, D] at the root.
+
+        Accepted drafts are in the cache already, except for the last of a draft that was accepted to its end; what was
+        rejected is forgotten. So every row lacks the root and at most one token before it.
+        """
+        cache, fresh = self.cache, state.fresh
+        # A row that has finished may be longer than a text can be; whatever it drafts is ignored.
+        length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
+        cache.rollback(length_B)
+        lacks_B = length_B + 1 - cache.lengths_B
+        place_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
+        # Fresh tokens end with the root.
+        place_Bn = ((fresh.count_B - lacks_B)[:, None] + place_n).clamp(0, fresh.tokens_Bn.shape[1] - 1)
+        states_BnD = self._pass(fresh.tokens_Bn.gather(1, place_Bn))
+        cache.lengths_B = length_B + 1
+        return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
+
+    def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None) -> Tensor:
+        """One pass of the draft model behind its committed tokens, of all rows or of `rows_b`: states [B, n, D]."""
+        known_Bn = readable(self.model, tokens_Bn)
+        return run_draft(self.model, self.cache, Draft.chain(known_Bn[:, 0], known_Bn[:, 1:]), rows_b=rows_b).last
+
+    @property
+    def cache(self) -> KVCache:
+        """The draft model's cache of the batch at work."""
+        assert self._cache is not None, "start() begins a batch"
+        return self._cache
+
+
+def simulate_draft_model(
+    target: Target,
+    model: Target,
+    generations: Sequence[Generation],
+    sampling: Sampling,
+    max_k: int,
+    *,
+    greedy_drafts: bool = False,
+) -> Simulation:
+    """Simulate chains of 1..max_k drafts of `model` on finished answers of `target`, exactly (see
+    `draftsmith.eval.simulate.texts`).
+
+    What is drafted depends on the text before it alone, not on where the round began: one pass of the draft model gives
+    the acceptance of every token, and position k of a round is that of the token k further on.
+    """
+
+    def accept(batch: TrainBatch) -> Acceptance:
+        rows = supervised_rows(batch, 0).flatten().nonzero().flatten()
+        last_RD = model.forward(readable(model, batch.ids)).last.flatten(0, 1)[rows + 1]
+        logits_RW = model.head.logits(last_RD)[:, : min(target.vocab_size, model.vocab_size)]
+        output, vocab_W = HeadOutput((StepOutput(0, rows, logits_RW),)), draft_vocab(model, target.vocab_size)
+        found = acceptance(output, batch, target.head, vocab_W, sampling, greedy_drafts=greedy_drafts)
+        c_BLK = F.pad(found.c_BLK[..., 0], (0, max_k - 1), value=torch.nan).unfold(1, max_k, 1)
+        return Acceptance(c_BLK, found.off_text)
+
+    return simulate_texts(target, generations, max_k, accept)
+
+
+def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:
+    """Return [W] the ids that a draft model and a target of `vocab_size` both have; None where these are all of the
+    target's."""
+    return None if model.vocab_size >= vocab_size else torch.arange(model.vocab_size, device=model.device)
+
+
+def readable(model: Target, tokens: Tensor) -> Tensor:
+    """Return token ids that a draft model can read: for one that stands for padding in the target and is beyond its own
+    vocabulary, its last one. That costs acceptance at most, as any law may be drafted from."""
+    return tokens.clamp(max=model.vocab_size - 1)
+
+
+def check_context(name: str, context_length: int, need: int) -> None:
+    """Raise UserError where `need` tokens are more than the context of the drafter `name`."""
+    if need > context_length:
+        raise UserError(
+            f"The {name} reads at most {context_length} tokens, but the longest text with its draft has {need}: take one "
+            "with a longer context, shorten the prompts or lower max_new_tokens."
+        )

@@ -1,0 +1,155 @@
+"""transformers' own decoding, timed on the same prompts: given beside our baseline, never instead of it.
+
+`generate` alone, with an assistant model, and with prompt lookup. One call per request: a streamer notes when tokens come,
+so the prefill needs no call of its own, whose length would have to be taken off another one.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.clock import Stopwatch
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.heads.target.target import Target
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One answer. output_ids: up to and with EOS. ttft_s: until the first tokens came, which is one token, or with an
+    assistant all of its first round (its own reading of the prompt included, which favours it a little). decode_s, tokens:
+    what came after them, and how long that took."""
+
+    output_ids: tuple[int, ...]
+    ttft_s: float
+    decode_s: float
+    tokens: int
+
+
+@dataclass(frozen=True)
+class GenerateSystem:
+    """A way to decode with `target.model.generate`, one request at a time.
+
+    options: further arguments of `generate`. assistant: a smaller model that drafts `num_speculative_tokens` tokens per
+    round, or fewer once its probability of a token falls below `confidence`.
+    """
+
+    name: str
+    target: Target
+    options: Mapping[str, object] = field(default_factory=dict)
+    assistant: Target | None = None
+    num_speculative_tokens: int = 0
+    confidence: float = 0.0
+
+    @torch.no_grad()
+    def answer(self, request: Request, sampling: Sampling) -> Timed:
+        """Answer a request. Sampled texts come from torch's generator, so they differ from ours."""
+        target = self.target
+        options = _sampling_options(target, sampling) | dict(self.options)
+        if self.assistant is not None:
+            # Read from the assistant alone: what `generate` is given for it is ignored.
+            config = self.assistant.model.generation_config
+            config.num_assistant_tokens = self.num_speculative_tokens
+            config.num_assistant_tokens_schedule = "constant"
+            config.assistant_confidence_threshold = self.confidence
+            options["assistant_model"] = self.assistant.model
+        ids = torch.tensor([request.prompt_ids], device=target.device)
+        clock = _Arrivals(target.device)
+        output = target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, streamer=clock, **options
+        )
+        clock.watch.lap("decode")
+        found = tuple(output[0, ids.shape[1] :].tolist())
+        seconds = clock.watch.seconds
+        return Timed(found, seconds["ttft"], seconds["decode"], len(found) - clock.first)
+
+
+class _Arrivals(BaseStreamer):
+    """Books the time up to the first tokens; `generate` hands over the prompt, then tokens as they come."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.watch = Stopwatch(device)
+        self.first = 0
+        self._prompt = True
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompt, or new tokens."""
+        if self._prompt:
+            self._prompt = False
+        elif not self.first:
+            self.first = value.numel()
+            self.watch.lap("ttft")
+
+    def end(self) -> None:
+        """The last token has come; what follows is no more than a return."""
+
+
+def plain(target: Target) -> GenerateSystem:
+    """Return `generate` alone."""
+    return GenerateSystem("generate", target)
+
+
+def assisted(target: Target, draft: Target, num_speculative_tokens: int, *, confidence: float = 0.0) -> GenerateSystem:
+    """Return assisted generation with drafts of `num_speculative_tokens`; transformers' own default is to stop a draft
+    at the first token below a confidence of 0.4."""
+    name = "generate, assisted" + (f" at confidence {confidence:g}" if confidence else "")
+    return GenerateSystem(name, target, {}, draft, num_speculative_tokens, confidence)
+
+
+def looked_up(target: Target, num_speculative_tokens: int, max_ngram: int = 3) -> GenerateSystem:
+    """Return `generate` with prompt lookup."""
+    options = {"prompt_lookup_num_tokens": num_speculative_tokens, "max_matching_ngram_size": max_ngram}
+    return GenerateSystem("generate, prompt lookup", target, options)
+
+
+def _sampling_options(target: Target, sampling: Sampling) -> dict[str, object]:
+    """Set everything that changes the text as our own decoder has it, whatever the model's generation config says."""
+    options: dict[str, object] = {
+        "do_sample": not sampling.greedy,
+        "num_beams": 1,
+        "repetition_penalty": sampling.repetition_penalty,
+        "eos_token_id": list(target.eos_ids) or None,
+        "pad_token_id": (target.eos_ids or (0,))[0],
+    }
+    if not sampling.greedy:
+        options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        # At 0 it changes nothing but costs a pass over the logits.
+        if sampling.min_p or getattr(target.model.generation_config, "min_p", None):
+            options["min_p"] = sampling.min_p
+    return options
+
+
+@dataclass(frozen=True)
+class GenerateTiming:
+    """Decode tokens and seconds of one request, the first token and its time taken off."""
+
+    sample_id: str
+    slice: str
+    tokens: int
+    seconds: float
+
+
+def time_generate(
+    target: Target, requests: Sequence[Request], sampling: Sampling, *, per_slice: int = 4, seed: int = 0
+) -> list[GenerateTiming]:
+    """Time `generate` on the first prompts of each slice, one at a time, after a warm-up.
+
+    Sampled texts differ from ours, so speeds are per token.
+    """
+    system = plain(target)
+    chosen: dict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        if len(chosen[request.slice]) < per_slice:
+            chosen[request.slice].append(request)
+    torch.manual_seed(seed)
+    system.answer(requests[0], sampling)
+    timings = []
+    for request in (r for group in chosen.values() for r in group):
+        timed = system.answer(request, sampling)
+        if timed.tokens > 0 and timed.decode_s > 0:
+            timings.append(GenerateTiming(request.sample_id, request.slice, timed.tokens, timed.decode_s))
+    return timings

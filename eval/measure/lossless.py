@@ -1,0 +1,97 @@
+"""Greedy losslessness: with and without a draft, the same ids; and the same tau decoded and simulated."""
+
+from collections.abc import Sequence
+
+import torch
+
+from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.sampling import Sampling, penalize
+from draftsmith.eval.decode.tally import Tally, tally_generation, total
+from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.result import Divergence, Lossless
+from draftsmith.heads.target.target import Target
+
+GREEDY = Sampling()
+
+
+def check_lossless(
+    target: Target,
+    contenders: Sequence[Contender],
+    requests: Sequence[Request],
+    greedy: Sampling = GREEDY,
+    *,
+    batch: int = 1,
+) -> dict[str, dict[str, Lossless]]:
+    """Decode every request greedily with and without each draft, by the target that verifies it; return, by the
+    drafter's name, the comparison per slice and as "overall".
+
+    Run it with target and head in float32: there every token must agree. In other dtypes each first
+    divergence is listed with its logit gap. greedy: a setting of temperature 0, as its repetition penalty counts there too.
+    """
+    alone: dict[Target, Sequence[Generation]] = {}
+    found = {}
+    for c in contenders:
+        k, own = c.num_speculative_tokens, c.verified_by(target)
+        if own not in alone:
+            alone[own] = decode_batch(own, TargetAlone(), requests, greedy, rows=batch).generations
+        drafted = decode_batch(own, c.make(k), requests, greedy, rows=batch).generations
+        simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
+        simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
+        tallies = [tally_generation(g, k) for g in drafted]
+        found[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k, greedy)
+    return found
+
+
+def compare_texts(
+    target: Target,
+    alone: Sequence[Generation],
+    drafted: Sequence[Generation],
+    decoded: Sequence[Tally],
+    simulated: Sequence[Tally] | None,
+    num_speculative_tokens: int,
+    greedy: Sampling = GREEDY,
+) -> dict[str, Lossless]:
+    """Compare answers to the same requests at the setting `greedy`, per slice and as "overall". simulated: None where it is
+    not known."""
+    divergences = {
+        i: d
+        for i, (a, b) in enumerate(zip(alone, drafted, strict=True))
+        if (d := _first_divergence(target, a, b, greedy.repetition_penalty))
+    }
+    scopes = {"overall": list(range(len(alone)))}
+    for i, generation in enumerate(alone):
+        scopes.setdefault(generation.request.slice, []).append(i)
+    return {
+        name: Lossless(
+            dtype=target.dtype_name,
+            checked=len(places),
+            equal=sum(i not in divergences for i in places),
+            first_divergences=tuple(divergences[i] for i in places if i in divergences),
+            tau=total((decoded[i] for i in places), num_speculative_tokens).tau,
+            tau_simulated=None
+            if simulated is None
+            else total((simulated[i] for i in places), num_speculative_tokens).tau,
+        )
+        for name, places in scopes.items()
+    }
+
+
+def _first_divergence(
+    target: Target, expected: Generation, got: Generation, repetition_penalty: float
+) -> Divergence | None:
+    """Return where two answers part, with the gap there of the target's logits, penalised as they were compared."""
+    if expected.output_ids == got.output_ids:
+        return None
+    pairs = zip(expected.output_ids, got.output_ids, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    assert position is not None, "two answers can only differ in length where they differ in a token"
+    prefix = [*expected.request.prompt_ids, *expected.output_ids[:position]]
+    ids = torch.tensor([prefix], device=target.device)
+    logits_V = target.head.logits(target.forward(ids).last[0, -1])
+    seen_V = torch.zeros_like(logits_V, dtype=torch.bool).index_fill_(0, ids[0], True)
+    logits_V = penalize(logits_V, seen_V, repetition_penalty)
+    a, b = expected.output_ids[position], got.output_ids[position]
+    request = expected.request
+    return Divergence(request.sample_id, request.slice, position, a, b, float(logits_V[a] - logits_V[b]))

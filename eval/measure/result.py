@@ -1,0 +1,333 @@
+"""result.json: every number of one evaluation at one sampling setting, with one meaning each.
+
+Written by the evaluation, read by the report, the gate and the comparison. `None` (null in the file)
+means "not measured" and is never replaced by a guess. All shares are between 0 and 1, all times are
+wall clock. The accepted length tau counts the bonus token (as EAGLE and Spec-Bench do), so the target
+alone has tau = 1.
+
+What was measured, and how it was run: two parts of result.json.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters.contender import DraftInfo
+from draftsmith.eval.measure.machine import Hardware as Hardware
+from draftsmith.eval.measure.machine import environment as environment
+from draftsmith.eval.measure.upgrade import upgrade
+from draftsmith.files import write_json
+from draftsmith.typed_json import load_json, read_dataclass
+
+SCHEMA_VERSION = 5
+WARNING = "warning"
+"""How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
+
+
+@dataclass(frozen=True)
+class MsPerRound:
+    """Mean milliseconds of one decode round, by part; the four add up to the round.
+
+    draft: proposing, with the drafter's own prefill spread over the rounds. verify: the target's pass.
+    commit: the accept decision and the key/value commit. other: everything else between two rounds.
+    """
+
+    draft: float | None = None
+    verify: float | None = None
+    commit: float | None = None
+    other: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One draft length K = num_speculative_tokens of the sweep.
+
+    tau_simulated, acceptance_rate: exact, from one teacher-forced pass; the rate is null where that does not tell how many
+    tokens are drafted. predicted_speedup: see `Costs.speedup`.
+    """
+
+    num_speculative_tokens: int
+    tau_simulated: float | None = None
+    acceptance_rate: float | None = None
+    predicted_speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where a speculated greedy text differs from the target alone.
+
+    prompt: the prompt's id. position: emitted tokens before it (0 = the first token of the answer).
+    expected, got: token ids of the target alone and of the speculated text. logit_gap: the target's
+    logit of `expected` minus that of `got`, in the dtype checked; rounding explains it only when tiny.
+    """
+
+    prompt: str
+    slice: str
+    position: int
+    expected: int
+    got: int
+    logit_gap: float | None = None
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Greedy equality, token for token, with the target alone.
+
+    dtype: e.g. "float32". checked: prompts compared. equal: prompts whose texts are the same ids. tau,
+    tau_simulated: accepted length of the checked greedy texts, decoded and simulated: the same number in fp32.
+    """
+
+    dtype: str
+    checked: int
+    equal: int
+    first_divergences: tuple[Divergence, ...] = ()
+    tau: float | None = None
+    tau_simulated: float | None = None
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Seconds: the median and the 95th percentile over requests."""
+
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What was measured for one drafter on one slice, or over all slices (sums, never means of ratios)."""
+
+    #: Prompts evaluated.
+    prompts: int
+    #: Tokens emitted in the decode phase: after the first token of each answer, up to and with EOS.
+    tokens: int | None = None
+    #: Target verification passes in the decode phase.
+    rounds: int | None = None
+    #: Accepted length as decoded: tokens / rounds, bonus included; the target alone has 1.
+    tau: float | None = None
+    #: The same over the prompts' own ratios, equally weighted.
+    tau_mean_over_prompts: float | None = None
+    #: 95% bootstrap interval of tau over prompts.
+    tau_interval: tuple[float, float] | None = None
+    #: Accepted length, exact, from one teacher-forced pass over the target's answers.
+    tau_simulated: float | None = None
+    #: Standard error of tau - tau_simulated: the luck of the accept draws on the same texts (0 when greedy).
+    tau_difference_se: float | None = None
+    #: Accepted / drafted tokens.
+    acceptance_rate: float | None = None
+    #: [K] P(draft position i accepted), over all rounds.
+    acceptance_at: tuple[float | None, ...] | None = None
+    #: [K] P(draft position i accepted, given that all before it were); null where no round came that far.
+    alpha_at: tuple[float | None, ...] | None = None
+    #: The same two by simulation.
+    acceptance_at_simulated: tuple[float | None, ...] | None = None
+    alpha_at_simulated: tuple[float | None, ...] | None = None
+    #: Draft lengths, ascending.
+    k_sweep: tuple[SweepPoint, ...] | None = None
+    #: Emitted tokens after the first per second of decoding with this drafter, median over repeats.
+    decode_tok_s: float | None = None
+    #: [min, max] over repeats.
+    decode_tok_s_spread: tuple[float, float] | None = None
+    #: The same for the target alone: same engine, prompts, stop rule and counter, interleaved.
+    baseline_tok_s: float | None = None
+    baseline_tok_s_spread: tuple[float, float] | None = None
+    #: decode_tok_s / baseline_tok_s, median over repeats.
+    speedup: float | None = None
+    speedup_spread: tuple[float, float] | None = None
+    #: Tokens per second over those of transformers' `generate`, both on the prompts that it was timed on.
+    speedup_vs_generate: float | None = None
+    #: The same for the target alone, on generate's prompts too.
+    baseline_vs_generate: float | None = None
+    #: Seconds from the request's start to its first token (prefill only), median over requests.
+    ttft_s: float | None = None
+    #: The same for the target alone.
+    ttft_baseline_s: float | None = None
+    #: Seconds per request, start to last token, and the same for the target alone.
+    latency_s: Percentiles | None = None
+    latency_baseline_s: Percentiles | None = None
+    ms_per_round: MsPerRound | None = None
+    #: tau / (verify(K + 1)/verify(1) + draft(K)/verify(1)): see `Costs.speedup`.
+    ideal_speedup: float | None = None
+    #: Greedy equality in float32, and in the dtype of the timed run (where rounding may tip near ties).
+    lossless: Lossless | None = None
+    lossless_timed: Lossless | None = None
+    #: Share of prompts whose answer holds a 6-gram 4 times.
+    looping: float | None = None
+    #: Perplexity of the drafter's texts under the target at temperature 1, and of the target's own texts at the same
+    #: sampling setting; only for lossy drafters and for those that change the target.
+    perplexity: float | None = None
+    perplexity_baseline: float | None = None
+    #: Where the target was tuned with the drafter (Medusa-2), on the original target's own texts: share of tokens where
+    #: both targets' likeliest choice is the same, and the mean of KL(original || tuned) per token in nats, at temperature 1.
+    agreement: float | None = None
+    kl: float | None = None
+    #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
+    peak_memory_bytes: int | None = None
+    peak_memory_baseline_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """One drafter's measures over everything and per slice. draft: how it drafts."""
+
+    overall: Measures
+    slices: dict[str, Measures]
+    draft: DraftInfo | None = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds of single steps, by size; the sizes are text keys, as JSON has no others.
+
+    verify_ms: {"n": one target pass over n new tokens}; "1" is the target alone and K drafted tokens
+    need n = K + 1. draft_ms: {"<drafter>": {"k": proposing k tokens}}; for a tree k is its depth.
+    nodes: {"<drafter>": {"k": n of its target pass}} for trees, whose pass does not read K + 1 tokens.
+    """
+
+    verify_ms: dict[str, float]
+    draft_ms: dict[str, dict[str, float]]
+    nodes: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def speedup(self, drafter: str, num_speculative_tokens: int, tau: float) -> float | None:
+        """Return tau / (verify(n)/verify(1) + draft(K)/verify(1)), n = K + 1 for a chain; None where a cost is missing."""
+        alone = self.verify_ms.get("1")
+        nodes = self.nodes.get(drafter, {}).get(str(num_speculative_tokens), num_speculative_tokens + 1)
+        verify = self.verify_ms.get(str(nodes))
+        draft = self.draft_ms.get(drafter, {}).get(str(num_speculative_tokens))
+        if alone is None or verify is None or draft is None or verify + draft <= 0:
+            return None
+        return tau * alone / (verify + draft)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of a worked example. position: null = the target's own (first, correction or bonus),
+    0.. = an accepted draft at that position."""
+
+    text: str
+    position: int | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A generation to look at. prompt: as a person reads it; pieces: the answer, token by token."""
+
+    drafter: str
+    slice: str
+    prompt: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sampling setting and how it was run.
+
+    temperature 0 is greedy. top_k, top_p, min_p, repetition_penalty: null = off. num_speculative_tokens: K of the decoded
+    run. batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    num_speculative_tokens: int
+    batch: int
+    dtype: str
+    seed: int
+    repeats: int
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @property
+    def filters(self) -> dict[str, float | None]:
+        """What shapes the target's law beside the temperature, by the name a report gives it."""
+        return {
+            "top-k": self.top_k,
+            "top-p": self.top_p,
+            "min-p": self.min_p,
+            "repetition penalty": self.repetition_penalty,
+        }
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The frozen target: path or Hub name, fingerprint of weights and config, its size."""
+
+    path: str
+    fingerprint: str | None = None
+    parameters: int | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One evaluation at one sampling setting: the whole result.json.
+
+    command: as typed. commit: of the working directory, "-dirty" if modified, null outside git.
+    date: UTC, ISO 8601. recipe: the recipe as a plain object. drafters: in the order of the report.
+    supplement: further facts by name, shown at the end of the report as they are.
+    """
+
+    command: str
+    commit: str | None
+    date: str
+    hardware: Hardware
+    versions: dict[str, str]
+    recipe: dict[str, Any] | None
+    target: TargetInfo
+    settings: Settings
+    drafters: dict[str, Drafter]
+    costs: Costs | None = None
+    examples: tuple[Example, ...] = ()
+    supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the numbers doubtful, such as a head that was made for another target."""
+        return [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Return the plain JSON object, schema_version first; every field is present, null where not measured."""
+    values = _plain(asdict(result))
+    return {"schema_version": values.pop("schema_version"), **values}
+
+
+def from_json(value: Any, source: str = "result.json") -> Result:
+    """Check and build a Result, also of an earlier version; UserError names the wrong, unknown or missing key."""
+    value = upgrade(value)
+    if isinstance(value, dict) and value.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{source}: 'schema_version' is {value.get('schema_version')!r} but this draftsmith reads {SCHEMA_VERSION}; "
+            "give a result.json of an evaluation, or evaluate again with this version."
+        )
+    result = read_dataclass(Result, value, source)
+    for name, drafter in result.drafters.items():
+        if "overall" in drafter.slices:
+            raise UserError(
+                f"{source}: 'drafters.{name}.slices' has a slice named overall; that name is kept for the sum of all."
+            )
+    return result
+
+
+def read_result(path: str | Path) -> Result:
+    """Read and check a result.json."""
+    return from_json(load_json(Path(path)), str(path))
+
+
+def write_result(path: str | Path, result: Result) -> None:
+    """Check `result` as a reader would and write it atomically."""
+    value = to_json(result)
+    from_json(value, str(path))
+    write_json(Path(path), value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,115 @@
+"""Where a round's time goes: target and draft forwards against everything around them, by wrapping a few functions.
+
+The forwards are what no decoder can do without: the target's layers and its projection, and the draft's own layers and
+projections. What is left, from masks and random numbers to verification and bookkeeping, is the decoder's own.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import check_requests
+from draftsmith.eval.decode.draft import Drafter
+from draftsmith.eval.decode.loop import Loop
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.heads.target.target import Target
+
+FORWARDS = ("forward", "begin", "logits")
+"""What computes in a drafter (`forward`: one pass of its layer) and in its head."""
+
+
+@dataclass(frozen=True)
+class RoundProfile:
+    """Mean milliseconds per round. target, draft: their forwards. draft_other: the rest of drafting (choosing tokens,
+    masks, positions); verify_other: masks for the target; commit: verification, cache and bookkeeping."""
+
+    rounds: int
+    target: float
+    draft: float
+    draft_other: float
+    verify_other: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        """A whole round."""
+        return self.target + self.draft + self.outside
+
+    @property
+    def outside(self) -> float:
+        """What is neither a target nor a draft forward."""
+        return self.draft_other + self.verify_other + self.commit
+
+
+@torch.no_grad()
+def profile_rounds(
+    target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int = 1
+) -> RoundProfile:
+    """Decode `requests`, `batch` at a time, with the forwards timed."""
+    check_requests(target, requests, drafter)
+    spent: dict[str, float] = defaultdict(float)
+    head = getattr(drafter, "head", None)
+    model = getattr(drafter, "model", None)
+    watched = [(target, "forward", "target"), (target.head, "logits", "target")]
+    for owner, names in ((drafter, FORWARDS[:1]), (head, FORWARDS[1:])):
+        watched += [(owner, name, "draft") for name in names if hasattr(owner, name)]
+    if isinstance(model, Target):
+        watched += [(model, "forward", "draft"), (model.head, "logits", "draft")]
+    loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)))
+    laps: dict[str, float] = defaultdict(float)
+    rounds = 0
+    while loop.fill():
+        before = dict(loop.watch.seconds)
+        # Only what happens within a round counts: prompts are read in between.
+        with _timed(watched, spent, target.device):
+            loop.round()
+        for name, value in loop.watch.seconds.items():
+            laps[name] += value - before.get(name, 0.0)
+        rounds += 1
+    parts = {
+        "target": spent["target"],
+        "draft": spent["draft"],
+        "draft_other": laps["draft"] - spent["draft"],
+        "verify_other": laps["verify"] - spent["target"],
+        "commit": laps["commit"],
+    }
+    return RoundProfile(rounds, **{name: 1000 * value / max(rounds, 1) for name, value in parts.items()})
+
+
+@contextmanager
+def _timed(watched: Sequence[tuple[Any, str, str]], spent: dict[str, float], device: torch.device) -> Iterator[None]:
+    """Add the seconds of each watched method to `spent`; nested calls count once."""
+    depth = [0]
+
+    def wait() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    def wrap(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            depth[0] += 1
+            started = wait()
+            try:
+                return call(*arguments, **options)
+            finally:
+                depth[0] -= 1
+                if depth[0] == 0:
+                    spent[name] += wait() - started
+
+        return timed
+
+    for owner, method, name in watched:
+        # On the instance, so that the class stays as it is.
+        object.__setattr__(owner, method, wrap(getattr(owner, method), name))
+    try:
+        yield
+    finally:
+        for owner, method, _ in watched:
+            object.__delattr__(owner, method)

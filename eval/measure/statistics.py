@@ -1,0 +1,57 @@
+"""Statistics over decoded answers: intervals over prompts, the luck of the accept draws, loops.
+
+Shapes: K speculative tokens.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.eval.decode.decode import Generation
+from draftsmith.eval.decode.tally import Tally
+
+
+@dataclass(frozen=True)
+class Text:
+    """A decoded answer with its decoded tally and its simulated tallies for K = 1, 2, ..."""
+
+    generation: Generation
+    decoded: Tally
+    simulated: list[Tally]
+
+
+def mean_tau(texts: Sequence[Text]) -> float | None:
+    """Return the mean of the answers' own tau, each answer weighing the same."""
+    ratios = [t.decoded.tau for t in texts if t.decoded.tau is not None]
+    return sum(ratios) / len(ratios) if ratios else None
+
+
+def bootstrap_tau(texts: Sequence[Text], draws: int = 1000) -> "tuple[float, float] | None":
+    """95% interval of tau by resampling prompts (all answers to one prompt stay together)."""
+    by_prompt: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
+    for text in texts:
+        by_prompt[text.generation.request.sample_id] += (text.decoded.tokens, text.decoded.rounds)
+    pairs = np.array([pair for pair in by_prompt.values() if pair[1] > 0])
+    if len(pairs) < 2:
+        return None
+    picks = np.random.default_rng(0).integers(0, len(pairs), (draws, len(pairs)))
+    sums = pairs[picks].sum(1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def sampling_error(texts: Sequence[Text], k: int) -> float | None:
+    """Standard error of decoded tau around simulated tau on the same texts: the luck of the accept draws."""
+    rounds = sum(t.decoded.rounds for t in texts)
+    if not rounds:
+        return None
+    variance = sum((t.decoded.rounds - t.simulated[k - 1].rounds) ** 2 for t in texts)
+    return float(sum(t.decoded.tokens for t in texts) / rounds**2 * variance**0.5)
+
+
+def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
+    """Return whether some `length`-gram occurs at least `times` times."""
+    grams = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
+    return max(grams.values(), default=0) >= times

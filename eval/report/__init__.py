@@ -1,0 +1,1 @@
+"""The report: HTML, Markdown and tables from result.json."""

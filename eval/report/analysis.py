@@ -1,0 +1,197 @@
+"""The sections of the report that explain the numbers: positions, draft length, and where the time goes.
+
+K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
+"""
+
+from collections.abc import Callable, Sequence
+
+from draftsmith.eval.measure.result import Measures, MsPerRound
+from draftsmith.eval.report.page_model import (
+    DASH,
+    OVERALL,
+    Figure,
+    Row,
+    Section,
+    System,
+    Table,
+    View,
+    best_k,
+    number,
+    percent,
+    significant,
+    times,
+)
+from draftsmith.eval.report.plots import Series, Stack, line_panel, part_swatch, stack_panel
+
+PARTS = ("draft", "verify", "commit", "other")
+Curve = tuple[float | None, ...]
+
+
+def positions(view: View) -> Section:
+    """alpha_at and acceptance_at per slice."""
+    conditional = "Conditional acceptance α: a draft position is accepted, given that all before it were"
+    plain = "Acceptance by position: a draft position is accepted, over all rounds"
+    drawn = [_position_curves(view, "alpha_at", conditional), _position_curves(view, "acceptance_at", plain)]
+    simulated = [
+        s.label for s in view.systems if s.drafter.overall.alpha_at is None and _curve(s.drafter.overall, "alpha_at")
+    ]
+    return Section(
+        "positions",
+        "Acceptance by draft position",
+        "How far a draft carries. A flat α says that later positions are as good as the first; a falling one that the "
+        "drafter loses the thread.",
+        tuple(figure for figures, _ in drawn for figure in figures),
+        tuple(table for _, tables in drawn for table in tables),
+        (f"By simulation, as nothing was decoded: {', '.join(simulated)}.",) if simulated else (),
+        missing="Acceptance by position was not measured.",
+    )
+
+
+def _position_curves(view: View, key: str, caption: str) -> tuple[list[Figure], list[Table]]:
+    curves = {name: [(s, curve) for s, m in view.measured(name) if (curve := _curve(m, key))] for name in view.slices}
+    width = max((len(curve) for pairs in curves.values() for _, curve in pairs), default=0)
+    if not width:
+        return [], []
+    labels = [str(i + 1) for i in range(width)]
+    panels, rows = [], []
+    for name, pairs in curves.items():
+        lines = [Series(s.label, s.index, _pad(curve, width)) for s, curve in pairs]
+        if lines:
+            panels.append(
+                line_panel(
+                    name, labels, lines, x_title="draft position", show=lambda v: percent(v, 0), y_range=(0.0, 1.0)
+                )
+            )
+        rows += [Row((name, s.label, *map(percent, _pad(curve, width))), name == OVERALL) for s, curve in pairs]
+    table = Table(caption, ("slice", "system", *labels), tuple(rows), heads=2, folded=True)
+    return [Figure(f"{caption}.", tuple(panels), view.legend)], [table]
+
+
+def _curve(m: Measures, key: str) -> Curve:
+    decoded = getattr(m, key)
+    return (decoded if decoded is not None else getattr(m, f"{key}_simulated")) or ()
+
+
+def _pad(curve: Curve, width: int) -> Curve:
+    return (*curve, *[None] * (width - len(curve)))
+
+
+def sweep(view: View) -> Section:
+    """Accepted length and predicted speedup for every draft length."""
+    about = (
+        "Accepted length for every draft length K, by simulation, and the speedup predicted from it with the costs of a draft "
+        "and of a target pass measured on this machine. A ring marks the best K: beyond it, one more drafted token costs more "
+        "than it brings."
+    )
+    points = [p for name in view.slices for _, m in view.measured(name) for p in m.k_sweep or ()]
+    lengths = sorted({p.num_speculative_tokens for p in points})
+    if not lengths:
+        return Section("draft-length", "Draft length", about, missing="The draft-length sweep was not measured.")
+    taus = [p.tau_simulated for p in points if p.tau_simulated is not None]
+    gains = [p.predicted_speedup for p in points if p.predicted_speedup is not None]
+    figures = []
+    if taus:
+        figures.append(
+            _sweep_figure(
+                view, lengths, "tau_simulated", "Accepted length τ by draft length K.", (1.0, max([2.0, *taus]))
+            )
+        )
+    if gains:
+        ends = (min([1.0, *gains]), max([1.5, *gains]))
+        figures.append(_sweep_figure(view, lengths, "predicted_speedup", "Predicted speedup by draft length K.", ends))
+    notes = () if gains else ("The costs of a draft and a target pass were not measured, so no best K is given.",)
+    tables = (*_sweep_tables(view, lengths, bool(gains)), *_cost_tables(view))
+    return Section("draft-length", "Draft length", about, tuple(figures), tables, notes)
+
+
+def _sweep_figure(view: View, lengths: Sequence[int], key: str, caption: str, ends: tuple[float, float]) -> Figure:
+    show: Callable[[float], str] = times if key == "predicted_speedup" else number
+    panels = []
+    for name in view.slices:
+        lines = []
+        for system, m in view.measured(name):
+            values, best = _at_lengths(m, lengths, key), best_k(m)
+            ring = lengths.index(best) if key == "predicted_speedup" and best is not None else None
+            lines.append(Series(system.label, system.index, values, ring))
+        if any(value is not None for line in lines for value in line.values):
+            panels.append(line_panel(name, [str(k) for k in lengths], lines, x_title="K", show=show, y_range=ends))
+    return Figure(caption, tuple(panels), view.legend)
+
+
+def _at_lengths(m: Measures, lengths: Sequence[int], key: str) -> Curve:
+    found = {p.num_speculative_tokens: getattr(p, key) for p in m.k_sweep or ()}
+    return tuple(found.get(k) for k in lengths)
+
+
+def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table]:
+    columns = ("slice", "system", *(f"K={k}" for k in lengths))
+    taus, speedups = [], []
+    for name in view.slices:
+        for system, m in view.measured(name):
+            if m.k_sweep:
+                head = (name, system.label)
+                taus.append(Row((*head, *map(number, _at_lengths(m, lengths, "tau_simulated"))), name == OVERALL))
+                cells = map(times, _at_lengths(m, lengths, "predicted_speedup"))
+                speedups.append(Row((*head, *cells, str(best_k(m) or DASH)), name == OVERALL))
+    tables = [Table("Accepted length τ by K, simulated", columns, tuple(taus), heads=2)]
+    return (
+        [*tables, Table("Predicted speedup by K", (*columns, "best K"), tuple(speedups), heads=2)] if gains else tables
+    )
+
+
+def _cost_tables(view: View) -> list[Table]:
+    """What one pass costs: the figures behind the predicted speedups."""
+    tables = []
+    for i, result in enumerate(view.results):
+        if result.costs is None:
+            continue
+        lines = {"target pass over n tokens": result.costs.verify_ms}
+        lines |= {f"{name} drafts n tokens": costs for name, costs in result.costs.draft_ms.items()}
+        sizes = sorted({size for costs in lines.values() for size in costs}, key=lambda size: (len(size), size))
+        rows = tuple(Row((name, *(significant(costs.get(size)) for size in sizes))) for name, costs in lines.items())
+        tables.append(Table(f"Costs in ms by n{view.where(i)}", ("n", *sizes), rows, folded=True))
+    return tables
+
+
+def time_split(view: View) -> Section:
+    """Milliseconds of a round by part, and the share of the ideal speedup that was reached."""
+    about = (
+        "Mean milliseconds of one round (one target pass) by part. The ideal speedup is τ / (verify(K)/verify(1) + "
+        "draft/verify(1)): what the drafter would bring if committing and everything else cost nothing."
+    )
+    timed = [(name, s, m, m.ms_per_round) for name in view.slices for s, m in view.measured(name)]
+    rows = [_time_row(name, s, m) for name, s, m, _ in timed if m.ms_per_round or m.ideal_speedup is not None]
+    if not rows:
+        return Section("time", "Where the time goes", about, missing="The time of a round was not measured.")
+    high = max((sum(_parts(split)) for *_, split in timed if split), default=0.0)
+    panels = []
+    for system in view.systems:
+        stacks = [Stack(name, _parts(split)) for name, s, _, split in timed if s is system and split]
+        if stacks:
+            panels.append(stack_panel(system.label, PARTS, stacks, show=significant, high=high))
+    legend = tuple((part_swatch(i), part) for i, part in enumerate(PARTS))
+    columns = (
+        "slice",
+        "system",
+        *(f"{part} ms" for part in PARTS),
+        "ms per token",
+        "ideal speedup",
+        "measured",
+        "share reached",
+    )
+    table = Table("Milliseconds per round, and the speedup they allow", columns, tuple(rows), heads=2)
+    figures = (Figure("Milliseconds per round.", tuple(panels), legend, wide=True),) if panels else ()
+    return Section("time", "Where the time goes", about, figures, (table,))
+
+
+def _parts(split: MsPerRound) -> tuple[float, ...]:
+    return tuple(getattr(split, part) or 0.0 for part in PARTS)
+
+
+def _time_row(name: str, system: System, m: Measures) -> Row:
+    split = m.ms_per_round or MsPerRound()
+    per_token = sum(_parts(split)) / m.tau if m.ms_per_round and m.tau else None
+    reached = m.speedup / m.ideal_speedup if m.speedup is not None and m.ideal_speedup else None
+    parts = (significant(getattr(split, part)) for part in PARTS)
+    ends = (significant(per_token), times(m.ideal_speedup), times(m.speedup), percent(reached, 0))
+    return Row((name, system.label, *parts, *ends), name == OVERALL)

@@ -1,0 +1,228 @@
+"""The closing sections of the report: latency, equality with the target, loops, examples, and how it was measured.
+
+Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
+"""
+
+import json
+
+from draftsmith.eval.measure.result import Divergence, Example, Percentiles, Piece, Result
+from draftsmith.eval.report.page_model import (
+    DASH,
+    OVERALL,
+    Row,
+    Sample,
+    Section,
+    Table,
+    View,
+    milliseconds,
+    number,
+    off,
+    percent,
+    some,
+    whole,
+)
+
+
+def latency(view: View) -> Section:
+    """Seconds per request, with and without speculation."""
+    rows = []
+    for name in view.slices:
+        for s, m in view.measured(name):
+            if some([m.latency_s, m.latency_baseline_s]):
+                cells = (*_percentiles(m.latency_baseline_s), *_percentiles(m.latency_s))
+                rows.append(Row((name, s.label, *cells), name == OVERALL))
+    columns = ("slice", "system", "target alone p50", "target alone p95", "with drafts p50", "with drafts p95")
+    return Section(
+        "latency",
+        "Latency",
+        "From the start of a request to its last token: the median and the 95th percentile over requests.",
+        tables=(Table("Latency per request", columns, tuple(rows), heads=2),) if rows else (),
+        missing="The latency of whole requests was not measured.",
+    )
+
+
+def _percentiles(value: Percentiles | None) -> tuple[str, str]:
+    return (DASH, DASH) if value is None else (milliseconds(value.p50), milliseconds(value.p95))
+
+
+def losslessness(view: View) -> Section:
+    """Greedy equality with the target alone, and every first divergence."""
+    counts: list[Row] = []
+    divergences: dict[tuple[str, Divergence], None] = {}
+    for name in view.slices:
+        for s, m in view.measured(name):
+            for one in (m.lossless, m.lossless_timed):
+                if one is None:
+                    continue
+                cells = (name, s.label, one.dtype, whole(one.checked), whole(one.equal), whole(one.checked - one.equal))
+                taus = (number(one.tau, 6), number(one.tau_simulated, 6))
+                counts.append(Row((*cells, *taus), name == OVERALL))
+                # The list of a slice is usually part of the overall list: show each divergence once.
+                divergences |= {(s.label, d): None for d in one.first_divergences}
+    tables = []
+    if lossy := _changed_rows(view, tuned=False):
+        heads = ("slice", "system", "perplexity of its texts", "of the target's own")
+        tables.append(Table("Lossy drafters: their texts under the target", heads, tuple(lossy), heads=2))
+    if tuned := _changed_rows(view, tuned=True):
+        also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
+        tables.append(Table("Tuned targets against the original", also, tuple(tuned), heads=2))
+    if counts:
+        columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
+        tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
+    if divergences:
+        rows = tuple(_divergence_row(label, d) for label, d in divergences)
+        names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap")
+        tables.append(Table("Every first divergence", names, rows, folded=len(rows) > 20))
+    return Section(
+        "losslessness",
+        "Losslessness",
+        "With a lossless drafter greedy texts are the target's own. In fp32 every token must be equal; in bf16 and fp16 rounding "
+        "may tip a near tie, which shows as a tiny logit gap between the two candidates (the target's own logits). A "
+        "drafter marked lossy writes other texts than the target would: their perplexity stands beside that of the "
+        "target's own texts at the same setting, and its speed is no like-for-like comparison. A drafter with a tuned target "
+        "(Medusa-2) is lossless to that one, which the counts below are about, but not to the original: the perplexity of "
+        "its texts under the original stands beside that of the original's own; and on the original's texts, token by "
+        "token, how often both targets' likeliest choice is the same, and KL(original, tuned) in nats.",
+        tables=tuple(tables),
+        notes=() if divergences or not counts else ("No text diverged.",),
+        missing="Equality with the target alone was not checked.",
+    )
+
+
+def _changed_rows(view: View, *, tuned: bool) -> list[Row]:
+    """What became of the texts of drafters that change them: by a lossy rule, or by a tuned target."""
+    return [
+        Row(
+            (
+                *(name, s.label, number(m.perplexity), number(m.perplexity_baseline)),
+                *((percent(m.agreement, 2), number(m.kl, 4)) if tuned else ()),
+            ),
+            name == OVERALL,
+        )
+        for name in view.slices
+        for s, m in view.measured(name)
+        if m.perplexity is not None and tuned == (m.agreement is not None)
+    ]
+
+
+def _divergence_row(label: str, d: Divergence) -> Row:
+    return Row((label, d.slice, d.prompt, whole(d.position), str(d.expected), str(d.got), number(d.logit_gap, 4)))
+
+
+def memory(view: View) -> Section:
+    """Peak GPU memory, and what each drafter adds to the target."""
+    rows = []
+    for s in view.systems:
+        m, draft = s.drafter.overall, s.drafter.draft
+        if draft is not None or m.peak_memory_bytes is not None:
+            shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
+            parameters = whole(draft.parameters if draft else None)
+            rows.append(
+                Row((s.label, *shape, parameters, _mib(m.peak_memory_bytes), _mib(m.peak_memory_baseline_bytes)))
+            )
+    columns = ("system", "draft", "tokens per round", "parameters", "peak MiB", "target alone MiB")
+    return Section(
+        "memory",
+        "Drafts and memory",
+        "How each system drafts, how many tokens it proposes per round at most, its parameters (the trained ones of a head), "
+        "and the largest GPU memory in use while decoding, weights of the target and of everything in the comparison included "
+        "(not measured without a GPU).",
+        tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
+        missing="How the drafters draft was not recorded.",
+    )
+
+
+def _mib(size: int | None) -> str:
+    return number(None if size is None else size / 2**20, 0)
+
+
+def looping(view: View) -> Section:
+    """The share of answers that loop, per slice and system."""
+    rows = []
+    for name in view.slices:
+        found = {s.index: m.looping for s, m in view.measured(name)}
+        if some(list(found.values())):
+            rows.append(Row((name, *(percent(found.get(s.index)) for s in view.systems)), name == OVERALL))
+    return Section(
+        "looping",
+        "Looping answers",
+        "Share of answers that repeat a 6-gram four times. A loop is easy to draft, so it flatters τ and speedup.",
+        tables=(Table("Looping answers", ("slice", *(s.label for s in view.systems)), tuple(rows)),) if rows else (),
+        missing="Loops were not counted.",
+    )
+
+
+def examples(view: View) -> Section:
+    """Generations, token by token."""
+    samples = [
+        Sample(f"{e.slice}, {e.drafter}{view.where(i)}", e.prompt, _rounds(e))
+        for i, result in enumerate(view.results)
+        for e in result.examples
+    ]
+    return Section(
+        "examples",
+        "Worked examples",
+        "What a person would have seen: drafted tokens that were accepted, and the target's own, which are the first token "
+        "of an answer, a correction where a draft was rejected, and a bonus where it was accepted whole.",
+        samples=tuple(samples),
+        missing="No examples were kept.",
+    )
+
+
+def _rounds(example: Example) -> tuple[tuple[Piece, ...], ...]:
+    """Cut the tokens after each of the target's own: a run is what one target pass wrote."""
+    rounds: list[tuple[Piece, ...]] = []
+    run: list[Piece] = []
+    for piece in example.pieces:
+        run.append(piece)
+        if piece.position is None:
+            rounds.append(tuple(run))
+            run = []
+    return tuple(rounds) + ((tuple(run),) if run else ())
+
+
+def method(view: View) -> Section:
+    """Settings, machine, versions, command and recipe: what it takes to do it again."""
+    facts = [dict(_facts(result)) for result in view.results]
+    names = dict.fromkeys(name for one in facts for name in one)
+    rows = tuple(Row((name, *(one.get(name, DASH) for one in facts))) for name in names)
+    code = []
+    for i, result in enumerate(view.results):
+        code.append((f"Command{view.where(i)}", result.command))
+        if result.recipe is not None:
+            text = json.dumps(result.recipe, indent=2, ensure_ascii=False, default=str)
+            code.append((f"Recipe{view.where(i)}", text))
+    columns = ("", *(view.labels if len(view.results) > 1 else ("value",)))
+    return Section(
+        "method",
+        "How this was measured",
+        "Systems are interleaved in one run after a warm-up; clocks include the first draft; the median over repeats counts.",
+        tables=(Table("Settings, target, machine and versions", columns, rows, words=True),),
+        code=tuple(dict.fromkeys(code)),
+    )
+
+
+def _facts(result: Result) -> list[tuple[str, str]]:
+    s, t, h = result.settings, result.target, result.hardware
+    facts: list[tuple[str, object]] = [
+        ("temperature", f"{s.temperature:g}" + (" (greedy)" if s.temperature == 0 else "")),
+        *((name, off(value)) for name, value in s.filters.items()),
+        ("speculative tokens K", s.num_speculative_tokens),
+        ("batch", s.batch),
+        ("dtype", s.dtype),
+        ("seed", s.seed),
+        ("repeats", s.repeats),
+        ("target", t.path),
+        ("target parameters", None if t.parameters is None else f"{t.parameters:,}"),
+        ("target layers x hidden", None if t.num_layers is None else f"{t.num_layers} x {t.hidden_size or '?'}"),
+        ("target vocabulary", None if t.vocab_size is None else f"{t.vocab_size:,}"),
+        ("target fingerprint", t.fingerprint),
+        ("machine", f"{h.cpu}, {h.cores} cores, {h.threads} torch threads"),
+        ("memory", None if h.memory_gib is None else f"{h.memory_gib:g} GiB"),
+        ("accelerator", h.gpu or "none"),
+        ("commit", result.commit or "not in a git checkout"),
+        ("date", result.date),
+        *result.versions.items(),
+        *result.supplement.items(),
+    ]
+    return [(name, DASH if value is None else str(value)) for name, value in facts]

@@ -1,0 +1,213 @@
+"""What a report says, as plain values: results in, sections of text, tables and panels out.
+
+Both templates (HTML and Markdown) print these values, so the two reports never differ in a number.
+Pure: nothing here reads a clock, a file or the machine.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from draftsmith.eval.measure.result import Drafter, Measures, Piece, Result
+from draftsmith.eval.report.plots import swatch
+
+OVERALL = "overall"
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class System:
+    """One drafter at one sampling setting; index decides colour and marker through the whole report."""
+
+    label: str
+    index: int
+    name: str
+    drafter: Drafter
+    result_index: int
+
+    def at(self, slice_name: str) -> Measures | None:
+        """Return the measures of a slice (or OVERALL), None where this system has none."""
+        return self.drafter.overall if slice_name == OVERALL else self.drafter.slices.get(slice_name)
+
+
+@dataclass(frozen=True)
+class Row:
+    """cells: one per column, as text. strong: set off, e.g. a total."""
+
+    cells: tuple[str, ...]
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """The first `heads` columns name the row; equal first cells in a run are one group where heads is 2.
+
+    folded: shown on demand, as a picture tells the same. words: the cells are text rather than numbers.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    heads: int = 1
+    folded: bool = False
+    words: bool = False
+
+    @property
+    def groups(self) -> list[list[Row]]:
+        """Rows that share their first cell, in order."""
+        return [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.cells[0])]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Panels (SVG) under one caption; legend: (SVG swatch, name). wide: panels that need more room, two to a row."""
+
+    caption: str
+    panels: tuple[str, ...]
+    legend: tuple[tuple[str, str], ...] = ()
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A worked example: rounds are the runs of tokens that one target pass wrote."""
+
+    title: str
+    prompt: str
+    rounds: tuple[tuple[Piece, ...], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the report. about: how to read it. missing: said instead when nothing was measured."""
+
+    anchor: str
+    title: str
+    about: str
+    figures: tuple[Figure, ...] = ()
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    code: tuple[tuple[str, str], ...] = ()
+    missing: str = ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to show but the sentence in `missing`."""
+        return not (self.figures or self.tables or self.notes or self.samples or self.code)
+
+
+@dataclass(frozen=True)
+class View:
+    """The results as the report shows them. labels: one per result. slices: OVERALL first, then as they appear."""
+
+    results: tuple[Result, ...]
+    labels: tuple[str, ...]
+    systems: tuple[System, ...]
+    slices: tuple[str, ...]
+
+    def measured(self, slice_name: str) -> list[tuple[System, Measures]]:
+        """Return the systems that have a slice, with their measures there."""
+        return [(system, m) for system in self.systems if (m := system.at(slice_name)) is not None]
+
+    def where(self, result_index: int) -> str:
+        """Return ", T=1" and the like to end a caption with; empty for a single result."""
+        return f", {self.labels[result_index]}" if len(self.results) > 1 else ""
+
+    @property
+    def legend(self) -> tuple[tuple[str, str], ...]:
+        """The legend of a figure with a line or bar per system; one system needs none."""
+        return tuple((swatch(s.index), s.label) for s in self.systems) if len(self.systems) > 1 else ()
+
+
+def view_of(results: Sequence[Result]) -> View:
+    """Label every drafter of every result by what tells them apart."""
+    labels = setting_labels(results)
+    pairs = [(i, label, name) for i, label in enumerate(labels) for name in results[i].drafters]
+    systems = tuple(
+        System(f"{name} · {label}" if len(results) > 1 else name, index, name, results[i].drafters[name], i)
+        for index, (i, label, name) in enumerate(pairs)
+    )
+    slices = (OVERALL, *dict.fromkeys(name for system in systems for name in system.drafter.slices))
+    return View(tuple(results), tuple(labels), systems, slices)
+
+
+def setting_labels(results: Sequence[Result]) -> list[str]:
+    """Return one short label per result: its temperature and, as far as needed, what else tells them apart."""
+    traits = [_traits(result) for result in results]
+    kept = [0]
+    for i in range(1, len(traits[0]) if traits else 0):
+        known = len({tuple(trait[j] for j in kept) for trait in traits})
+        if len({tuple(trait[j] for j in (*kept, i)) for trait in traits}) > known:
+            kept.append(i)
+    labels = [", ".join(trait[i] for i in kept) for trait in traits]
+    return [label if labels.count(label) == 1 else f"{label}, result {i + 1}" for i, label in enumerate(labels)]
+
+
+def _traits(result: Result) -> list[str]:
+    s = result.settings
+    law = [f"T={s.temperature:g}", *(f"{name} {off(value)}" for name, value in s.filters.items())]
+    sampling = [*law, f"K={s.num_speculative_tokens}"]
+    run = [s.dtype, f"batch {s.batch}", result.target.path, f"seed {s.seed}"]
+    return [*sampling, *run, (result.commit or "no commit")[:9], result.date]
+
+
+def best_k(m: Measures) -> int | None:
+    """Return the draft length with the largest predicted speedup, the shortest of equals; None without costs."""
+    gains = [
+        (p.predicted_speedup, -p.num_speculative_tokens) for p in m.k_sweep or () if p.predicted_speedup is not None
+    ]
+    return -max(gains)[1] if gains else None
+
+
+def tau_of(m: Measures) -> float | None:
+    """Return the accepted length as decoded, else as simulated."""
+    return m.tau if m.tau is not None else m.tau_simulated
+
+
+def some(values: Sequence[object]) -> bool:
+    """Whether anything was measured."""
+    return any(value is not None for value in values)
+
+
+def off(value: float | None) -> str:
+    """Return a setting that null switches off."""
+    return "off" if value is None else f"{value:g}"
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    """Return e.g. "2.87 ms", a dash for None."""
+    return DASH if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def significant(value: float | None, unit: str = "") -> str:
+    """Return three significant digits without an exponent, thousands separated."""
+    if value is None:
+        return DASH
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.9995 else 3
+    return f"{value:,.{digits}f}{unit}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    """Return a share of 1 as percent."""
+    return DASH if value is None else f"{100 * value:.{digits}f}%"
+
+
+def times(value: float | None) -> str:
+    """Return a ratio, e.g. "1.68×"."""
+    return number(value, 2, "×")
+
+
+def between(text: str, spread: tuple[float, float] | None, show: Callable[[float], str]) -> str:
+    """Append "(low to high)" to a number that has a spread."""
+    return text if spread is None else f"{text} ({show(spread[0])} to {show(spread[1])})"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Return seconds as milliseconds in three significant digits."""
+    return significant(None if seconds is None else 1000 * seconds, " ms")
+
+
+def whole(value: int | None) -> str:
+    """Return a count."""
+    return DASH if value is None else f"{value:,}"

@@ -1,0 +1,185 @@
+"""report.html and report.md from one or several result.json: pure functions, so the same results give the same bytes.
+
+    draftsmith report runs/x/eval/temperature-0/result.json runs/x/eval/temperature-1/result.json
+
+The HTML stands alone: style and pictures are inside, it loads nothing from anywhere.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.table import Table as TerminalTable
+
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.result import Result
+from draftsmith.eval.report import analysis as findings
+from draftsmith.eval.report import appendix as evidence
+from draftsmith.eval.report import summary as story
+from draftsmith.eval.report.page_model import OVERALL, Sample, System, View, number, significant, tau_of, times, view_of
+from draftsmith.files import write_text
+
+_SECTIONS = (
+    story.headline,
+    story.two_ways,
+    findings.positions,
+    findings.sweep,
+    findings.time_split,
+    evidence.latency,
+    evidence.memory,
+    evidence.losslessness,
+    evidence.looping,
+    evidence.examples,
+    evidence.method,
+)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One system at the top of the page: its large numbers and what they say in words."""
+
+    label: str
+    figures: tuple[tuple[str, str], ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """Where a report was written."""
+
+    html: Path
+    markdown: Path
+
+
+def render_html(results: Sequence[Result]) -> str:
+    """Return the report as one self-contained HTML page."""
+    return _render("report.html.jinja", results)
+
+
+def render_markdown(results: Sequence[Result]) -> str:
+    """Return the report as Markdown: the same text and tables, without the pictures."""
+    return _render("report.md.jinja", results)
+
+
+def write_report(results: Sequence[Result], folder: str | Path) -> ReportFiles:
+    """Write report.html and report.md into `folder`, each atomically."""
+    files = ReportFiles(Path(folder) / "report.html", Path(folder) / "report.md")
+    write_text(files.html, render_html(results))
+    write_text(files.markdown, render_markdown(results))
+    return files
+
+
+HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/s", "target alone tok/s")
+
+
+def headline_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Return the cells of the closing table, HEADLINE_COLUMNS per row; each system ends with its `overall` row."""
+    view = _view(results)
+    rows: list[tuple[str, ...]] = []
+    for system in view.systems:
+        for name in (*view.slices[1:], OVERALL):
+            m = system.at(name)
+            if m is not None:
+                speed = (times(m.speedup), significant(m.decode_tok_s), significant(m.baseline_tok_s))
+                rows.append((system.label, name, number(m.tau), number(m.tau_simulated), *speed))
+    return rows
+
+
+def headline_table(results: Sequence[Result]) -> TerminalTable:
+    """Return the closing table of a run for the terminal: tau and speed per slice against the target alone."""
+    table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
+    for place, name in enumerate(HEADLINE_COLUMNS):
+        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=place < 2)
+    for cells in headline_rows(results):
+        last = cells[1] == OVERALL
+        table.add_row(*(_literal(cell) for cell in cells), style="bold" if last else None, end_section=last)
+    return table
+
+
+def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) -> str:
+    """Return the same table in Markdown, for README and docs; overall_only leaves out the slices."""
+    rows = [row for row in headline_rows(results) if not overall_only or row[1] == OVERALL]
+    lines = [HEADLINE_COLUMNS, ("---", "---", *["---:"] * (len(HEADLINE_COLUMNS) - 2)), *rows]
+    return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
+
+
+def _literal(text: str) -> str:
+    """Text that rich prints as it is, without reading [tags] in it."""
+    return text.replace("[", r"\[")
+
+
+def _view(results: Sequence[Result]) -> View:
+    if not results:
+        raise UserError("A report needs at least one result.json; run the evaluation first.")
+    return view_of(results)
+
+
+def _render(template: str, results: Sequence[Result]) -> str:
+    view = _view(results)
+    targets = list(dict.fromkeys(_short_name(result.target.path) for result in results))
+    context: dict[str, Any] = {
+        "title": ", ".join(targets),
+        "subtitle": _subtitle(view),
+        "cards": [_card(system, text) for system, (_, text) in zip(view.systems, story.reading(view), strict=True)],
+        "sections": [make(view) for make in _SECTIONS],
+    }
+    return _environment(html=template.endswith(".html.jinja")).get_template(template).render(**context)
+
+
+def _environment(html: bool) -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=html,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"cell": markdown_cell, "fenced": fenced, "cut": cut}
+    return environment
+
+
+def _short_name(path: str) -> str:
+    return path.rstrip("/").split("/")[-1] or path
+
+
+def _subtitle(view: View) -> str:
+    first = view.results[0]
+    machine = f"{first.hardware.gpu or first.hardware.cpu}, {first.hardware.cores} cores"
+    settings = ", ".join(view.labels)
+    return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
+
+
+def _card(system: System, text: str) -> Card:
+    m = system.drafter.overall
+    figures = []
+    if tau_of(m) is not None:
+        figures.append(("tokens per target pass", number(tau_of(m))))
+    if m.speedup is not None:
+        figures += [
+            ("the target's own speed", times(m.speedup)),
+            ("tokens per second", significant(m.decode_tok_s)),
+        ]
+    return Card(system.label, tuple(figures), text)
+
+
+def markdown_cell(text: str) -> str:
+    """Escape text for a line or a table cell of Markdown."""
+    text = re.sub(r"([\\`*\[\]|])", r"\\\1", text)
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"\s+", " ", text)
+
+
+def fenced(text: str) -> str:
+    """Return text in a Markdown code block whose fence does not occur in it."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def cut(sample: Sample) -> str:
+    """Return an answer as plain text with a bar between what one target pass and the next wrote."""
+    return "│".join("".join(piece.text for piece in round_) for round_ in sample.rounds)

@@ -1,0 +1,183 @@
+"""The first sections of the report: what it says in plain words, the speed, and the accepted length.
+
+K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
+"""
+
+from collections.abc import Callable
+
+from draftsmith.eval.measure.result import Measures
+from draftsmith.eval.report.page_model import (
+    DASH,
+    OVERALL,
+    Figure,
+    Row,
+    Section,
+    System,
+    Table,
+    View,
+    best_k,
+    between,
+    milliseconds,
+    number,
+    percent,
+    significant,
+    some,
+    tau_of,
+    times,
+    whole,
+)
+from draftsmith.eval.report.plots import Bar, bar_panel
+
+ALONE = "target alone"
+
+
+def reading(view: View) -> list[tuple[str, str]]:
+    """Return (system, plain sentences) for every system."""
+    return [(system.label, _reading(system)) for system in view.systems]
+
+
+def _reading(system: System) -> str:
+    m, parts = system.drafter.overall, []
+    if tau_of(m) is not None:
+        verb = "writes" if m.tau is not None else "would write, by simulation,"
+        parts.append(f"Each target pass {verb} {number(tau_of(m))} tokens on average{_range_over_slices(system)}")
+    if m.speedup is not None:
+        slower = "" if m.speedup >= 1 else ", that is slower"
+        rates = f" ({significant(m.decode_tok_s)} against {significant(m.baseline_tok_s)} tokens/s)"
+        parts.append(f"decoding is {times(m.speedup)} as fast as the target alone on this machine{slower}{rates}")
+    else:
+        parts.append("the speed was not measured")
+    text = "; ".join(parts) + "."
+    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + _best_length(m)
+
+
+def _range_over_slices(system: System) -> str:
+    taus = {name: tau for name, m in system.drafter.slices.items() if (tau := tau_of(m)) is not None}
+    if len(taus) < 2:
+        return ""
+    low, high = min(taus, key=lambda name: taus[name]), max(taus, key=lambda name: taus[name])
+    return f", from {number(taus[low])} on {low} to {number(taus[high])} on {high}"
+
+
+def _change(m: Measures) -> str:
+    """What a tuned target changed."""
+    if m.agreement is None:
+        return ""
+    perplexity = f"{number(m.perplexity)} under the original, whose own have {number(m.perplexity_baseline)}"
+    return (
+        f" It changes the target: on the original's texts the tuned one would choose the same token {percent(m.agreement)} of "
+        f"the time (KL {number(m.kl, 4)} per token); its own texts have a perplexity of {perplexity}."
+    )
+
+
+def _equality(m: Measures) -> str:
+    if m.lossless is None or not m.lossless.checked:
+        return ""
+    whose = "the target's own" if m.agreement is None else "those of the tuned target alone"
+    checked, equal, dtype = m.lossless.checked, m.lossless.equal, m.lossless.dtype
+    if equal == checked:
+        return f" All {checked:,} greedy answers checked in {dtype} equal {whose}, token for token."
+    return f" {equal:,} of {checked:,} greedy answers checked in {dtype} equal {whose}; the others are listed below."
+
+
+def _loops(system: System) -> str:
+    worst = max(((m.looping or 0.0, name) for name, m in system.drafter.slices.items()), default=(0.0, ""))
+    if worst[0] < 0.1:
+        return ""
+    return f" Beware: {percent(worst[0], 0)} of the {worst[1]} answers run in loops, which flatters the numbers there."
+
+
+def _best_length(m: Measures) -> str:
+    best = best_k(m)
+    return "" if best is None else f" By the measured costs, K = {best} is the best draft length over all slices."
+
+
+def headline(view: View) -> Section:
+    """Speed and accepted length per slice, the target alone and every drafter side by side."""
+    tables = []
+    for i in range(len(view.results)):
+        rows = [row for name in view.slices for row in _headline_rows(view, i, name)]
+        columns = ("slice", "system", "τ", "speedup", "decode tok/s", "TTFT", "over generate")
+        tables.append(Table(f"Decoding per slice{view.where(i)}", columns, tuple(rows), heads=2))
+    panels = []
+    if some([tau_of(m) for name in view.slices for _, m in view.measured(name)]):
+        panels.append(_bars("Accepted length τ", view, tau_of, lambda m: m.tau_interval, number))
+    if some([m.speedup for name in view.slices for _, m in view.measured(name)]):
+        panels.append(_bars("Speedup", view, lambda m: m.speedup, lambda m: m.speedup_spread, times))
+    caption = "Whiskers: 95% interval over prompts for τ, lowest to highest repeat for the speedup."
+    return Section(
+        "headline",
+        "Headline",
+        "τ is the accepted length: tokens written per target pass, bonus included, after the first token. Speedup compares "
+        "decode tokens per second with the target alone in the same engine on the same prompts. TTFT is the time to the first "
+        "token: prefill only, so drafting must not move it. In parentheses the 95% interval over prompts for τ, and "
+        "the lowest and highest repeat otherwise.",
+        (Figure(caption, tuple(panels), view.legend, wide=True),) if panels else (),
+        tuple(tables),
+        notes=_warnings(view),
+    )
+
+
+def _warnings(view: View) -> tuple[str, ...]:
+    """Each warning of the results once."""
+    return tuple(dict.fromkeys(f"Warning: {text}" for result in view.results for text in result.warnings))
+
+
+def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
+    pairs = [(system, m) for system, m in view.measured(name) if system.result_index == result_index]
+    rows, strong = [], name == OVERALL
+    base = next((m for _, m in pairs if some([m.baseline_tok_s, m.ttft_baseline_s])), None)
+    if base is not None:
+        speed = between(significant(base.baseline_tok_s), base.baseline_tok_s_spread, significant)
+        over = times(base.baseline_vs_generate)
+        rows.append(Row((name, ALONE, "1.00", "1.00×", speed, milliseconds(base.ttft_baseline_s), over), strong))
+    for system, m in pairs:
+        tau = between(number(m.tau), m.tau_interval, number)
+        if m.tau is None and m.tau_simulated is not None:
+            tau = f"{number(m.tau_simulated)} simulated"
+        speedup = between(times(m.speedup), m.speedup_spread, times)
+        speed = between(significant(m.decode_tok_s), m.decode_tok_s_spread, significant)
+        cells = (name, system.name, tau, speedup, speed, milliseconds(m.ttft_s), times(m.speedup_vs_generate))
+        rows.append(Row(cells, strong))
+    return rows
+
+
+def _bars(
+    title: str,
+    view: View,
+    value: Callable[[Measures], float | None],
+    spread: Callable[[Measures], tuple[float, float] | None],
+    show: Callable[[float], str],
+) -> str:
+    groups = [
+        (name, [Bar(s.label, s.index, value(m), spread(m)) for s, m in view.measured(name)]) for name in view.slices
+    ]
+    return bar_panel(title, groups, show=show, reference=(1.0, ALONE))
+
+
+def two_ways(view: View) -> Section:
+    """The accepted length as decoded and as simulated, with the counts behind it."""
+    rows = [_two_ways_row(name, s, m) for name in view.slices for s, m in view.measured(name)]
+    columns = ("slice", "system", "prompts", "tokens", "rounds", "τ decoded", "τ simulated", "difference")
+    ends = ("mean over prompts", "accepted / drafted")
+    known = some([tau_of(m) for name in view.slices for _, m in view.measured(name)])
+    return Section(
+        "accepted-length",
+        "Accepted length, two ways",
+        "Decoded: tokens over rounds, counted while decoding. Simulated: exact, from one teacher-forced pass over the "
+        "decoded answers. The difference has the standard error of the accept draws. At temperature 0 the two are the same number; above it "
+        "they agree within the sampling error. A slice is a sum over its tokens; the mean over prompts weighs prompts equally.",
+        tables=(Table("Counts and accepted length", (*columns, *ends), tuple(rows), heads=2),) if known else (),
+        missing="The accepted length was not measured.",
+    )
+
+
+def _two_ways_row(name: str, system: System, m: Measures) -> Row:
+    simulated = number(m.tau_simulated, 3)
+    difference = DASH
+    if m.tau is not None and m.tau_simulated is not None:
+        difference = f"{round(m.tau - m.tau_simulated, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
+        difference += "" if not m.tau_difference_se else f" ± {m.tau_difference_se:.3f}"
+    counts = (whole(m.prompts), whole(m.tokens), whole(m.rounds))
+    ends = (number(m.tau_mean_over_prompts, 3), percent(m.acceptance_rate))
+    return Row((name, system.label, *counts, number(m.tau, 3), simulated, difference, *ends), name == OVERALL)

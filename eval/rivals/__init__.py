@@ -1,1 +1,0 @@
-"""Trainers of other projects, run by their own Python beside ours."""

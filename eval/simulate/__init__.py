@@ -1,0 +1,1 @@
+"""Exact acceptance from one teacher-forced pass."""

@@ -1,0 +1,320 @@
+"""Exact acceptance from one teacher-forced pass (02-algorithms, "Exact acceptance").
+
+Given text that the target produced under the same sampling settings, drafted token x was accepted with
+probability min(1, q(x) / p(x)), independently at every position; the recursion below turns these
+probabilities into expected rounds. Shapes: S answers, T roots, K speculative tokens, B rows, L tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.penalty import seen_in_text
+from draftsmith.eval.decode.sampling import Sampling, law, penalize
+from draftsmith.eval.decode.tally import Tally
+from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.heads.target.target import TargetHead
+
+_CHUNK_ROWS = 1024
+
+
+class _TextLaw(NamedTuple):
+    """p: [B*L] float64 probability of each token given those before it, NaN where not asked for; None when greedy."""
+
+    p: Tensor | None
+    off_text: int
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """c_BLK: probability that row t's draft of x_{t+2+k} was accepted given the text; NaN where none is drafted.
+
+    off_text: supervised tokens that are not the target's choice in this pass: at temperature 0 not its
+    argmax, above it outside its top-k, top-p or min-p set. A few come from rounding; many mean that the text is
+    not the target's.
+    """
+
+    c_BLK: Tensor
+    off_text: int
+
+
+@torch.no_grad()
+def acceptance(
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetHead,
+    draft_vocab_W: Tensor | None,
+    sampling: Sampling,
+    *,
+    tree: StaticTree | None = None,
+    greedy_drafts: bool = False,
+) -> Acceptance:
+    """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
+
+    tree: a static tree instead of a chain; c[t, k] is then 1 where the text follows the tree from row t's root down
+    to depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature.
+    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
+    """
+    if tree is None:
+        return chain_acceptance(output, batch, target_head, draft_vocab_W, sampling, greedy_drafts=greedy_drafts)
+    return tree_acceptance(output, batch, target_head, draft_vocab_W, sampling, tree)
+
+
+@torch.no_grad()
+def tree_acceptance(
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetHead,
+    draft_vocab_W: Tensor | None,
+    sampling: Sampling,
+    tree: StaticTree,
+) -> Acceptance:
+    """Follow the text down a static tree whose nodes are ranks of each head's logits (see `acceptance`).
+
+    The children of a node are tried at any temperature, and given the text it is certain which one was accepted.
+    """
+    ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
+    _, off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling)
+    child_NR = _children(tree, ids.device)
+    node = torch.zeros_like(ids)
+    c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
+    for step in output.steps[:depth]:
+        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
+            at, logits_RW = step.rows[piece], step.logits_of(piece)
+            best_RK = logits_RW.topk(min(tree.ranks, logits_RW.shape[-1]), -1).indices
+            best_RK = best_RK if draft_vocab_W is None else draft_vocab_W[best_RK]
+            hit_RK = best_RK == ids[at + 2 + step.offset][:, None]
+            # The last column of the table stands for "not among the ranks", its last row for "off the tree".
+            rank_R = torch.where(hit_RK.any(1), hit_RK.int().argmax(1), tree.ranks)
+            node[at] = child_NR[node[at], rank_R]
+            c[at, step.offset] = (node[at] >= 0).double()
+    return Acceptance(c.view(*batch.ids.shape, depth), off_text)
+
+
+def _children(tree: StaticTree, device: torch.device) -> Tensor:
+    """Return [N + 1, ranks + 1]: the node below a node at a rank, -1 for none; row -1 is for -1 itself."""
+    shape = tree.on(device)
+    child_NR = torch.full((len(shape.parents_N) + 1, tree.ranks + 1), -1, device=device)
+    nodes = torch.arange(1, len(shape.parents_N), device=device)
+    child_NR[shape.parents_N[1:], shape.rank_N[1:]] = nodes
+    return child_NR
+
+
+def _text_law(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
+    """Return the text's own probabilities where they are needed (None when greedy), and the tokens off the target's choice."""
+    if not sampling.greedy:
+        return _text_probabilities(batch, target_head, places, sampling)
+    ids, choice = batch.ids.flatten(), batch.top1.flatten()[places]
+    if sampling.repetition_penalty != 1:
+        pieces = places.split(_CHUNK_ROWS)
+        choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
+    return _TextLaw(None, int((choice != ids[places + 1]).sum()))
+
+
+def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
+    """Return the target's logits [R, V] at flat positions of [B*L], with the penalty on what its document holds so far."""
+    return _penalized(batch, target_head.logits(batch.last.flatten(0, 1)[at_R]), at_R, sampling)
+
+
+def _penalized(batch: TrainBatch, logits_RV: Tensor, at_R: Tensor, sampling: Sampling) -> Tensor:
+    if sampling.repetition_penalty == 1:
+        return logits_RV
+    return penalize(logits_RV, seen_in_text(batch, at_R, logits_RV.shape[1]), sampling.repetition_penalty)
+
+
+@torch.no_grad()
+def chain_acceptance(
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetHead,
+    draft_vocab_W: Tensor | None,
+    sampling: Sampling,
+    *,
+    greedy_drafts: bool = False,
+) -> Acceptance:
+    """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
+
+    greedy_drafts: the draft proposes its argmax at every temperature (as vLLM does by default).
+    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
+    """
+    if output.tuned is not None:
+        return _tuned_acceptance(output, batch, sampling, greedy_drafts)
+    rows, length = batch.ids.shape
+    ids, drafted = batch.ids.flatten(), len(output.steps)
+    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
+    # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
+    places = output.steps[0].rows + 1
+    p, off_text = _text_law(batch, target_head, places, sampling)
+    for step in output.steps:
+        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
+            at, logits_RW = step.rows[piece], step.logits_of(piece)
+            token_R = ids[at + 2 + step.offset]
+            if p is None or greedy_drafts:
+                # A deterministic draft is accepted exactly where the text has its token.
+                choice_R = logits_RW.argmax(-1)
+                choice_R = choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
+                c[at, step.offset] = (choice_R == token_R).double()
+            else:
+                q_R = _draft_probability(law(logits_RW, sampling), token_R, draft_vocab_W)
+                c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
+            if step.stops is not None:
+                c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
+    return Acceptance(c.view(rows, length, -1), off_text)
+
+
+def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:
+    """Hold drafts against the law p of the target that is tuned with the head and will verify them. The text is the original's,
+    so its tokens decide nothing: a draft is accepted with sum_x min(p(x), q(x)), exact place by place, not along the text."""
+    tuned, shape = cast(StepOutput, output.tuned), (*batch.ids.shape, len(output.steps))
+    c = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.ids.device).flatten(0, 1)
+    for step in output.steps:
+        for piece in torch.arange(len(step.rows), device=c.device).split(_CHUNK_ROWS):
+            places, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
+            p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, places)), places, sampling)
+            p_RV = _certain(p_RV) if sampling.greedy else law(p_RV, sampling)
+            q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else law(q_RV, sampling)
+            c[step.rows[piece], step.offset] = torch.minimum(p_RV, q_RV).sum(-1).double()
+    return Acceptance(c.view(shape), 0)
+
+
+def _certain(logits_RV: Tensor) -> Tensor:
+    """Return the law that always says the likeliest token."""
+    return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
+
+
+def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | None) -> Tensor:
+    """Return q(token) per row, 0 outside the draft vocabulary."""
+    if draft_vocab_W is None:
+        return q_RW.gather(1, token_R[:, None])[:, 0]
+    column_R = torch.searchsorted(draft_vocab_W, token_R).clamp(max=len(draft_vocab_W) - 1)
+    return q_RW.gather(1, column_R[:, None])[:, 0] * (draft_vocab_W[column_R] == token_R)
+
+
+def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
+    """Return p(x_{i+1} | x_{<=i}) at the flat positions `places` of [B*L] (float64, NaN elsewhere), and the
+    tokens outside their top-k, top-p or min-p set.
+
+    Decoding rounds differently from one long pass, so a token at the edge of the set may fall out of it here:
+    within a margin of the set's smallest logit it keeps the share it had just inside.
+    """
+    ids = batch.ids.flatten()
+    p = torch.full(ids.shape, torch.nan, dtype=torch.float64, device=ids.device)
+    exact = target_head.weight.dtype == batch.last.dtype == torch.float32
+    # A penalty stretches logits, and their rounding with them.
+    margin = (0.01 if exact else 0.5) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
+    off_text = 0
+    for at in places.split(_CHUNK_ROWS):
+        logits_RV = _text_logits(batch, target_head, at, sampling)
+        token_R1 = ids[at + 1][:, None]
+        p_RV = law(logits_RV, sampling)
+        logits_RV = logits_RV / sampling.temperature
+        p_R = p_RV.gather(1, token_R1)[:, 0].double()
+        out_R = p_R <= 0
+        if bool(out_R.any()):
+            kept_RV = p_RV > 0
+            edge_R = logits_RV.masked_fill(~kept_RV, torch.inf).amin(1) - logits_RV.gather(1, token_R1)[:, 0]
+            if bool((edge_R[out_R] > margin / sampling.temperature).any()):
+                raise UserError(
+                    f"The text holds a token of probability 0 under {sampling}: it was not sampled from this target with "
+                    "these settings; simulate with the settings that the answers were made with."
+                )
+            full_RV = logits_RV.softmax(-1)
+            share_R = full_RV.gather(1, token_R1)[:, 0] / (full_RV * kept_RV).sum(1)
+            p_R = torch.where(out_R, share_R.double(), p_R)
+            off_text += int(out_R.sum())
+        p[at] = p_R
+    return _TextLaw(p, off_text)
+
+
+def expected_tallies(
+    c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_tokens: int, levels: Sequence[int] | None = None
+) -> list[Tally]:
+    """Run the recursion for S answers at once.
+
+    c_STK[s, i, k]: acceptance probability of the k-th draft of a round whose root is the i-th token of
+    answer s, NaN where a round drafts no k-th token. tokens_S: n = E - P, tokens after the first. levels: tokens
+    proposed at each depth, one each by default. Returns one Tally per answer. Drafts stop at the answer's end: K_r is at
+    most the tokens left.
+    """
+    proposed_K = np.concatenate([[0], np.cumsum(levels or [1] * num_speculative_tokens)])
+    drafted_ST = (~np.isnan(c_STK[..., :num_speculative_tokens])).cumprod(2).sum(2)
+    answers, longest = c_STK.shape[0], int(tokens_S.max(initial=0))
+    visits_ST = np.zeros((answers, longest + 1))
+    visits_ST[:, 0] = tokens_S > 0
+    accepted_SK = np.zeros((answers, num_speculative_tokens))
+    reached_SK = np.zeros((answers, num_speculative_tokens))
+    rounds_S, drafted_S = np.zeros(answers), np.zeros(answers)
+    index_S = np.arange(answers)
+    for root in range(longest):
+        left_S = tokens_S - root
+        depth_S = np.clip(left_S, 0, drafted_ST[:, root])
+        arrive_S = visits_ST[:, root] * (left_S > 0)
+        rounds_S += arrive_S
+        drafted_S += arrive_S * proposed_K[depth_S]
+        for k in range(min(num_speculative_tokens, longest - root)):
+            here_S = k < depth_S
+            reach_S = np.where(here_S, arrive_S, 0.0)
+            accept_S = reach_S * np.where(here_S, c_STK[:, root, k], 0.0)
+            reached_SK[:, k] += reach_S
+            accepted_SK[:, k] += accept_S
+            visits_ST[:, root + k + 1] += reach_S - accept_S
+            arrive_S = np.where(here_S, accept_S, arrive_S)
+        # What is left accepted every draft: a bonus token follows, or the answer ended on a draft.
+        end_S = np.minimum(root + depth_S + 1, np.maximum(tokens_S, 0))
+        np.add.at(visits_ST, (index_S, end_S), np.where(left_S > 0, arrive_S, 0.0))
+    return [
+        Tally(1, float(tokens_S[s]), float(rounds_S[s]), float(drafted_S[s]), accepted_SK[s], reached_SK[s])
+        for s in range(answers)
+    ]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where an answer sits in a batch: its row, its document number, and its first and last token."""
+
+    row: int
+    document: int
+    first: int
+    last: int
+
+
+def find_answers(batch: TrainBatch) -> list[Answer]:
+    """Return the runs of supervised tokens within one document, in reading order."""
+    mask_BL = batch.mask.cpu().numpy() & (batch.document.cpu().numpy() >= 0)
+    document_BL = batch.document.cpu().numpy()
+    answers = []
+    for row in range(mask_BL.shape[0]):
+        mask, document = mask_BL[row], document_BL[row]
+        breaks = np.flatnonzero((np.diff(mask.astype(int)) != 0) | (np.diff(document) != 0)) + 1
+        bounds = [0, *breaks.tolist(), len(mask)]
+        for start, stop in pairwise(bounds):
+            # A run that opens its document has no prompt, so its first token came from no prefill.
+            if mask[start] and start > 0 and document[start - 1] == document[start]:
+                answers.append(Answer(row, int(document[start]), start, stop - 1))
+    return answers
+
+
+def simulate(
+    c_BLK: Tensor, answers: Sequence[Answer], num_speculative_tokens: int, levels: Sequence[int] | None = None
+) -> list[Tally]:
+    """Return the expected tally of every answer for one draft length (any length up to the K of `c_BLK`).
+
+    levels: tokens proposed at each depth up to `num_speculative_tokens`, one each by default.
+    """
+    if not answers:
+        return []
+    c = c_BLK.cpu().numpy()
+    tokens_S = np.array([a.last - a.first for a in answers])
+    c_STK = np.zeros((len(answers), max(int(tokens_S.max()), 1), num_speculative_tokens))
+    for s, a in enumerate(answers):
+        # The root x_r is drafted from by row t = r - 1.
+        c_STK[s, : a.last - a.first] = c[a.row, a.first - 1 : a.last - 1, :num_speculative_tokens]
+    return expected_tallies(c_STK, tokens_S, num_speculative_tokens, levels)

@@ -1,0 +1,97 @@
+"""Simulated acceptance of a head on finished answers: one pass of the target, one of the head (or of what else drafts).
+
+Shapes: K speculative tokens.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from draftsmith.data.batch import Tokenized, TrainBatch
+from draftsmith.data.features.extract import compute_features
+from draftsmith.data.packing import collate
+from draftsmith.eval.decode.decode import Generation
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import Tally
+from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, find_answers, simulate
+from draftsmith.heads.base import DraftHead, drafting
+from draftsmith.heads.target.target import Target
+
+_ANSWERS_PER_PASS = 8
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """tallies: per generation its expected tallies for K = 1..max_k (entry K-1). off_text: see Acceptance."""
+
+    tallies: list[list[Tally]]
+    off_text: int
+
+
+def to_sample(generation: Generation) -> Tokenized:
+    """Return an answer as ids and mask."""
+    prompt, output = generation.request.prompt_ids, generation.output_ids
+    mask = torch.zeros(len(prompt) + len(output), dtype=torch.bool)
+    mask[len(prompt) :] = True
+    ids = torch.tensor([*prompt, *output])
+    return Tokenized(ids, mask, generation.request.sample_id, generation.request.slice)
+
+
+def simulate_generations(
+    target: Target,
+    head: DraftHead,
+    generations: Sequence[Generation],
+    sampling: Sampling,
+    max_k: int,
+    *,
+    tree: StaticTree | None = None,
+    greedy_drafts: bool = False,
+) -> Simulation:
+    """Simulate chains of 1..max_k drafts on finished answers, or a static tree cut at depth 1..max_k.
+
+    greedy_drafts: the drafter proposes a chain of argmaxes at every temperature.
+    Exact when the text came from this target under `sampling` (from a lossless decoder or the target alone).
+    """
+
+    def accept(batch: TrainBatch) -> Acceptance:
+        vocab_W = head.draft_vocab
+        with drafting(head):
+            output = head(batch, max_k)
+        return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
+
+    return simulate_texts(target, generations, max_k, accept, head.layer_ids, None if tree is None else tree.levels)
+
+
+@torch.no_grad()
+def simulate_texts(
+    target: Target,
+    generations: Sequence[Generation],
+    max_k: int,
+    accept: Callable[[TrainBatch], Acceptance],
+    layer_ids: tuple[int, ...] = (),
+    levels: tuple[int, ...] | None = None,
+) -> Simulation:
+    """Let the target read finished answers, an answer per row, and turn what `accept` says of them into tallies.
+
+    accept: acceptance of max_k drafts. layer_ids: the aux layers it reads. levels: tokens proposed at each depth.
+    """
+    order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
+    found: dict[int, list[Tally]] = {}
+    off_text = 0
+    for start in range(0, len(order), _ANSWERS_PER_PASS):
+        places = order[start : start + _ANSWERS_PER_PASS]
+        samples = [to_sample(generations[i]) for i in places]
+        features = compute_features(target, samples, layer_ids, target.dtype)
+        batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
+        found_c = accept(batch)
+        off_text += found_c.off_text
+        answers = find_answers(batch)
+        assert len(answers) == len(places)
+        by_k = [
+            simulate(found_c.c_BLK, answers, k, None if levels is None else levels[:k]) for k in range(1, max_k + 1)
+        ]
+        for place, tallies in zip(places, zip(*by_k, strict=True), strict=True):
+            found[place] = list(tallies)
+    return Simulation([found[i] for i in range(len(generations))], off_text)

@@ -1,0 +1,195 @@
+"""The static tree that suits a head best, from where the true tokens of answers stand among its predictions.
+
+A node adds one token to every round whose text follows its path, so the share of rounds that do is what it is worth.
+Shares never grow along a path, so taking the largest again and again gives the best tree of every size (Cai et al.,
+"Medusa", 2024, section 2.3.3, where a share is the product of per-head accuracies). Rounds do not begin everywhere alike:
+what counts is where they begin under the tree itself, which is found by following it through the text and searching
+again. Shapes: S answers, T roots of the longest one, R roots of all answers, D depth, M ranks, B sizes of trees.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.trees import Choice, StaticTree
+from draftsmith.eval.tree_search.ranks import TextRanks
+from draftsmith.files import fingerprint
+
+PRIOR = 16.0
+"""Roots that the product rule weighs as much as. On held-back answers within half a percent of the best of 0 to 512,
+whether a weak or a strong head's, and whether 10 or 300 answers were searched."""
+PASSES = 4
+"""Searches, each under the rounds of the tree before; from the third on they change next to nothing."""
+FOLDS = 4
+
+
+@dataclass(frozen=True)
+class FoundTree:
+    """A tree and its accepted length: tau on the answers that it was found on, tau_held_back that of trees found in the
+    same way, each on all folds but one, on the fold left out."""
+
+    tree: StaticTree
+    tau: float
+    tau_held_back: float
+
+
+def find_trees(texts: TextRanks, sizes: Sequence[int], *, prior: float = PRIOR) -> list[FoundTree]:
+    """Return the best tree of every size in `sizes`, as far as there are so many nodes; texts decide the depth.
+
+    Raises UserError for too few answers to hold some back.
+    """
+    fold_S = _folds(texts)
+    chosen, rounds_BS = _search(texts, sizes, prior)
+    held_back_BS = np.zeros_like(rounds_BS)
+    for fold in range(FOLDS):
+        inside_S = fold_S == fold
+        rest, left_out = texts.some(~inside_S), texts.some(inside_S)
+        for place, order in enumerate(_search(rest, [len(order) for order in chosen], prior)[0]):
+            held_back_BS[place, inside_S] = count_rounds(arrivals(order, left_out), left_out.tokens_S, [len(order)])
+    tokens = texts.tokens_S.sum()
+    return [
+        FoundTree(StaticTree.of(f"{len(order)} nodes", order), float(tokens / rounds), float(tokens / held_back))
+        for order, rounds, held_back in zip(chosen, rounds_BS.sum(1), held_back_BS.sum(1), strict=True)
+    ]
+
+
+def measure_tree(tree: StaticTree, texts: TextRanks) -> float:
+    """Return the accepted length of any tree on the texts, whose ranks must reach as far as the tree's."""
+    rounds = count_rounds(arrivals(tree.choices, texts), texts.tokens_S, [len(tree.choices)]).sum()
+    return float(texts.tokens_S.sum() / rounds)
+
+
+def _folds(texts: TextRanks) -> np.ndarray:
+    """Return the fold of each answer; the answers of a conversation share one."""
+    talks = sorted({talk for talk, tokens in zip(texts.talks, texts.tokens_S, strict=True) if tokens}, key=fingerprint)
+    if len(talks) < FOLDS:
+        raise UserError(
+            f"There are only {len(talks)} conversations with answers to draft for, too few to search a tree on (a few hundred are "
+            f"right, {FOLDS} the least): train with a larger data.heldout."
+        )
+    number = {talk: place for place, talk in enumerate(talks)}
+    return np.array([number.get(talk, 0) % FOLDS for talk in texts.talks])
+
+
+def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[list[Choice]], np.ndarray]:
+    """Return the best tree of every size, its nodes in the order of their worth, and its rounds [B, S]; the sizes that
+    exist, at least one."""
+    roots_ST = texts.roots_ST
+    ranks_RD, weight_R = texts.ranks_STD[roots_ST], np.ones(roots_ST.sum())
+    chosen: list[list[Choice]] = []
+    rounds_BS = np.zeros((0, len(texts.tokens_S)), dtype=np.int64)
+    for _ in range(PASSES):
+        order = grow(ranks_RD, weight_R, max(sizes), texts.most, prior)
+        some = [size for size in sizes if size <= len(order)]
+        reached_STD = arrivals(order, texts)
+        again_BS = count_rounds(reached_STD, texts.tokens_S, some)
+        if not chosen:
+            chosen, rounds_BS = [order[:size] for size in some], again_BS
+        for place in np.flatnonzero(again_BS.sum(1) < rounds_BS.sum(1)):
+            chosen[place], rounds_BS[place] = order[: some[place]], again_BS[place]
+        weight_R = count_visits(reached_STD, texts.tokens_S, len(order))[roots_ST]
+    return chosen, rounds_BS
+
+
+def grow(ranks_RD: np.ndarray, weight_R: np.ndarray, nodes: int, most: int, prior: float) -> list[Choice]:
+    """Return the paths of the best tree with `nodes` nodes in the order of their worth: the first n are the best with n.
+
+    weight_R: how often rounds begin at each root. prior: the pseudo-count of the product rule, by which a rank's chance
+    depends on the depth alone: the share of a path is that of its parent times
+    (roots that follow it + prior * share of the rank at its depth) / (roots that follow its parent + prior);
+    0 trusts the roots alone, math.inf is the product rule. Fewer paths come back where there are no more.
+    """
+    overall_DM = _rank_shares(ranks_RD, weight_R, most)
+    order: list[Choice] = []
+    waiting: list[tuple[float, int, Choice]] = []
+    behind: dict[Choice, np.ndarray] = {(): np.arange(len(ranks_RD))}
+
+    def offer_children(path: Choice, share: float) -> None:
+        if len(path) < ranks_RD.shape[1]:
+            at = behind[path]
+            chance_M = _chances(ranks_RD[at, len(path)], weight_R[at], overall_DM[len(path)], prior)
+            for rank in range(most):
+                heapq.heappush(waiting, (-share * chance_M[rank], len(path) + 1, (*path, rank)))
+
+    offer_children((), 1.0)
+    while waiting and len(order) < nodes:
+        share, depth, path = heapq.heappop(waiting)
+        above = behind[path[:-1]]
+        behind[path] = above[ranks_RD[above, depth - 1] == path[-1]]
+        order.append(path)
+        offer_children(path, -share)
+    return order
+
+
+def _rank_shares(ranks_RD: np.ndarray, weight_R: np.ndarray, most: int) -> np.ndarray:
+    """Return [D, M]: of the roots whose text has not ended before depth d, the share with each rank there."""
+    shares = []
+    going_R = np.ones(len(ranks_RD), dtype=bool)
+    for ranks_R in ranks_RD.T:
+        shares.append(_counts(ranks_R, weight_R, most) / max(float(weight_R[going_R].sum()), 1e-9))
+        going_R = ranks_R >= 0
+    return np.stack(shares)
+
+
+def _chances(ranks_R: np.ndarray, weight_R: np.ndarray, overall_M: np.ndarray, prior: float) -> np.ndarray:
+    """Return the chance of each rank after a path, from the roots that follow it."""
+    if prior == math.inf:
+        return overall_M
+    # Where no root follows the path and no prior speaks for it, its children are worth nothing.
+    total = max(float(weight_R.sum()) + prior, 1e-9)
+    return (_counts(ranks_R, weight_R, len(overall_M)) + prior * overall_M) / total
+
+
+def _counts(ranks_R: np.ndarray, weight_R: np.ndarray, most: int) -> np.ndarray:
+    hit_R = (ranks_R >= 0) & (ranks_R < most)
+    return np.bincount(ranks_R[hit_R], weights=weight_R[hit_R], minlength=most)
+
+
+def arrivals(order: Sequence[Choice], texts: TextRanks) -> np.ndarray:
+    """Return [S, T, D]: the number of the node that the text after a root reaches at each depth, counted from 1 in
+    `order`, or one more than there are where it has left the tree. Parents come before their children."""
+    off = len(order) + 1
+    child = np.full((off + 1, texts.most + 1), off, dtype=np.int32)
+    number = {path: place for place, path in enumerate([(), *order])}
+    for path in order:
+        child[number[path[:-1]], path[-1]] = number[path]
+    node_ST = np.zeros(texts.ranks_STD.shape[:2], dtype=np.int32)
+    reached = []
+    for depth in range(texts.ranks_STD.shape[2]):
+        # The last column, which -1 takes too, stands for "not among the ranks".
+        node_ST = child[node_ST, texts.ranks_STD[:, :, depth]]
+        reached.append(node_ST)
+    return np.stack(reached, 2)
+
+
+def count_rounds(reached_STD: np.ndarray, tokens_S: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Return [B, S]: target passes for each answer with the first n nodes, n in `sizes`.
+
+    Given the text it is certain which node is accepted, so one walk gives what the recursion of eval/simulate/acceptance.py does.
+    """
+    place_BS = np.zeros((len(sizes), len(tokens_S)), dtype=np.int64)
+    rounds_BS = np.zeros_like(place_BS)
+    while (going_BS := place_BS < tokens_S).any():
+        rounds_BS += going_BS
+        place_BS += 1 + _accepted(reached_STD, place_BS, np.array(sizes)[:, None])
+    return rounds_BS
+
+
+def count_visits(reached_STD: np.ndarray, tokens_S: np.ndarray, nodes: int) -> np.ndarray:
+    """Return [S, T]: 1 where a round begins with the first `nodes` nodes, else 0."""
+    visits_ST = np.zeros(reached_STD.shape[:2])
+    place_S = np.zeros(len(tokens_S), dtype=np.int64)
+    while (going_S := place_S < tokens_S).any():
+        visits_ST[going_S, place_S[going_S]] = 1
+        place_S += 1 + _accepted(reached_STD, place_S[None], np.array([[nodes]]))[0]
+    return visits_ST
+
+
+def _accepted(reached_STD: np.ndarray, place_BS: np.ndarray, size_B1: np.ndarray) -> np.ndarray:
+    """Return how many tokens are accepted in rounds that begin at `place_BS`; anything past an answer's end."""
+    here_BS = np.minimum(place_BS, reached_STD.shape[1] - 1)
+    return (reached_STD[np.arange(place_BS.shape[1]), here_BS] <= size_B1[..., None]).sum(-1)

@@ -1,0 +1,1 @@
+"""What DFlash and DSpark share: a block of tokens drafted in one pass."""

@@ -1,0 +1,272 @@
+"""What block drafters have in common: a few decoder layers that fill in a whole block of tokens in one pass.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026); served by vLLM's `qwen3_dflash.py`.
+
+Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), S slots of a block, H hidden
+(draft and target alike), A aux layers, W draft vocab, N query heads, G key/value heads, P = N/G, D head size.
+
+Row t has the root x_{t+1} at position a = t + 1. Its block is [x_a, MASK, .., MASK] at the positions a..a+S-1; every slot
+sees the whole block, and the text before the root through the target's aux streams of the positions up to t: they are
+fused once, and give each layer keys and values with nothing else in between. The target's own embeddings and output
+projection are used, frozen.
+
+A decoder layer of a block drafter: Qwen3's, with norms of queries and keys, whose keys come from two places.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026); as vLLM's `qwen3_dflash.py` computes it.
+
+Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n] or [R, S].
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.heads.base import DraftHead, HeadOutput, Piece, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.block.options import BlockOptions, check_block
+from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RMSNorm, Rotary, attend, rotate
+from draftsmith.heads.layers.final_norm import start_norm
+from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.row_sample import sample_rows
+from draftsmith.heads.layers.ttt_attention import ttt_attention
+from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.heads.target.tokens import choose_mask_token
+
+CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Number of the layer, new keys and values [B, G, n, D] -> all of them, [B, G, slots, D] each."""
+
+_CHUNK_BLOCKS = 512
+"""Blocks that are filled in together where nothing is kept for a backward pass."""
+
+
+class BlockAttention(EagleAttention):
+    """Projections of a block's states, and of the context's, which have keys and values alone."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def query(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., N, D], normalised, not yet rotated."""
+        return _normalise(self.q_norm, super().query(x))
+
+    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., H] -> two of [..., G, D], the keys normalised, not yet rotated."""
+        keys, values = super().key_value(x)
+        return _normalise(self.k_norm, keys), values
+
+    def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., H] -> queries and keys, [..., N + G, D], and values [..., G, D], in one product."""
+        turning, values = super().together(x)
+        queries, keys = turning.split((turning.shape[-2] - values.shape[-2], values.shape[-2]), -2)
+        return torch.cat([self.q_norm(queries), self.k_norm(keys)], -2), values
+
+
+def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
+    """The norm in the dtype of the projection: under autocast its fp32 weights would make the states fp32 again, which a
+    GPU's attention kernel does not take."""
+    return norm(x).to(x.dtype)
+
+
+class BlockLayer(EagleLayer):
+    """What it has in common with EAGLE's layers is everything behind the attention."""
+
+    self_attn: BlockAttention
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = BlockAttention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class BlockHead(DraftHead):
+    """A drafter of blocks. Parameters carry the names of the published DFlash files.
+
+    Kinds differ in the first slot that drafts (`first_slot`) and in what they make of the slots' states (`outputs`).
+    embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and frozen;
+    it is no part of the head's parameters. draft_vocab: [W] sorted target ids, or None for all. Weights start in fp32.
+    """
+
+    first_slot: int
+
+    def __init__(
+        self,
+        options: BlockOptions,
+        config: LlamaConfig,
+        layer_ids: Sequence[int],
+        embedding: Tensor,
+        target_head: TargetHead,
+        draft_vocab: Tensor | None,
+    ) -> None:
+        super().__init__()
+        H, eps = config.hidden_size, config.rms_norm_eps
+        assert embedding.shape == (config.vocab_size, H)
+        assert options.mask_token_id is not None, "the mask token is chosen before"
+        self.options, self.config, self.layer_ids = options, config, tuple(layer_ids)
+        # Engines fill in a shorter block for fewer tokens, which this head has never seen.
+        self.train_steps = self.max_speculative_tokens = self.served_tokens = options.block_size - self.first_slot
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
+        self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
+        self.hidden_norm = RMSNorm(H, eps=eps)
+        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(options.num_layers))
+        self.norm = RMSNorm(H, eps=eps)
+        self.rotary_emb = Rotary(config)
+        self.register_buffer("draft_vocab", draft_vocab)
+        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
+        self._target_head = [target_head]
+
+    @abstractmethod
+    def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
+        """The states [R_k, H] of the slot that drafts at each step, and its rows [R_k] -> the steps' outputs."""
+
+    def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
+        """Yield the rows of rule 1 for each step; in training those of a sample of the documents' tokens."""
+        masks = iterate_supervised_rows(batch)
+        first_BL = next(masks)
+        chosen_BL = sample_rows(batch, first_BL, self.options.anchors) if self.training else first_BL
+        yield chosen_BL
+        for mask_BL in masks:
+            yield mask_BL & chosen_BL
+
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        """Return the logits [R_k, W] of the first `num_steps` steps (all of them, if there are fewer)."""
+        masks = list(islice(self.supervised(batch), min(num_steps, self.train_steps)))
+        needed = masks[0].flatten().nonzero().flatten()
+        context = self._context_keys(batch)
+        pieces = [needed] if torch.is_grad_enabled() else needed.split(_CHUNK_BLOCKS)
+        out_RSH = torch.cat([self._fill(batch, rows, context) for rows in pieces] or [context[0][0].new_empty(0)])
+        states, steps = [], []
+        for step, mask_BL in enumerate(masks):
+            counted = mask_BL.flatten()[needed].nonzero().flatten()
+            states.append(self.norm(out_RSH[counted, self.first_slot + step]))
+            steps.append(needed[counted])
+        return HeadOutput(tuple(self.outputs(states, steps, batch)))
+
+    def late(self, logits: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Piece], Tensor]:
+        """Return what computes logits of some rows of `inputs` when they are asked for: from every row a block begins where
+        nothing is trained, and all logits of all its slots would be many times what training holds."""
+        kind = inputs[0].device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+        def compute(piece: Piece) -> Tensor:
+            with torch.autocast(kind, dtype, enabled):
+                return logits(*(x[piece] for x in inputs))
+
+        return compute
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Aux streams [..., A*H] -> what the layers make the context's keys and values of, [..., H]."""
+        return self.hidden_norm(self.fc(aux.to(self.fc.weight.dtype)))
+
+    def block_tokens(self, root: Tensor) -> Tensor:
+        """Roots [B] -> their blocks [B, S]: the root and masks."""
+        assert self.options.mask_token_id is not None
+        return F.pad(root[:, None], (0, self.options.block_size - 1), value=self.options.mask_token_id)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """States behind the final norm [..., H] -> logits [..., W] by the target's projection."""
+        return self._target_head[0].logits(states, self.draft_vocab)
+
+    def read(self, aux: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate) -> None:
+        """Store the keys and values of text that the target has read: aux streams [B, n, A*H], cosines and sines [B, n, D]
+        of its positions."""
+        fused = self.fuse(aux)
+        for number, layer in enumerate(self._layers()):
+            k, v = layer.self_attn.key_value(fused)
+            update(number, rotate(k, *rotation).transpose(1, 2), v.transpose(1, 2))
+
+    def fill(self, tokens: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None) -> Tensor:
+        """One decoding call: blocks [B, S] and cosines and sines [B, S, D] of their positions -> states behind the final
+        norm, [B, S, H]. mask: bool [B, 1, S, slots], True where a slot may look, None for everywhere."""
+        x, N = self._embed(tokens), self.config.num_attention_heads
+        for number, layer in enumerate(self._layers()):
+            turning, v = layer.self_attn.together(layer.input_layernorm(x))
+            turned = rotate(turning, *rotation).transpose(1, 2)
+            q, k = turned.split((N, turned.shape[1] - N), 1)
+            keys, values = update(number, k, v.transpose(1, 2))
+            attended = attend(q, keys, values, mask)
+            x = layer.leave(attended.transpose(1, 2), x)
+        return self.norm(x)
+
+    def _context_keys(self, batch: TrainBatch) -> list[tuple[Tensor, Tensor]]:
+        """Return each layer's rotated keys and values of the text, [B, L, G, D]."""
+        fused_BLH = self.fuse(batch.aux)
+        rotation = self.rotary_emb(fused_BLH, batch.position)
+        pairs = [layer.self_attn.key_value(fused_BLH) for layer in self._layers()]
+        return [(rotate(k, *rotation), v) for k, v in pairs]
+
+    def _fill(self, batch: TrainBatch, rows: Tensor, context: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the states [R, S, H] of the blocks of `rows`, before the final norm.
+
+        To the attention each slot is a further query head of its row, and the block's keys are the row's own.
+        """
+        S, G = self.options.block_size, self.config.num_key_value_heads
+        needed = torch.zeros(batch.ids.numel(), dtype=torch.bool, device=rows.device).index_fill(0, rows, True)
+        plan = plan_rows(batch.document, needed.view_as(batch.ids))
+        x_RSH = self._embed(self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows]))
+        position_RS = batch.position.flatten()[rows][:, None] + torch.arange(1, S + 1, device=rows.device)
+        rotation = self.rotary_emb(x_RSH, position_RS)
+        for layer, (k_BLGD, v_BLGD) in zip(self._layers(), context, strict=True):
+            attention, y_RSH = layer.self_attn, layer.input_layernorm(x_RSH)
+            q_RSND = rotate(attention.query(y_RSH), *rotation)
+            k_RSGD, v_RSGD = attention.key_value(y_RSH)
+            own_k, own_v = (x.transpose(0, 1) for x in (rotate(k_RSGD, *rotation), v_RSGD))
+            q = q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3)
+            out = ttt_attention(q, k_BLGD, v_BLGD, own_k, own_v, plan, attention.head_dim**-0.5)
+            out_RSND = out.unflatten(1, (G, S, -1)).transpose(1, 2).flatten(2, 3)
+            x_RSH = layer.leave(out_RSND, x_RSH)
+        return x_RSH
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self.embed_tokens(tokens).to(self.fc.weight.dtype)
+
+    def _layers(self) -> Iterator[BlockLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, BlockLayer)
+            yield layer
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `load` needs besides the tensors, as JSON."""
+        return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
+
+
+Head = TypeVar("Head", bound=BlockHead)
+
+
+def build_block_head(kind: type[Head], options: BlockOptions, target: Target, draft_vocab: Tensor | None) -> Head:
+    """Return an untrained fp32 head of a kind for `target`, its final norm the target's.
+
+    draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layers that the target does not have, a
+    mask token outside its vocabulary, a block longer than its context, and dimensions that do not fit together.
+    """
+    layer_ids = target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
+    target.check_layer_ids(layer_ids)
+    check_block(options.block_size, target.context_length, target.path)
+    vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
+    assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
+    options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
+    with torch.device(target.device):
+        head = kind(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
+    start_norm(head.norm, target)
+    return head
+
+
+def load_block_head(
+    kind: type[Head], options: BlockOptions, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None
+) -> Head:
+    """Return the head that `BlockHead.describe` and its layer_ids wrote down; its weights are still to be filled in."""
+    config = LlamaConfig(**spec["layer_config"])
+    with torch.device(target.device):
+        return kind(options, config, spec["layer_ids"], target.embedding, target.head, draft_vocab)

@@ -1,0 +1,288 @@
+"""What every drafter must hold, ours or another package's: one function per promise, run by `run_conformance(spec)`.
+
+    from draftsmith.heads.conformance.suite import Spec, run_conformance, tiny_target
+    run_conformance(Spec("mymethod", MyOptions(), tiny_target()))
+
+Where it finds that too few drafts are accepted, the head has learned too little in `Spec.steps` steps at
+`Spec.learning_rate`: a table of logits, for one, takes 0.1 where a network takes the default.
+
+A check returns, or raises an AssertionError of one sentence. It takes the head through the same doors as training, the
+simulator and the decoder do, and knows nothing of what is inside. Shapes: B rows, L tokens, K drafted tokens, W draft vocab.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.tally import tally_generation, total
+from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.heads.base import DraftHead, agree, supervised_rows
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.conformance.recorded_drafts import record
+from draftsmith.heads.conformance.spec import Spec, pack, tiny_target, train_briefly
+from draftsmith.heads.conformance.tools import (
+    CLOSE,
+    FEW,
+    GREEDY,
+    LEARN,
+    SAMPLED,
+    drawn_from,
+    equal,
+    figures,
+    require,
+    require_training_laws,
+)
+from draftsmith.heads.conformance.trees import check_drawn_trees, check_trees
+from draftsmith.heads.export.export import export_head
+from draftsmith.heads.formats.layout import layouts_of
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.registry import find_method
+
+__all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
+
+
+def check_decoding_equals_training(spec: Spec) -> None:
+    """What is drafted in the middle of an answer follows the training pass's laws for the same text, row by row."""
+    for sampling in (GREEDY, SAMPLED):
+        _, answers = record(spec.verifier, spec.drafter(), spec.requests[:10], sampling, rows=4)
+        rounds = [drafted for answer in answers for drafted in answer if drafted.tokens]
+        require(len(rounds) >= FEW, f"only {len(rounds)} rounds drafted anything at {sampling}{LEARN}")
+        require_training_laws(spec, rounds, sampling)
+
+
+def check_drawn_from_its_law(spec: Spec) -> None:
+    """Sampled drafts are drawn from the laws they name: losslessness above temperature 0 rests on it."""
+    _, answers = record(spec.verifier, spec.drafter(), spec.requests, SAMPLED)
+    drafts = [drafted for answer in answers for drafted in answer if drafted.laws_kW is not None and drafted.tokens]
+    draws = [draw for drafted in drafts for draw in drafted.draws()]
+    require(not draws or drawn_from(draws), "the sampled drafts are not drawn from the laws they name")
+
+
+def check_simulation(spec: Spec) -> None:
+    """The acceptance computed from the training pass is the decoder's: exactly at T=0, within its error at T=1."""
+    _same_rounds(spec, spec.deployed)
+
+
+def check_confidence(spec: Spec) -> None:
+    """Drafts end where the training pass's confidences say that they would. Nothing is asked of heads that say none."""
+    if not spec.head.confident:
+        return
+    batch = pack(spec, [[sample] for sample in spec.samples])
+    ends: dict[float, float] = {}
+    for tenth in range(1, 10):
+        with torch.no_grad():
+            steps = spec.deployed.until(tenth / 10).eval()(batch, spec.length).steps
+        told = [step.stops for step in steps if step.stops is not None]
+        require(len(told) == len(steps), "a head with a threshold does not say where its drafts end (StepOutput.stops)")
+        ends[tenth / 10] = float(torch.cat(told).float().mean())
+    threshold = min(ends, key=lambda t: abs(ends[t] - 0.5))
+    require(0.0 < ends[threshold] < 1.0, f"no threshold ends some drafts and not others{LEARN}")
+    _same_rounds(spec, spec.deployed.until(threshold), f" with the confidence threshold {threshold:g}")
+
+
+def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
+    """Require that decoding with `head` takes the rounds that are computed for it from the training pass. where: what makes its
+    drafts end early, "" for nothing: tokens drafted behind a rejection are then not known, and not compared."""
+    k = spec.length
+    for sampling in (GREEDY, SAMPLED):
+        drafter = find_method(spec.method).make_drafter(head, k)
+        found = decode_batch(spec.verifier, drafter, spec.requests, sampling, rows=16).generations
+        decoded = [tally_generation(g, k) for g in found]
+        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, head, found, sampling, k).tallies]
+        require(
+            bool(total(decoded, k).accepted_K[0] >= FEW),
+            f"fewer than {FEW} drafts were accepted at {sampling}{where}{LEARN}",
+        )
+        if sampling.greedy:
+            ours, theirs = (
+                figures(replace(total(x, k), drafted=0) if where else total(x, k)) for x in (simulated, decoded)
+            )
+            told = f"simulated and decoded rounds differ at temperature 0{where}"
+            require(torch.allclose(ours, theirs, atol=1e-6), told)
+            continue
+        errors = [d.rounds - s.rounds for d, s in zip(decoded, simulated, strict=True)]
+        spread = sum(e * e for e in errors) ** 0.5
+        told = f"simulated and decoded rounds differ at temperature 1{where}"
+        require(abs(sum(errors)) <= 4 * spread + 1e-6, told)
+
+
+def check_packing(spec: Spec) -> None:
+    """Documents packed into rows give the loss and the gradients that they give alone, also with the noise and the sample
+    of rows that training draws; dropout, which draws from torch's generator, is left out."""
+    samples = spec.samples[:7]
+    packed = [[samples[:3], samples[3:4], samples[4:6]], [samples[6:]]]
+    alone = [[[sample]] for sample in samples]
+    for training in (False, True):
+        head = spec.head.train(training)
+        for module in head.modules():
+            if isinstance(module, nn.Dropout):
+                module.eval()
+        ours, theirs = (_loss_and_gradients(spec, head, batches) for batches in (packed, alone))
+        for name, value in ours.items():
+            scale = float(theirs[name].abs().max()) + 1e-6
+            apart = float((value - theirs[name]).abs().max()) / scale
+            where = "in training, " * training + "between documents packed and alone"
+            require(apart < 1e-3, f"{name} differs by {apart:.2g} of its size {where}")
+    head.eval()
+
+
+def check_rows_that_count(spec: Spec) -> None:
+    """A step's logits are those of the rows that rule 1 names, in ascending order, and of as many steps as asked; in
+    training those of some of them, the same at every call."""
+    head, batch = spec.head.train(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
+    with torch.no_grad():
+        some = head(batch, head.train_steps).steps
+        masks = [*islice(head.supervised(batch.without_states()), len(some))]  # as training counts them
+        steps = head.eval()(batch, spec.length).steps
+    for step, mask_BL in zip(some, masks, strict=True):
+        rows = mask_BL.flatten().nonzero().flatten()
+        told = f"step {step.offset} of training gives logits of other rows"
+        require(equal(step.rows, rows), f"{told} than `supervised` names")
+        require(not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()), f"{told} than those that may count")
+    offsets = [step.offset for step in steps]
+    require(offsets == list(range(spec.length)), f"{spec.length} steps were asked for, and offsets {offsets} came")
+    width = spec.target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    for step in steps:
+        expected = supervised_rows(batch, step.offset).flatten().nonzero().flatten()
+        require(equal(step.rows, expected), f"step {step.offset} gives logits of other rows than those that count")
+        shape = (len(expected), width)
+        require(tuple(step.logits.shape) == shape, f"step {step.offset} has logits of shape {tuple(step.logits.shape)}")
+
+
+def check_seeds(spec: Spec) -> None:
+    """The same seed trains the same head, bit by bit."""
+    first, again = (train_briefly(spec, steps=3).state_dict() for _ in range(2))
+    differing = [name for name, value in first.items() if not torch.equal(value, again[name])]
+    require(not differing, f"two trainings with the same seed differ in {', '.join(differing[:3])}")
+
+
+def check_checkpoint(spec: Spec) -> None:
+    """A checkpoint holds everything: the head that is loaded again is the same, bit by bit."""
+    require(spec.head.method == spec.method, f"a head of {spec.method} calls itself {spec.head.method}")
+    with TemporaryDirectory() as folder:
+        save_head(spec.head, Path(folder) / "head", spec.target)
+        again = load_head(Path(folder) / "head", spec.target)
+    _same_head(spec, spec.head, again, "a head that is saved and loaded again")
+    require(
+        again.describe() == spec.head.describe(), "a head that is saved and loaded again describes itself otherwise"
+    )
+
+
+def check_exports(spec: Spec) -> None:
+    """Each layout of the method that takes this head gives it back with the same logits; one must take it, if any are."""
+    names = [*layouts_of(spec.method)]
+    require(bool(check_layouts(spec)) or not names, f"none of the layouts {', '.join(names)} takes this head")
+
+
+def check_layouts(spec: Spec) -> list[str]:
+    """Export the head to each layout of its method and read it again; return those that took it."""
+    taken = []
+    for layout, known in layouts_of(spec.method).items():
+        with TemporaryDirectory() as folder:
+            try:
+                path = export_head(
+                    *(spec.deployed, spec.verifier, Path(folder) / "out"),
+                    layout=layout,
+                    dtype="float32",
+                    num_speculative_tokens=spec.length,
+                )
+            except UserError:
+                continue  # what an engine would not compute of this head is refused
+            again = known.load(path, spec.verifier)
+        taken.append(layout)
+        _same_logits(spec, spec.deployed.served(), again, f"the export {layout}")
+    return taken
+
+
+def check_rows_are_independent(spec: Spec) -> None:
+    """A row drafts in a batch what it drafts alone: tokens, laws and answers, also where rows come and go."""
+    requests = spec.requests[:5]
+    for sampling in (GREEDY, SAMPLED):
+        together, drafted = record(spec.verifier, spec.drafter(), requests, sampling, rows=2)
+        for place, request in enumerate(requests):
+            alone, (drafted_alone,) = record(spec.verifier, spec.drafter(), [request], sampling)
+            same = together.generations[place].output_ids == alone.generations[0].output_ids
+            require(same, f"an answer at {sampling} is another one in a batch than alone")
+            for ours, theirs in zip(drafted[place], drafted_alone, strict=True):
+                require(ours.tokens == theirs.tokens, f"a draft at {sampling} is another one in a batch than alone")
+                if ours.laws_kW is not None and theirs.laws_kW is not None:
+                    apart = float((ours.laws_kW - theirs.laws_kW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
+                    require(apart < CLOSE, f"a draft's law is another one in a batch than alone, {apart:.3g} off")
+
+
+def check_greedy_text(spec: Spec) -> None:
+    """Greedy answers with the drafter are the target's own."""
+    alone = decode_batch(spec.verifier, TargetAlone(), spec.requests[:16], GREEDY).generations
+    drafted = decode_batch(spec.verifier, spec.drafter(), spec.requests[:16], GREEDY, rows=5).generations
+    wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, drafted, strict=True))
+    require(not wrong, f"{wrong} of {len(alone)} greedy answers are other ones than the target's alone")
+
+
+CHECKS: dict[str, Callable[[Spec], None]] = {
+    "decoding equals training": check_decoding_equals_training,
+    "drafts are drawn from their laws": check_drawn_from_its_law,
+    "simulated equals decoded": check_simulation,
+    "drafts end where the confidence says": check_confidence,
+    "packed equals alone": check_packing,
+    "rows that count": check_rows_that_count,
+    "seeds reproduce": check_seeds,
+    "checkpoints hold everything": check_checkpoint,
+    "exports give the head back": check_exports,
+    "rows are independent": check_rows_are_independent,
+    "greedy text is the target's": check_greedy_text,
+    "trees are as the method says": check_trees,
+    "drawn trees are drawn from their laws": check_drawn_trees,
+}
+
+
+def run_conformance(spec: Spec) -> None:
+    """Run all checks. Raises AssertionError, one sentence that says what does not hold, at the first that fails."""
+    for check in CHECKS.values():
+        check(spec)
+
+
+def _loss_and_gradients(
+    spec: Spec, head: DraftHead, batches: Sequence[Sequence[Sequence[Tokenized]]]
+) -> dict[str, Tensor]:
+    """Return the loss summed over batches of rows of documents, and the gradient of every trained parameter."""
+    head.zero_grad()
+    losses = torch.zeros(())
+    for rows in batches:
+        batch = pack(spec, rows)
+        loss = head_loss(head(batch, head.train_steps), batch, spec.target.head, head.draft_vocab, spec.loss).loss_sum
+        loss.backward()
+        losses = losses + loss.detach().cpu()
+    found = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    head.zero_grad()
+    return {"the loss": losses} | {f"the gradient of {name}": value for name, value in found.items()}
+
+
+def _same_head(spec: Spec, head: DraftHead, again: DraftHead, what: str) -> None:
+    tensors = [dict([*one.named_parameters(), *one.named_buffers()]) for one in (head, again)]
+    require(tensors[0].keys() == tensors[1].keys(), f"{what} has other tensors")
+    differing = [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])]
+    require(not differing, f"{what} has another {', '.join(differing[:3])}")
+    same = (again.layer_ids, again.train_steps) == (head.layer_ids, head.train_steps)
+    require(same and equal(again.draft_vocab, head.draft_vocab), f"{what} reads or drafts something else")
+    _same_logits(spec, head, again, what)
+
+
+@torch.no_grad()
+def _same_logits(spec: Spec, head: DraftHead, again: DraftHead, what: str) -> None:
+    batch = pack(spec, [spec.samples[:2], spec.samples[2:3]])
+    outputs = [one.eval()(batch, spec.length).steps for one in (head, again)]
+    for a, b in zip(*outputs, strict=True):
+        require(agree(a.logits, b.logits), f"{what} gives other logits")
+        if a.confidence is not None:
+            same = b.confidence is not None and agree(a.confidence, b.confidence)
+            require(same, f"{what} gives other confidences")

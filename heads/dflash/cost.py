@@ -1,0 +1,17 @@
+"""What training a DFlash head costs; see heads/block/cost.py."""
+
+from dataclasses import dataclass
+
+from draftsmith.heads.block.cost import BlockCost
+from draftsmith.heads.dflash.options import DFlashOptions
+
+
+@dataclass(frozen=True)
+class DFlashCost(BlockCost):
+    """DFlash: every slot but the first drafts, by the target's projection."""
+
+    options: DFlashOptions
+
+    @property
+    def steps(self) -> int:
+        return self.options.block_size - 1

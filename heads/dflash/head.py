@@ -1,0 +1,48 @@
+"""DFlash: the slots of a block behind its first are filled in all at once, each with a token of its own place.
+
+Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026); served by vLLM's `qwen3_dflash.py` and
+llama.cpp's draft-dflash.
+
+Shapes: R_k rows of step k, H hidden, W draft vocab. Slot k + 1 of row t's block is at the position of x_{t+2+k}, which it
+predicts; slot 0 holds the root and predicts nothing. Blocks and layers are those of heads/block/base.py.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.heads.base import StepOutput
+from draftsmith.heads.block.base import BlockHead, build_block_head, load_block_head
+from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.target.target import Target
+
+__all__ = ["DFlashHead", "DFlashOptions", "build", "load"]
+
+
+class DFlashHead(BlockHead):
+    """The DFlash drafter: a block of S slots drafts S - 1 tokens, none of which knows the others."""
+
+    method: ClassVar[str] = "dflash"
+    first_slot = 1
+
+    def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
+        """The states [R_k, H] and rows [R_k] of each step -> its logits; in training those of all steps in one product."""
+        if not torch.is_grad_enabled():
+            return [
+                StepOutput(k, at, self.late(self.logits, x)) for k, (at, x) in enumerate(zip(rows, states, strict=True))
+            ]
+        logits = self.logits(torch.cat([*states])).split([len(x) for x in rows])
+        return [StepOutput(k, at, found) for k, (at, found) in enumerate(zip(rows, logits, strict=True))]
+
+
+def build(options: DFlashOptions, target: Target, draft_vocab: Tensor | None) -> DFlashHead:
+    """Return an untrained fp32 head for `target`; see `build_block_head` for what is refused."""
+    return build_block_head(DFlashHead, options, target, draft_vocab)
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> DFlashHead:
+    """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
+    return load_block_head(DFlashHead, DFlashOptions(**spec["options"]), spec, target, draft_vocab)

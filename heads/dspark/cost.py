@@ -1,0 +1,36 @@
+"""What training a DSpark head costs; see heads/block/cost.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from draftsmith.heads.block.cost import BlockCost
+from draftsmith.heads.dspark.options import DSparkOptions
+
+
+@dataclass(frozen=True)
+class DSparkCost(BlockCost):
+    """DSpark: every slot drafts, with a bias of low rank and perhaps a confidence."""
+
+    options: DSparkOptions
+
+    @property
+    def steps(self) -> int:
+        return self.options.block_size
+
+    @property
+    def others(self) -> int:
+        """The embedding [V, r] of the token before and the bias' projection [W, r] besides, and the confidence's [1, H + r]
+        with its offset."""
+        r, sure = self.options.markov_rank, self.options.confidence_head
+        return super().others + (self.target.vocab + self.draft_vocab) * r + sure * (self.target.hidden + r + 1)
+
+    def product_flops(self, positions: float, rows: Sequence[float]) -> float:
+        """The bias' 2*r*W and the confidence's 2*(H + r) besides, on R_k rows of step k."""
+        r, sure = self.options.markov_rank, self.options.confidence_head
+        each = 6 * (r * self.draft_vocab + sure * (self.target.hidden + r))
+        return super().product_flops(positions, rows) + each * sum(rows)
+
+    def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
+        """What bias and confidence read, besides."""
+        r, sure = self.options.markov_rank, self.options.confidence_head
+        return super().saved_bytes(positions, rows) + sum(rows) * (2 * r + sure * 2 * (self.target.hidden + r))

@@ -1,0 +1,153 @@
+"""DSpark: a block filled in at once, then a cheap pass from left to right that lets each token know the one before.
+
+DeepSeek, "DSpark" (2026); served by vLLM's `qwen3_dspark.py` and llama.cpp's draft-dspark.
+
+Shapes: R_k rows of step k, H hidden, W draft vocab, r rank, S slots. Slot k of row t's block is at the position of
+x_{t+1+k} and predicts x_{t+2+k}: slot 0 holds the root, so a block of S slots drafts S tokens. The token before adds a
+bias W2 E1[x_{t+1+k}] of low rank to the slot's logits: in training the text's, in drafting the one just drafted.
+"""
+
+from collections.abc import Iterable, Sequence
+from copy import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.simulate.acceptance import chain_acceptance
+from draftsmith.heads.base import HeadOutput, StepOutput, shift_left
+from draftsmith.heads.block.base import BlockHead, build_block_head, load_block_head
+from draftsmith.heads.dspark.calibration import calibrate
+from draftsmith.heads.dspark.options import DSparkOptions
+from draftsmith.heads.target.target import Target, TargetHead
+
+__all__ = ["DSparkHead", "DSparkOptions", "build", "load"]
+
+
+class MarkovHead(nn.Module):
+    """The token before a slot -> a bias of the slot's logits. Parameters are named as in the published files."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        nn.init.normal_(self.markov_w1.weight, std=0.01)
+
+
+class ConfidenceHead(nn.Module):
+    """State and embedding of the token before -> log-odds; the name `proj` is that of the published files."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+
+class DSparkHead(BlockHead):
+    """The DSpark drafter. temperatures: [S] by which the slots' log-odds are divided, fitted after training. threshold: drafts
+    end before the first slot that is less likely to be reached and accepted, None for never."""
+
+    method: ClassVar[str] = "dspark"
+    outer: ClassVar[tuple[str, ...]] = (*BlockHead.outer, "markov_head", "confidence_head")
+    first_slot = 0
+    options: DSparkOptions
+    temperatures: Tensor
+    threshold: float | None = None
+
+    def __init__(
+        self,
+        options: DSparkOptions,
+        config: LlamaConfig,
+        layer_ids: Sequence[int],
+        embedding: Tensor,
+        target_head: TargetHead,
+        draft_vocab: Tensor | None,
+    ) -> None:
+        super().__init__(options, config, layer_ids, embedding, target_head, draft_vocab)
+        V, H, r = config.vocab_size, config.hidden_size, options.markov_rank
+        self.markov_head = MarkovHead(V, V if draft_vocab is None else len(draft_vocab), r)
+        self.confident = options.confidence_head
+        self.confidence_head = ConfidenceHead(H + r) if options.confidence_head else None
+        self.register_buffer("temperatures", torch.ones(options.block_size) if options.confidence_head else None)
+
+    def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
+        """The states [R_k, H] and rows [R_k] of each step -> logits, confidence, and where the head would draft no more."""
+        tokens = [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
+        sizes, every = [len(at) for at in rows], torch.cat([*states])
+        before = self.markov_head.markov_w1(torch.cat(tokens)).to(every.dtype)
+        sources: Sequence[Any]
+        if torch.is_grad_enabled():
+            sources = self._biased(every, before).split(sizes)
+        else:
+            pairs = zip(states, before.split(sizes), strict=True)
+            sources = [self.late(self._biased, state, own) for state, own in pairs]
+        if self.confidence_head is None:
+            return [StepOutput(k, at, source) for k, (at, source) in enumerate(zip(rows, sources, strict=True))]
+        sure = self.log_odds(every, before).split(sizes)
+        survival = every.new_ones(batch.ids.numel(), dtype=torch.float32)
+        steps = []
+        for k, at in enumerate(rows):
+            stops = None
+            if self.threshold is not None:
+                survival[at] = survival[at] * self.calibrated(k, sure[k].detach())
+                stops = survival[at] < self.threshold
+            steps.append(StepOutput(k, at, sources[k], confidence=sure[k], stops=stops))
+        return steps
+
+    def _biased(self, states: Tensor, before: Tensor) -> Tensor:
+        """States [R, H] and embeddings of the tokens before [R, r] -> logits [R, W]."""
+        return self.logits(states) + self.markov_head.markov_w2(before)
+
+    def bias(self, before: Tensor) -> Tensor:
+        """Embeddings of the tokens before [..., r] -> what they add to the logits, [..., W]."""
+        return self.markov_head.markov_w2(before)
+
+    def log_odds(self, states: Tensor, before: Tensor) -> Tensor:
+        """States [..., H] and embeddings of the tokens before [..., r] -> the log-odds of being accepted [...], as the
+        training makes them."""
+        assert self.confidence_head is not None
+        return self.confidence_head.proj(torch.cat([states, before.to(states.dtype)], -1))[..., 0]
+
+    def calibrated(self, slot: int, log_odds: Tensor) -> Tensor:
+        """Log-odds of a slot -> the chance that its token is accepted, those before it being so."""
+        return torch.sigmoid(log_odds.float() / self.temperatures[slot])
+
+    def until(self, threshold: float) -> "DSparkHead":
+        """Return the head, of the same weights, with drafts that end early. Raises UserError without a confidence head."""
+        if self.confidence_head is None:
+            super().until(threshold)
+        other = copy(self)
+        other.threshold, other.steady = threshold, False
+        return other
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[TrainBatch], target_head: TargetHead, sampling: Sampling) -> dict[str, Any]:
+        """Fit the slots' temperatures to what became of drafts along answers; return them with the errors before and after."""
+        log_odds, accepted, halves = [], [], []
+        for place, batch in enumerate(batches):
+            steps = self(batch, self.train_steps).steps
+            c_BLK = chain_acceptance(HeadOutput(steps), batch, target_head, self.draft_vocab, sampling).c_BLK
+            rows = steps[0].rows
+            sure = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)
+            for step in steps:
+                assert step.confidence is not None
+                sure[step.rows, step.offset] = step.confidence.double()
+            number = batch.document + place + torch.arange(len(batch.ids), device=rows.device)[:, None]
+            log_odds.append(sure[rows])
+            accepted.append(c_BLK.flatten(0, 1)[rows])
+            halves.append((number.flatten()[rows] % 2).bool())
+        found = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))
+        self.temperatures.copy_(torch.tensor(found.temperatures))
+        return found.to_json()
+
+
+def build(options: DSparkOptions, target: Target, draft_vocab: Tensor | None) -> DSparkHead:
+    """Return an untrained fp32 head for `target`; see `build_block_head` for what is refused."""
+    return build_block_head(DSparkHead, options, target, draft_vocab)
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> DSparkHead:
+    """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
+    return load_block_head(DSparkHead, DSparkOptions(**spec["options"]), spec, target, draft_vocab)

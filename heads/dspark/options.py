@@ -1,0 +1,24 @@
+"""The switches of a DSpark head, apart from the head so that reading a recipe imports no model code."""
+
+from dataclasses import dataclass
+
+from draftsmith.errors import UserError
+from draftsmith.heads.block.options import BlockOptions
+
+
+@dataclass(frozen=True)
+class DSparkOptions(BlockOptions):
+    """The `head:` section of a recipe. Dimensions left out are the target's. A block of B slots drafts B tokens."""
+
+    block_size: int = 7
+    """Slots of a block, each of which drafts a token: the last token of the text and, behind it, masks."""
+    markov_rank: int = 256
+    """Rank of the bias that the token before a slot adds to its logits."""
+    confidence_head: bool = True
+    """A further output per slot says how likely its token is to be accepted, those before it being so; drafts can then end
+    early, see evaluate.drafts."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.markov_rank < 1:
+            raise UserError(f"head.markov_rank is {self.markov_rank}: it must be at least 1.")

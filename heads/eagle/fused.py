@@ -1,0 +1,251 @@
+"""What EAGLE-3 and P-EAGLE have in common: aux streams that are fused, layers, a draft vocabulary, an output projection.
+
+Shapes: B batch rows, n tokens, H draft hidden, Ht target hidden, A aux layers, V target vocab, W draft vocab.
+
+The one decoder layer of EAGLE-3: a Llama layer whose attention reads [embedding, hidden].
+
+Shapes: H hidden; "..." is [B, n] or [R].
+
+An output projection of low rank: two thin matrices in place of a wide one.
+
+Shapes: H hidden, W draft vocab, r rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from draftsmith.errors import UserError
+from draftsmith.heads.eagle.base import EagleHead
+from draftsmith.heads.eagle.options import DraftShape
+from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, RMSNorm, Rotary
+from draftsmith.heads.layers.final_norm import start_norm
+from draftsmith.heads.target.probe import probe_ids
+from draftsmith.heads.target.target import Target
+
+_EMBEDDING_SPREAD = 0.02
+"""Standard deviation of embeddings that start from nothing, as in Llama."""
+
+
+class FusedHead(EagleHead):
+    """A drafter that reads fused aux streams. Parameters carry the names of the flat EAGLE-3 layout (see contracts.py).
+
+    embedding: [V, Ht] the target's raw input embedding, shared and frozen unless it is to be trained, of its sizes alone
+    where the draft has a width of its own. draft_vocab: [W] sorted target ids, or None for all of them. Weights start in
+    fp32 at torch's defaults; `start` fills lm_head.
+    """
+
+    options: DraftShape
+
+    def __init__(
+        self,
+        options: DraftShape,
+        config: LlamaConfig,
+        layer_ids: Sequence[int],
+        embedding: Tensor,
+        draft_vocab: Tensor | None,
+    ) -> None:
+        super().__init__()
+        (V, Ht), H, A, eps = embedding.shape, config.hidden_size, len(layer_ids), config.rms_norm_eps
+        assert config.vocab_size == V
+        self.options, self.config, self.layer_ids = options, config, tuple(layer_ids)
+        self.train_steps, self.window = options.steps, options.sliding_window
+        # A longer draft would lose sight of its own root.
+        self.max_speculative_tokens = self.window
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.head_dim: int = config.head_dim
+        # Embeddings to train are a copy: the target must not learn with the head.
+        own = options.train_embeddings
+        if self.shares_width(Ht):
+            embedding = embedding.detach().to(torch.float32, copy=True) if own else embedding.detach()
+            self.embed_tokens = nn.Embedding.from_pretrained(embedding, freeze=not own)
+        else:
+            self.embed_tokens = nn.Embedding(V, H).requires_grad_(own)
+            nn.init.normal_(self.embed_tokens.weight, std=_EMBEDDING_SPREAD)
+        self.input_norm = RMSNorm(A * Ht, eps=eps) if options.norm_before_fc else None
+        self.fc_norm = nn.ModuleList(RMSNorm(Ht, eps=eps) for _ in layer_ids) if options.fc_norm else None
+        self.fc = nn.Linear(A * Ht, H, bias=False)
+        above = [PlainLayer(config) for _ in range(options.num_hidden_layers - 1)]
+        self.layers = nn.ModuleList([Eagle3Layer(config, options.norm_before_residual), *above])
+        self.norm = RMSNorm(H, eps=eps)
+        W, rank = V if draft_vocab is None else len(draft_vocab), options.lm_head_rank
+        self.lm_head = nn.Linear(H, W, bias=False) if rank is None else LowRankLinear(H, W, rank)
+        self.lm_head.requires_grad_(options.train_lm_head)
+        self.rotary_emb = Rotary(config)
+        self.register_buffer("draft_vocab", draft_vocab)
+
+    def shares_width(self, target_hidden: int) -> bool:
+        """Whether the draft is as wide as a target of that hidden size."""
+        return self.config.hidden_size == target_hidden
+
+    def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+        """The fused aux streams; the last states are not read."""
+        return self.fuse(aux)
+
+    def fuse(self, aux: Tensor) -> Tensor:
+        """Aux streams [B, n, A*Ht] -> the hidden state of step 0, [B, n, H]."""
+        aux = aux.to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if self.fc_norm is not None:
+            aux = torch.cat(
+                [norm(x) for norm, x in zip(self.fc_norm, aux.chunk(len(self.fc_norm), -1), strict=True)], -1
+            )
+        return self.fc(aux)
+
+    def lr_factor(self, name: str) -> float:
+        """Small weights of `fc`, see `start`, are trained at as small a rate."""
+        if name != "fc.weight" or self.options.norm_before_residual:
+            return 1.0
+        weight = self.fc.weight.detach()
+        # torch starts a linear layer uniformly up to 1 / sqrt(fan-in), of this spread.
+        return min(1.0, float(weight.square().mean().sqrt()) * (3 * self.fc.in_features) ** 0.5)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer.enter(embedded, hidden)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """The last layer's output [..., H] -> draft logits [..., W]."""
+        return self.lm_head(self.norm(out))
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """The last layer's output [..., H] is the hidden state of the next step."""
+        return out
+
+    def served(self) -> Self:
+        """The head with its output projection multiplied out, where that is of low rank."""
+        if not isinstance(self.lm_head, LowRankLinear):
+            return self
+        options, embedding = replace(self.options, lm_head_rank=None), self.embed_tokens.weight
+        tensors = {name: value for name, value in self.state_dict().items() if not name.startswith("lm_head.")}
+        Ht = self.fc.in_features // len(self.layer_ids)
+        like = embedding if self.shares_width(Ht) else embedding.new_empty(len(embedding), Ht)
+        with torch.device(embedding.device):
+            whole = type(self)(options, self.config, self.layer_ids, like, self.draft_vocab)
+        whole.load_state_dict({**tensors, "lm_head.weight": self.lm_head.product()}, assign=True)
+        return whole
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `load` needs besides the tensors, as JSON."""
+        return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
+
+
+Head = TypeVar("Head", bound=FusedHead)
+
+
+def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Tensor | None) -> Head:
+    """Return an untrained fp32 head for `target`, its final norm the target's and its lm_head the target's rows of the draft
+    vocabulary, or what of low rank comes closest to them; one of another width starts at random.
+
+    draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layer ids that the target
+    does not have and for dimensions that do not fit together.
+    """
+    layer_ids = target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
+    target.check_layer_ids(layer_ids)
+    options.check_window()
+    vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
+    assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
+    config = derive_layer_config(options, target)
+    _check_sizes(options, config, target, target.vocab_size if vocab is None else len(vocab))
+    with torch.device(target.device):
+        head = kind(options, config, layer_ids, target.embedding, vocab)
+    if not options.norm_before_residual:
+        _shrink_streams(head, target)
+    if not head.shares_width(target.hidden_size):
+        return head
+    left = start_norm(head.norm, target, target.head.scale)
+    weight = (target.head.weight if vocab is None else target.head.weight[vocab]).detach().float() * left
+    if isinstance(head.lm_head, LowRankLinear):
+        head.lm_head.approximate(weight)
+        return head
+    with torch.no_grad():
+        head.lm_head.weight.copy_(weight)
+    return head
+
+
+@torch.no_grad()
+def _shrink_streams(head: FusedHead, target: Target) -> None:
+    """Scale `fc` so that fused streams have an RMS of at most one, as what the layers add to them has.
+
+    Raw streams grow from layer to layer, to an RMS of tens and more, beside which a layer that starts at random says nothing
+    for a long time. Their median over some random tokens is taken, as single tokens have states a thousand times larger.
+    """
+    aux = target.forward(probe_ids(target), layer_ids=head.layer_ids).aux
+    # Quieter ones stay so: louder, they learned worse.
+    head.fc.weight.div_(head.fuse(aux).square().mean(-1).sqrt().median().clamp_min(1.0))
+
+
+def _check_sizes(options: DraftShape, config: LlamaConfig, target: Target, draft_tokens: int) -> None:
+    """Raise UserError for a rank that saves nothing, and for a width of its own with anything that is not trained."""
+    H, rank = config.hidden_size, options.lm_head_rank
+    if rank is not None and rank >= min(draft_tokens, H):
+        raise UserError(
+            f"head.lm_head_rank is {rank}, but the output projection is {draft_tokens} by {H}: give less than both, or "
+            "null for a full matrix."
+        )
+    if target.hidden_size == H:
+        return
+    for name in ("train_embeddings", "train_lm_head"):
+        if not getattr(options, name):
+            raise UserError(
+                f"head.hidden_size is {H} and the target's is {target.hidden_size}, so that nothing of the target's fits: set "
+                f"head.{name} to true, or leave head.hidden_size out."
+            )
+
+
+class Eagle3Layer(EagleLayer):
+    """The decoder layer, in two halves around the attention."""
+
+    def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        self.norm_before_residual = norm_before_residual
+        self.self_attn = EagleAttention(config, 2 * config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embedded), normed], -1)
+        return x, normed if self.norm_before_residual else hidden
+
+
+class LowRankLinear(nn.Module):
+    """A projection [..., H] -> [..., W] without a bias that goes through r numbers: r * (H + W) weights, not H * W."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(in_features, rank, bias=False)
+        self.up = nn.Linear(rank, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., W]."""
+        return self.up(self.down(x))
+
+    @torch.no_grad()
+    def product(self) -> Tensor:
+        """Return the one matrix [W, H] that computes the same, to rounding."""
+        return self.up.weight @ self.down.weight
+
+    @torch.no_grad()
+    def approximate(self, weight_WH: Tensor) -> None:
+        """Take the product of this rank that is closest to `weight_WH` by the sum of squares (Eckart and Young, 1936).
+
+        Its rows are projected onto the r directions in which they are largest: eigenvectors of the [H, H] matrix of their
+        products, since a decomposition of all W rows would take W / H times as long.
+        """
+        weight_WH = weight_WH.to(self.up.weight)
+        largest_Hr = torch.linalg.eigh(weight_WH.T @ weight_WH).eigenvectors[:, -self.down.out_features :]
+        self.down.weight.copy_(largest_Hr.T)
+        self.up.weight.copy_(weight_WH @ largest_Hr)

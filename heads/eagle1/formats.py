@@ -1,0 +1,311 @@
+"""The contracts of the EAGLE-1 layouts: what vLLM serves as `eagle`, and what SGLang serves as `EAGLE`.
+
+Both read EAGLE's own tensors; they differ in the name of the model class and in biases. vLLM adds none to `fc` and drops
+a stored one in silence; SGLang always has one there, which it draws at random where the file holds none. vLLM finds the
+biases of query, key and value under `qkv_bias`; SGLang knows only `attention_bias`, which asks for one of the output
+projection too.
+
+Symbols in shapes: H hidden (draft and target alike), V target vocab, I feed-forward width, N query heads, G key/value
+heads, D head size.
+
+EAGLE-1 heads into the layouts that engines read; back again it is `eagle1_layouts.load_eagle1_directory`.
+
+Engines compute the drafts' logits with the target's projection. Its scale and softcap change no rank; a bias does, and
+neither adds it (engines.py has the rule). Shapes: H hidden.
+
+EAGLE-1 heads as EAGLE publishes them: a Llama configuration and one file of tensors.
+
+EAGLE's own reader is `eagle/model/{ea_model,cnets1}.py`; vLLM and SGLang serve the same files.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.heads.checkpoint import fill
+from draftsmith.heads.eagle1.head import Eagle1Head
+from draftsmith.heads.eagle1.options import Eagle1Options
+from draftsmith.heads.files import explain_config, read_config, read_weights
+from draftsmith.heads.formats.contracts import (
+    LLAMA_KEYS,
+    Config,
+    Contract,
+    ExportRequest,
+    KeyRule,
+    ModelFiles,
+    TensorRule,
+    broken,
+    check_torch_dtype,
+)
+from draftsmith.heads.formats.engine_rules import (
+    MEASURE,
+    SGLANG_ROOT,
+    VLLM_SAME_GPUS,
+    biased_target,
+    changed_embedding,
+    name_the_method,
+)
+from draftsmith.heads.formats.layout import Layout, Rule, Served
+from draftsmith.heads.formats.published import check_sizes, is_the_same, layer_keys, read_layer, tidy
+from draftsmith.heads.formats.recognise import Format
+from draftsmith.heads.formats.start import start_sglang, start_vllm
+from draftsmith.heads.layers.token_scale import fold
+from draftsmith.heads.target.target import Target
+
+FC_BIAS, OUTPUT_BIAS = "fc.bias", "layers.0.self_attn.o_proj.bias"
+
+
+def _sizes(config: Config) -> dict[str, int]:
+    return {
+        "H": config["hidden_size"],
+        "V": config["vocab_size"],
+        "I": config["intermediate_size"],
+        "N": config["num_attention_heads"],
+        "G": config["num_key_value_heads"],
+        "D": config["head_dim"],
+    }
+
+
+def _check_heads(contract: Contract, files: ModelFiles) -> None:
+    sizes = _sizes(files.config)
+    if sizes["N"] % sizes["G"] or sizes["D"] % 2:
+        expected = f"a divisor of num_attention_heads {sizes['N']}, and an even head_dim"
+        raise broken(contract, "config key num_key_value_heads", expected, f"{sizes['G']} and {sizes['D']}")
+
+
+def _check_rope(contract: Contract, files: ModelFiles) -> None:
+    """Readers of both generations, those of rope_parameters and those of rope_theta and rope_scaling, see one RoPE."""
+    rope = files.config["rope_parameters"]
+    if files.config["rope_theta"] != rope.get("rope_theta"):
+        raise broken(contract, "config key rope_theta", f"{rope.get('rope_theta')}", f"{files.config['rope_theta']}")
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    expected = None if scaling.get("rope_type", "default") == "default" else scaling
+    if files.config.get("rope_scaling") != expected:
+        found = repr(files.config.get("rope_scaling"))
+        raise broken(contract, "config key rope_scaling", f"{expected}, as in rope_parameters", found)
+
+
+def _check_empty_output_bias(contract: Contract, files: ModelFiles) -> None:
+    if OUTPUT_BIAS in files.tensors and bool(files.tensors[OUTPUT_BIAS].any()):
+        raise broken(contract, f"tensor {OUTPUT_BIAS}", "zeros: heads have none", "others")
+
+
+def _tensor_rules(biased: str) -> tuple[TensorRule, ...]:
+    """The tensors that both engines read; the key `biased` asks for the biases of query, key and value."""
+    attention = "layers.0.self_attn."
+    return (
+        TensorRule("fc.weight", ("H", "2*H")),
+        TensorRule(f"{attention}q_proj.weight", ("N*D", "H")),
+        TensorRule(f"{attention}k_proj.weight", ("G*D", "H")),
+        TensorRule(f"{attention}v_proj.weight", ("G*D", "H")),
+        TensorRule(f"{attention}q_proj.bias", ("N*D",), when=lambda config: config[biased]),
+        TensorRule(f"{attention}k_proj.bias", ("G*D",), when=lambda config: config[biased]),
+        TensorRule(f"{attention}v_proj.bias", ("G*D",), when=lambda config: config[biased]),
+        TensorRule(f"{attention}o_proj.weight", ("H", "N*D")),
+        TensorRule("layers.0.mlp.gate_proj.weight", ("I", "H")),
+        TensorRule("layers.0.mlp.up_proj.weight", ("I", "H")),
+        TensorRule("layers.0.mlp.down_proj.weight", ("H", "I")),
+        TensorRule("layers.0.post_attention_layernorm.weight", ("H",)),
+        TensorRule("embed_tokens.weight", ("V", "H"), optional=True),
+    )
+
+
+_KEYS = (
+    *LLAMA_KEYS,
+    KeyRule("mlp_bias", bool, "the head has none there", False),
+    KeyRule("tie_word_embeddings", bool, "SGLang binds the target's two matrices one by one", False),
+    KeyRule("torch_dtype", str, "the dtype of every tensor"),
+)
+_FORBIDDEN = {
+    "bias": "engines take it for biases of the attention",
+    "draft_vocab_size": "readers take it for EAGLE-3",
+    "quantization_config": "the weights are plain",
+}
+_CHECKS = (check_torch_dtype, _check_heads, _check_rope)
+
+# vLLM makes EagleLlamaForCausalLM of the architecture, has no place for lm_head.weight (it raises) and shares the
+# target's embeddings where the file holds none or the same.
+EAGLE1 = Contract(
+    name="eagle1",
+    tensors=_tensor_rules("qkv_bias"),
+    keys=(
+        KeyRule("architectures", list, "vLLM puts Eagle in front of it", ["LlamaForCausalLM"]),
+        *_KEYS,
+        KeyRule("attention_bias", bool, "it would add a bias to the output projection", False),
+        KeyRule("qkv_bias", bool, "vLLM adds biases to query, key and value"),
+        KeyRule("logit_scale", float, "vLLM multiplies the drafts' logits by it, as the target its own"),
+    ),
+    sizes=_sizes,
+    ranges={},
+    forbidden=_FORBIDDEN,
+    checks=_CHECKS,
+)
+
+# SGLang binds the target's embeddings and projection whatever the file holds.
+EAGLE1_SGLANG = Contract(
+    name="eagle1_sglang",
+    tensors=(
+        *_tensor_rules("attention_bias"),
+        TensorRule(FC_BIAS, ("H",)),
+        TensorRule(OUTPUT_BIAS, ("H",), when=lambda config: config["attention_bias"]),
+    ),
+    keys=(
+        KeyRule("architectures", list, "the class that SGLang loads", ["LlamaForCausalLMEagle"]),
+        *_KEYS,
+        KeyRule("attention_bias", bool, "SGLang adds biases to all projections of the attention"),
+    ),
+    sizes=_sizes,
+    ranges={},
+    forbidden={**_FORBIDDEN, "hot_vocab_size": "SGLang would expect fewer rows in the projection"},
+    checks=(*_CHECKS, _check_empty_output_bias),
+)
+
+
+def to_eagle1(head: Eagle1Head, target: Target, request: ExportRequest) -> ModelFiles:
+    """Convert to the layout that vLLM reads, the embeddings included."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        **layer_keys(head.config, request.dtype),
+        "qkv_bias": head.options.qkv_bias,
+        "logit_scale": float(target.head.scale),
+    }
+    return ModelFiles(config, _tensors(head, request), request.dtype)
+
+
+def to_eagle1_sglang(head: Eagle1Head, target: Target, request: ExportRequest) -> ModelFiles:
+    """Convert to the layout that SGLang reads; biases that it has and the head has not are zeros."""
+    tensors, biased = _tensors(head, request), head.options.qkv_bias
+    nothing = torch.zeros(head.config.hidden_size, dtype=request.dtype, device=tensors["fc.weight"].device)
+    tensors.setdefault(FC_BIAS, nothing)
+    if biased:
+        tensors[OUTPUT_BIAS] = nothing.clone()
+    config = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(head.config, request.dtype)}
+    return ModelFiles({**config, "attention_bias": biased}, tensors, request.dtype)
+
+
+def _tensors(head: Eagle1Head, request: ExportRequest) -> dict[str, Tensor]:
+    own, H = head.state_dict(), head.config.hidden_size
+    own["fc.weight"] = fold(own["fc.weight"].detach(), slice(H), head.token_scale)
+    return {name: value.detach().to(request.dtype) for name, value in own.items()}
+
+
+PROJECTION = "lm_head.weight"
+
+
+def load_eagle1_directory(path: Path | str, target: Target) -> Eagle1Head:
+    """Return the head in a directory of EAGLE's layout, fp32, on the target's device.
+
+    The layer is what config.json says, its defaults those of a Llama configuration, RoPE included: where it names no
+    rope_theta, that is 10000 whatever the target's, as EAGLE's own decoder and the engines take it. Biases of `fc` (in
+    the first published heads) and of the projections (for Qwen2) are read where the file has them, unless EAGLE's keys
+    `bias` and `qkv_bias` contradict it. An embedding that differs from the target's is kept; without one, the head
+    reads the target's.
+
+    Nothing in the files names the target: it is known by its sizes alone. Raises UserError for other sizes than the
+    target's, more layers than one, and weights that are missing, damaged, surplus, misshapen or in need of code.
+    """
+    path = Path(path)
+    config = read_config(path)
+    check_sizes(path, config, target)
+    file, found = read_weights(path, target.device)
+    tensors = tidy(found, file, target)
+    if "fc.weight" not in tensors:
+        raise UserError(
+            f"{file} lacks the tensor fc.weight, so it is no EAGLE-1 head: give the folder of a draft head."
+        )
+    _drop_the_targets_projection(tensors, file, target)
+    for name in (FC_BIAS, OUTPUT_BIAS):
+        if name in tensors and not config.get("bias") and not bool(tensors[name].any()):
+            del tensors[name]  # SGLang's layout has zeros where the head has no bias
+    head = _make_head(path, config, tensors, target)
+    fill(head, tensors, file, remedy="fetch the head again")
+    return head
+
+
+def _drop_the_targets_projection(tensors: dict[str, Tensor], file: Path, target: Target) -> None:
+    """Remove a projection that is the target's; refuse another one."""
+    projection, own = tensors.pop(PROJECTION, None), target.head.weight
+    if projection is not None and not is_the_same(projection, own):
+        raise UserError(
+            f"{file} holds an {PROJECTION} that is not the target's, but EAGLE-1 heads draft with the target's own: give "
+            "the target that it was made for, or another head."
+        )
+
+
+def _make_head(path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Eagle1Head:
+    """Return the head that `config` describes, weights still to be filled in."""
+    options = Eagle1Options(
+        fc_bias=bool(config.get("bias", "fc.bias" in tensors)),
+        qkv_bias=bool(config.get("qkv_bias", "layers.0.self_attn.q_proj.bias" in tensors)),
+    )
+    with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
+        return Eagle1Head(options, read_layer(config), target.embedding, target.head)
+
+
+def _target_bias() -> Rule:
+    return Rule(
+        "a target whose output projection has a bias", "leaves the bias out of the drafts", MEASURE, biased_target
+    )
+
+
+def _activation() -> Rule:
+    return Rule(
+        "another activation than SiLU",
+        "stops at it",
+        "measure it with draftsmith evaluate",
+        lambda files, target, head: files.config["hidden_act"] != "silu",
+    )
+
+
+LAYOUTS = (
+    Layout(
+        "eagle1",
+        EAGLE1,
+        to_eagle1,
+        load_eagle1_directory,
+        {
+            "vllm": Served(
+                start_vllm("eagle"),
+                rules=(
+                    Rule(
+                        "a bias of `fc`",
+                        "drops it in silence",
+                        "export the layout eagle1_sglang for SGLang, which adds it",
+                        lambda files, target, head: FC_BIAS in files.tensors,
+                    ),
+                    _target_bias(),
+                    _activation(),
+                ),
+                caveats=(name_the_method("eagle"), VLLM_SAME_GPUS),
+            )
+        },
+    ),
+    Layout(
+        "eagle1",
+        EAGLE1_SGLANG,
+        to_eagle1_sglang,
+        load_eagle1_directory,
+        {
+            "sglang": Served(
+                start_sglang("EAGLE"),
+                rules=(
+                    Rule(
+                        "input embeddings of its own",
+                        "takes the target's in silence",
+                        "export the layout eagle1 for vLLM, which keeps them",
+                        changed_embedding,
+                    ),
+                    _target_bias(),
+                    _activation(),
+                ),
+                caveats=("The algorithm is EAGLE, not EAGLE3.", SGLANG_ROOT),
+            )
+        },
+    ),
+)
+
+FORMATS = (Format("an EAGLE-1 head", 11, lambda f: "fc.weight" in f.names, load_eagle1_directory),)

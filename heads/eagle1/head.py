@@ -1,0 +1,138 @@
+"""EAGLE-1: one Llama layer that continues the target's last hidden states, its logits the target's own projection.
+
+Li et al., "EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty" (2024), section 3; EAGLE-2 (2024)
+drafts trees with the same weights. Zhang et al., "Learning Harmonized Representations for Speculative Sampling" (HASS,
+2024) train it on its own outputs too, in aligned passes.
+
+Shapes: B batch rows, L tokens, n tokens, H hidden (draft and target alike), A aux layers, V target vocab.
+
+Rows and steps are those of heads/eagle/base.py. Row t reads fc([embedding of x_{t+1}, y_t]), y_t being the target's
+post-final-norm state; its output f_t stands for y_{t+1}: it is the next step's hidden state, and the target's
+projection makes logits of it, with no norm between. The layer itself has no norm in front of its attention.
+In training y_t gets noise, so that the head lives with the errors of its own outputs; pass j of HASS is step j - 1.
+"""
+
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.eval.decode.noise import NOISE, uniforms
+from draftsmith.heads.eagle.base import EagleHead
+from draftsmith.heads.eagle1.options import Eagle1Options
+from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
+from draftsmith.heads.layers.token_scale import token_scale
+from draftsmith.heads.target.target import Target, TargetHead
+
+__all__ = ["Eagle1Head", "Eagle1Options", "build", "load"]
+
+
+class Eagle1Layer(EagleLayer):
+    """A Llama layer without input_layernorm."""
+
+    def __init__(self, config: LlamaConfig, *, qkv_bias: bool) -> None:
+        super().__init__()
+        self.self_attn = EagleAttention(config, config.hidden_size, qkv_bias=qkv_bias)
+        self.mlp = LlamaMLP(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class Eagle1Head(EagleHead):
+    """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see formats.py).
+
+    embedding: [V, H] the target's raw input embedding, shared and frozen. target_head: its output projection, shared
+    and frozen; it is no part of the head's parameters. token_scale: what embeddings are multiplied by where they enter (see
+    token_scale.py), 1 for heads of others. Weights start in fp32 at torch's defaults.
+    """
+
+    method: ClassVar[str] = "eagle1"
+    measured: ClassVar[tuple[str, ...]] = ("token_scale",)
+    layer_ids: tuple[int, ...] = ()
+    draft_vocab = None
+    regresses: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        options: Eagle1Options,
+        config: LlamaConfig,
+        embedding: Tensor,
+        target_head: TargetHead,
+        token_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.token_scale = token_scale
+        H = config.hidden_size
+        assert embedding.shape[1] == target_head.weight.shape[1] == H
+        self.options, self.config, self.train_steps = options, config, options.aligned_passes
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
+        self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
+        self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])
+        self.rotary_emb = Rotary(config)
+        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
+        self._target_head = [target_head]
+
+    def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+        """The target's last states; aux streams are not read."""
+        return last.to(self.fc.weight.dtype)
+
+    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [..., H] -> the layer's input [..., H], twice: the attention reads the residual as it is."""
+        x = self.fc(torch.cat([embedded * self.token_scale, hidden], -1))
+        return x, x
+
+    def logits(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] -> fp32 draft logits [..., V], by the target's own projection."""
+        return self._target_head[0].logits(out)
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] is the hidden state of the next step."""
+        return out.detach() if self.options.detach_passes else out
+
+    def feature(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] stands for the target's next state."""
+        return out
+
+    def perturb(self, hidden: Tensor, batch: TrainBatch) -> Tensor:
+        """Add the noise of the options to the target's states [B, L, H], drawn from the documents' seeds."""
+        width, length = self.options.noise, self.options.noise_length
+        if not width:
+            return hidden
+        uniform = uniforms(batch.seeds.flatten(), batch.position.flatten(), NOISE, hidden.shape[-1])
+        noise = (2 * uniform.view(hidden.shape).to(hidden.dtype) - 1) * width
+        if length is not None:
+            noise = noise * (length / _document_tokens(batch.document))[..., None]
+        return hidden + noise
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `load` needs besides the tensors, as JSON."""
+        layer = describe_layer_config(self.config)
+        return {"options": asdict(self.options), "layer_config": layer, "token_scale": self.token_scale}
+
+
+def _document_tokens(document_BL: Tensor) -> Tensor:
+    """Return [B, L]: how many tokens the document of each position has (documents are numbered within their row)."""
+    number_BL = document_BL + 1
+    counts = torch.zeros(len(number_BL), int(number_BL.max()) + 1, device=number_BL.device)
+    counts.scatter_add_(1, number_BL, torch.ones_like(number_BL, dtype=counts.dtype))
+    return counts.gather(1, number_BL)
+
+
+def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
+    """Return an untrained fp32 head for `target`. Raises UserError for dimensions that do not fit together."""
+    assert draft_vocab is None, "EAGLE-1 predicts the whole vocabulary"
+    config, scale = derive_layer_config(options, target), token_scale(target)
+    with torch.device(target.device):
+        return Eagle1Head(options, config, target.embedding, target.head, scale)
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
+    """Return the head that `describe` wrote down, weights still to be filled in."""
+    assert draft_vocab is None
+    options, config = Eagle1Options(**spec["options"]), LlamaConfig(**spec["layer_config"])
+    with torch.device(target.device):
+        return Eagle1Head(options, config, target.embedding, target.head, spec.get("token_scale", 1.0))

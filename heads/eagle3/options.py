@@ -1,0 +1,29 @@
+"""The switches of an EAGLE-3 head, apart from the head so that reading a recipe imports no model code."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from draftsmith.errors import UserError
+from draftsmith.heads.eagle.options import DraftShape
+
+
+@dataclass(frozen=True)
+class Eagle3Options(DraftShape):
+    """The `head:` section of a recipe. Dimensions left out are the target's."""
+
+    TRAINING: ClassVar[frozenset[str]] = DraftShape.TRAINING | {"ttt_steps"}
+
+    ttt_steps: int = 7
+    """How many steps of its own output the head is trained on (the paper's code uses 7)."""
+    norm_output: bool = field(default=False, kw_only=True)
+    """The state fed to the next step is the one after the final norm (EAGLE-3.1); llama.cpp cannot serve it."""
+
+    @property
+    def steps(self) -> int:
+        """The steps that the head is trained on."""
+        return self.ttt_steps
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ttt_steps < 1:
+            raise UserError(f"head.ttt_steps is {self.ttt_steps}: it must be at least 1.")

@@ -1,0 +1,1 @@
+"""Writing heads for serving engines."""

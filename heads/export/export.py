@@ -1,0 +1,172 @@
+"""Native head in, engine directory out: validated before it is written, read back before it is kept.
+
+What a layout must hold, how heads get there and back, and what engines do with it stands in the formats.py of each method.
+Shapes: H target hidden, A aux layers, V target vocab.
+"""
+
+import shutil
+from pathlib import Path
+
+import torch
+from torch.func import functional_call
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead, agree, drafting
+from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
+from draftsmith.heads.export.readme import README, Exported, write_readme
+from draftsmith.heads.formats.contracts import FLOATS, ExportRequest, ModelFiles, flatten, validate
+from draftsmith.heads.formats.engines import ENGINES, split_obstacle
+from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
+from draftsmith.heads.formats.start import Adapter
+from draftsmith.heads.record import RECORD, what_it_reads, write_record
+from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.heads.target.target import Target
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
+
+
+def export_head(
+    head: DraftHead,
+    target: Target,
+    dest: Path | str,
+    *,
+    layout: str | None = None,
+    dtype: str | torch.dtype | None = None,
+    include_embeddings: bool = False,
+    num_speculative_tokens: int | None = None,
+    tensor_parallel: int = 1,
+    made_for: TargetIdentity | None = None,
+    beside: str = "",
+    adapter: Adapter | None = None,
+) -> Path:
+    """Write `head` as the directory `dest` that a serving engine loads, and return its path.
+
+    layout: a name of `layouts_of`, None for the method's default. dtype: of the float tensors, None for the target's.
+    include_embeddings: store the input embeddings too where engines otherwise share the target's.
+    num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md; at most
+    as many as the head drafts.
+    tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
+    draftsmith.json names, `target` if left out. beside: what README.md says of the target's own export. adapter: that
+    export, where the target is served with an adapter. The head itself is not changed. Raises UserError where the layout
+    cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
+    loaded again and must give the same logits.
+    """
+    dest, head = Path(dest).absolute(), head.served()
+    layout = layout or default_layout(head.method)
+    files = convert_head(
+        head,
+        target,
+        layout=layout,
+        dtype=dtype,
+        include_embeddings=include_embeddings,
+        num_speculative_tokens=num_speculative_tokens,
+        tensor_parallel=tensor_parallel,
+    )
+    chosen = find_layout(layout, head.method)
+    exported = Exported(head, target, chosen, files, dest, num_speculative_tokens, tensor_parallel, beside, adapter)
+    with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
+        write_model_files(temporary, files.config, files.tensors, files.weights)
+        for name, source in files.copies.items():
+            shutil.copyfile(source, temporary / name)
+        write_record(temporary, head.method, layout, what_it_reads(head, made_for or target.identity))
+        (temporary / README).write_text(write_readme(exported), encoding="utf-8")
+        reloaded = chosen.load(temporary, target)
+        assert same_logits(head, reloaded, files, target), "the export gives other logits"
+    return dest
+
+
+def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:
+    """Return the names of the files that an export to `dest` may replace; a README alone is not ours."""
+    return (CONFIG, RECORD, README, files.weights, *files.copies) if (dest / CONFIG).is_file() else ()
+
+
+def convert_head(
+    head: DraftHead,
+    target: Target,
+    *,
+    layout: str,
+    dtype: str | torch.dtype | None = None,
+    include_embeddings: bool = False,
+    num_speculative_tokens: int | None = None,
+    tensor_parallel: int = 1,
+) -> ModelFiles:
+    """Return what `export_head` would write, held against the layout's contract; nothing is written.
+
+    An untrained head serves to find out, before training, whether a layout can hold it.
+    """
+    chosen, head = find_layout(layout, head.method), head.served()
+    K = None if num_speculative_tokens is None else head.within_reach(num_speculative_tokens)
+    files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), K))
+    rules = {rule.name: rule for rule in chosen.contract.tensors}
+    if EMBEDDING not in rules:
+        files.tensors.pop(EMBEDDING, None)
+    if include_embeddings and not any(name.endswith(EMBEDDING) for name in files.tensors):
+        raise UserError(
+            f"export.include_embeddings is true, but the layout {layout} holds no input embeddings: leave it out."
+        )
+    optional = EMBEDDING in rules and rules[EMBEDDING].optional
+    if optional and not include_embeddings and borrows_embedding(head.get_parameter(EMBEDDING), target):
+        del files.tensors[EMBEDDING]
+    chosen.refuse_what_engines_lack(files, target, head)
+    serve = [engine for engine in chosen.engines if chosen.blocking_rule(engine, files, target, head) is None]
+    _check_split(chosen, serve or list(chosen.engines), files, tensor_parallel)
+    validate(files, chosen.contract)
+    return files
+
+
+def _check_split(layout: Layout, engines: list[str], files: ModelFiles, gpus: int) -> None:
+    """Raise UserError where none of these engines could split the draft over that many GPUs."""
+    obstacles = {engine: split_obstacle(engine, files, gpus) for engine in engines if ENGINES[engine].split is not None}
+    if obstacles and all(obstacles.values()):
+        engine, why = next(iter(obstacles.items()))
+        raise UserError(
+            f"export.tensor_parallel is {gpus}, but {ENGINES[engine].title} cannot split this head in the layout {layout.name} "
+            f"over {gpus} GPUs, since it {why}."
+        )
+
+
+@torch.no_grad()
+def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target: Target) -> bool:
+    """Whether both heads give the same logits on random input, `head` with its weights rounded to the files' dtype.
+
+    All steps or heads that training sums over are compared, as far as the head drafts. Both use the target's embedding, if they have one,
+    unless the files hold it.
+    """
+    stored = dict(reloaded.named_parameters())
+    rounded = {
+        name: stored[name]
+        if name == EMBEDDING and EMBEDDING not in files.tensors
+        else value.to(files.dtype).to(stored[name])
+        for name, value in head.named_parameters()
+        if name in stored  # a bias of zeros is none when it is read again
+    }
+    steps = head.within_reach(head.train_steps)
+    window = flatten(files.config).get("sliding_window") or 0  # a window that is lost shows on longer texts only
+    batch = _random_batch(reloaded, target, length=window + steps + 8)
+    with drafting(head, reloaded):
+        ours, theirs = functional_call(head, rounded, (batch, steps)), reloaded(batch, steps)
+    return all(agree(a.logits, b.logits) for a, b in zip(ours.steps, theirs.steps, strict=True))
+
+
+def _dtype(dtype: str | torch.dtype | None, target: Target) -> torch.dtype:
+    name = str(target.dtype if dtype in (None, "auto") else dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"export.dtype is {name!r}: choose one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def _random_batch(head: DraftHead, target: Target, length: int) -> TrainBatch:
+    """One document of random tokens and states, all of it to be learned."""
+    generator = torch.Generator().manual_seed(0)
+    H = target.hidden_size
+    return TrainBatch(
+        ids=torch.randint(target.vocab_size, (1, length), generator=generator),
+        mask=torch.ones(1, length, dtype=torch.bool),
+        document=torch.zeros(1, length, dtype=torch.int64),
+        position=torch.arange(length)[None],
+        aux=torch.randn(1, length, len(head.layer_ids) * H, generator=generator),
+        last=torch.randn(1, length, H, generator=generator),
+        top1=torch.zeros(1, length, dtype=torch.int64),
+        logsumexp=torch.zeros(1, length),
+    ).to(next(head.parameters()).device)

@@ -1,0 +1,160 @@
+"""What becomes of a target that was tuned with its heads: a whole model of its own, or the adapter alone.
+
+Shapes: r rank of the adapter, L tokens.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+from warnings import catch_warnings, simplefilter
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from draftsmith.files import write_json
+from draftsmith.heads.base import agree
+from draftsmith.heads.checkpoint import CONFIG, atomic_directory, check_replaceable
+from draftsmith.heads.export.readme import README
+from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
+from draftsmith.heads.record import RECORD, TUNED, write_record
+from draftsmith.heads.target.fingerprint import weight_files
+from draftsmith.heads.target.identity import TargetIdentity, identify_directory
+from draftsmith.heads.target.pretrained import open_model
+from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.tuned import TunedTarget, view_of
+
+AdapterExport = Literal["merge", "keep"]
+FOLDERS = {"merge": "target", "keep": "adapter"}
+"""The folder beside that of the heads."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What a folder of a model holds besides weights and configuration: tokenizer, chat template, generation, code.
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+_NOT_COPIED = (CONFIG, README, RECORD, ADAPTER_CONFIG)
+
+ADAPTER_KEYS = (
+    KeyRule("peft_type", str, "how readers find the kind of adapter", "LORA"),
+    KeyRule("task_type", str, "what peft opens the target as", "CAUSAL_LM"),
+    KeyRule("r", int, "the rank; engines need room for it"),
+    KeyRule("lora_alpha", float, "the scale, with r"),
+    KeyRule("target_modules", list, "the layers that are changed"),
+    KeyRule("base_model_name_or_path", str, "the original target"),
+    KeyRule("bias", str, "engines apply no biases", "none"),
+)
+
+
+def replaceable(dest: Path) -> tuple[str, ...]:
+    """Return the names of the files that an export to `dest` may replace: those of an earlier one. What it never writes,
+    such as a GGUF file made of it, is none of them."""
+    if not (dest / RECORD).is_file():
+        return ()
+    return tuple(file.name for kind in (*_COMPANIONS, "*.safetensors", README) for file in dest.glob(kind))
+
+
+def check_tuned(dest: Path) -> None:
+    """Raise UserError where `dest` holds anything but an earlier export."""
+    check_replaceable(dest, replaceable(dest))
+
+
+def write_merged(
+    method: str, original: Target, tuned: Target, dest: Path, trust_remote_code: bool = False
+) -> TargetIdentity:
+    """Write the tuned target as a model of its own, with the tokenizer and all else that lies beside the original's
+    weights; return its identity. It is loaded again and must give the same logits. trust_remote_code: as for the original."""
+    with atomic_directory(dest, replaceable(dest)) as folder:
+        if original.directory is not None:
+            weights = {file.name for file in weight_files(original.directory)}
+            for pattern in _COMPANIONS:
+                for file in original.directory.glob(pattern):
+                    if file.name not in (*_NOT_COPIED, *weights) and not file.name.endswith(".index.json"):
+                        shutil.copyfile(file, folder / file.name)
+        tuned.model.save_pretrained(folder)
+        identity = identify_directory(folder, str(dest))
+        write_record(folder, method, TUNED, original.identity)
+        (folder / README).write_text(_merged_readme(method, original), encoding="utf-8")
+        attention = tuned.config._attn_implementation
+        again = open_model(
+            str(folder),
+            dtype=tuned.dtype_name,
+            device=tuned.device,
+            attn_implementation=attention,
+            trust_remote_code=trust_remote_code,
+        ).model
+        assert _same_logits(tuned.model, again), "the merged target gives other logits"
+    return identity
+
+
+def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity:
+    """Write the adapter as peft and engines read it, in fp32; return the identity of the target that it makes. It is
+    loaded again, onto the original, and must give the same logits."""
+    original, spec = tuned.target, tuned.spec
+    with atomic_directory(dest, replaceable(dest)) as folder:
+        tuned.model.save_pretrained(folder, save_embedding_layers=False)
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        config |= {"base_model_name_or_path": target_reference(original), "lora_alpha": float(spec.alpha)}
+        config["target_modules"] = sorted(config["target_modules"])
+        write_json(folder / ADAPTER_CONFIG, config)
+        validate(ModelFiles(config, load_file(folder / ADAPTER_WEIGHTS), torch.float32), adapter_contract(tuned))
+        write_record(folder, method, "adapter", original.identity)
+        (folder / README).write_text(_adapter_readme(method, tuned), encoding="utf-8")
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # of peft about transformers
+            again = PeftModel.from_pretrained(view_of(original.model), str(folder))
+        assert _same_logits(tuned.model, again), "the adapter gives other logits"
+    changed = None if spec.lm_head else original.identity.lm_head
+    # Weights that nobody has stored have no hash: the fingerprint tells them.
+    return replace(
+        original.identity,
+        path=f"{target_reference(original)} with the adapter {dest}",
+        fingerprint=tuned.fingerprint,
+        weights=None,
+        lm_head=changed,
+    )
+
+
+def adapter_contract(tuned: TunedTarget) -> Contract:
+    """Return what the files of an adapter must hold: two tensors for each layer that it changes, and no others."""
+    rules = []
+    for name, value in tuned.model.get_base_model().named_parameters():
+        if ".lora_" in name:
+            rule = f"base_model.model.{name.replace('.default.', '.')}"
+            rules.append(TensorRule(rule, tuple(map(str, value.shape)), torch.float32))
+    return Contract("adapter", tuple(rules), ADAPTER_KEYS, sizes=lambda config: {}, ranges={})
+
+
+@torch.no_grad()
+def _same_logits(one: Any, other: Any) -> bool:
+    """Whether two models give the same logits on random tokens [1, L]."""
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = one.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocab_size, (1, 16), generator=generator).to(one.get_input_embeddings().weight.device)
+    # Each its own: the wrapped target is never in training.
+    were = {module: module.training for module in one.modules()}
+    found = [model.eval()(input_ids=ids, use_cache=False).logits for model in (one, other)]
+    for module, training in were.items():
+        module.training = training
+    return agree(*found)
+
+
+def _merged_readme(method: str, original: Target) -> str:
+    return f"""# The target of {method} heads
+
+`{target_reference(original)}` (fingerprint {original.fingerprint}), tuned together with the heads in the folder beside
+this one; the adapter is merged into its weights. Serve this model where you would serve the original: it is another one,
+whose texts differ from the original's. The report of the evaluation says by how much.
+"""
+
+
+def _adapter_readme(method: str, tuned: TunedTarget) -> str:
+    original = target_reference(tuned.target)
+    return f"""# The adapter of {method} heads
+
+A LoRA adapter for `{original}` (fingerprint {tuned.target.fingerprint}), trained together with the heads in the folder
+beside this one. The heads draft for the target with this adapter, not for the original alone. The target with it is
+another one, whose texts differ; the report of the evaluation says by how much.
+
+The README of the heads starts vLLM on all three. For an engine that drafts for no target with an adapter, export with
+`export.adapter: merge`.
+"""

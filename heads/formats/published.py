@@ -1,0 +1,87 @@
+"""What the readers of EAGLE's published layouts have in common."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from draftsmith.errors import UserError
+from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
+from draftsmith.heads.files import CONFIG
+from draftsmith.heads.layers.config import describe_layer_config
+from draftsmith.heads.target.target import Target
+
+
+def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes: bool = False) -> None:
+    """Raise UserError unless a head of this configuration reads and drafts for a target of these sizes.
+
+    shapes: the head may have several layers, and a width of its own beside that of the target, which it names.
+    """
+    width = "target_hidden_size" if shapes and config.get("target_hidden_size") is not None else "hidden_size"
+    for key, value in {"vocab_size": target.vocab_size, width: target.hidden_size}.items():
+        if config.get(key) != value:
+            raise UserError(
+                f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
+                "for another target; give the one that it was made for."
+            )
+    layers = config.get("num_hidden_layers", 1)
+    if type(layers) is not int or layers < 1 or (layers > 1 and not shapes):
+        least = "a head has at least one" if shapes else "an EAGLE head has one"
+        raise UserError(
+            f"{path / CONFIG} says num_hidden_layers {layers!r}, but {least} decoder layer: give the folder of such a head."
+        )
+
+
+def read_layer(config: Mapping[str, Any]) -> LlamaConfig:
+    """Return the Llama layer that `config` describes, with the defaults of a Llama configuration: where it names no
+    rope_theta, that is 10000 whatever the target's, as EAGLE's own decoder and the engines take it.
+
+    Raises what `explain_config` makes a sentence of.
+    """
+    layer = LlamaConfig.from_dict(dict(config))
+    heads, groups = layer.num_attention_heads, layer.num_key_value_heads
+    if heads % groups:
+        raise ValueError(f"{groups} key/value heads do not divide {heads} heads")
+    return layer
+
+
+def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str, Tensor]:
+    """Return the tensors by their names without a leading `model.`, less an embedding that is the target's.
+
+    Raises UserError where two have the same name, and for quantized ones (d2t and t2d are no weights).
+    """
+    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    if len(plain) < len(tensors):
+        raise UserError(f"{file} holds a tensor twice, with and without the prefix `model.`: fetch the head again.")
+    for name, value in plain.items():
+        if not value.is_floating_point() and name not in ("d2t", "t2d"):
+            raise UserError(f"{file} holds {name} as {value.dtype}: give a head that is not quantized.")
+    if EMBEDDING in plain and borrows_embedding(plain[EMBEDDING], target):
+        del plain[EMBEDDING]
+    return plain
+
+
+def is_the_same(held: Tensor, own: Tensor) -> bool:
+    """Whether a tensor in a file is the target's, in the coarser dtype of both."""
+    return torch.equal(held.to(own), own) or torch.equal(held, own.to(held))
+
+
+def layer_keys(layer: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the keys of config.json that make a draft layer without biases; RoPE for older transformers too."""
+    rope: dict[str, Any] = dict(layer.rope_parameters)
+    keys = {
+        "model_type": "llama",
+        **describe_layer_config(layer),
+        "num_hidden_layers": 1,
+        "rope_theta": float(rope["rope_theta"]),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if rope["rope_type"] != "default":
+        keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return keys

@@ -1,0 +1,176 @@
+"""Which format a head's folder has, told by what is in it, and loading whatever it is.
+
+A folder is known by its configuration where that says enough, else by the names of its tensors; what is recognised and
+cannot be loaded is refused by name. Each method lists the formats of its heads as FORMATS in its formats.py.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.checkpoint import load_checkpoint
+from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_names, weights_file
+from draftsmith.heads.record import RECORD, TUNED, check_made_for
+from draftsmith.heads.registry import find_method, is_known, methods, served_method
+from draftsmith.heads.target.files import read_object
+from draftsmith.heads.target.target import Target
+
+HINT = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra head, or of a small Llama"
+
+
+@dataclass(frozen=True)
+class HeadFolder:
+    """A folder and its config.json. known: the names of its tensors where they shall not be read from the files."""
+
+    path: Path
+    config: Mapping[str, Any]
+    known: frozenset[str] | None = None
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the tensors, without a leading `model.`."""
+        names = tensor_names(self.path) if self.known is None else self.known
+        return frozenset(name.removeprefix("model.") for name in names)
+
+    @cached_property
+    def words(self) -> str:
+        """What the configuration calls itself, in small letters."""
+        keys = ("architectures", "model_type", "speculators_model_type")
+        return " ".join(str(self.config.get(key, "")) for key in keys).lower()
+
+    def has(self, name: str) -> bool:
+        """Whether a file of that name is in the folder."""
+        return (self.path / name).is_file()
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of heads.
+
+    name: in sentences. rank: formats are tried from the lowest rank up, so one that another could be taken for has a lower
+    one; below 10 the configuration alone tells, from 10 on names of tensors are read too, and from 20 on folders are of no
+    draft head but of a model. fits: whether a folder is of it. load(path, target) -> head; None where nothing loads it.
+    """
+
+    name: str
+    rank: int
+    fits: Callable[[HeadFolder], bool]
+    load: Callable[[Path, Target], DraftHead] | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether folders of it hold a whole model, with a hidden size and a tokenizer of its own."""
+        return self.rank >= 20
+
+
+CHECKPOINT = Format(
+    "a draftsmith checkpoint", 0, lambda f: bool(f.config.keys() & {"schema_version", "method"}), load_checkpoint
+)
+
+OTHER_FORMATS = (
+    Format("an MTP head", 5, lambda f: "mtp" in f.words),
+    Format("a head of speculators other than EAGLE-3", 6, lambda f: "speculators_model_type" in f.config),
+    Format("an MTP head", 20, lambda f: any("eh_proj" in name for name in f.names)),
+    Format("a whole language model", 29, lambda f: "norm.weight" in f.names),
+)
+"""Formats of no method here, each with its own sentence."""
+
+
+def formats() -> list[Format]:
+    """Return all formats in the order in which they are tried."""
+    of_methods = [one for method in methods().values() for one in method.recognised]
+    return sorted([CHECKPOINT, *of_methods, *OTHER_FORMATS], key=lambda one: one.rank)
+
+
+def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] | None = None) -> DraftHead:
+    """Return the head in the folder `path`, fp32, in eval mode, on the target's device: a checkpoint, an export for an
+    engine, or a head that others have published.
+
+    warn: receives a sentence per difference between `target` and the one that the head was made for, where the folder has
+    a record of it; None refuses a target that computes something else. Raises UserError for that, for other sizes always,
+    and for a folder that holds no head, is damaged or of a format that cannot be loaded.
+    """
+    path = Path(path)
+    found = recognise(path)
+    check_made_for(path, target, warn)
+    assert found.load is not None
+    return found.load(path, target).eval()
+
+
+def recognise(path: Path) -> Format:
+    """Return the format of the head in the folder `path`. Raises UserError for none and for one that cannot be loaded."""
+    refuse_other_files(path)
+    folder = HeadFolder(path, read_config(path))
+    found = _of_plugin(path) or next((one for one in formats() if one.fits(folder)), None)
+    if found is None:
+        lacks = "no tensor fc.weight" if folder.names else "no weights"
+        raise UserError(
+            f"{path} holds no draft head that is known here: its {CONFIG} names no method of draftsmith's and no kind of "
+            f"published head, and there is {lacks}; {HINT}."
+        )
+    if found is CHECKPOINT and not is_known(str(folder.config["method"])):
+        raise UserError(
+            f"{path} holds a head of the method {folder.config['method']!r}, which no installed package adds: install the package "
+            "that it came from."
+        )
+    if found.load is None:
+        raise UserError(f"{path} is {found.name}, which cannot be loaded: {HINT}.")
+    return found
+
+
+def _of_plugin(path: Path) -> Format | None:
+    """Return the format of an export in a layout that another package brings, by our record beside it; None for others. Raises
+    UserError where that package is not installed any more."""
+    record = read_object(path / RECORD) if (path / RECORD).is_file() else {}
+    method, name = str(record.get("method")), record.get("layout")
+    served = served_method(method)
+    if name is None or served in methods() or name == TUNED:
+        return None
+    known = find_method(served).layouts if is_known(served) else ()
+    found = next((one for one in known if one.name == name), None)
+    if found is None:
+        raise UserError(
+            f"{path} holds a head of the method {method!r} in the layout {name!r}, which no installed package adds: install the "
+            "package that it came from."
+        )
+    return Format(f"a {method} head in the layout {name}", 0, lambda folder: True, found.load)
+
+
+def is_head_config(file: Path) -> bool:
+    """Whether the folder of a config.json holds a draft head of a format that is known, loaded or not; False for a file
+    that cannot be read, which is for the reader of models to tell.
+
+    Names of tensors are read where the configuration has one layer only, since a head has no more.
+    """
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            return False
+        known = None if config.get("num_hidden_layers") == 1 else frozenset[str]()
+        folder = HeadFolder(file.parent, config, known)
+        return any(not one.whole and one.fits(folder) for one in formats())
+    except (OSError, ValueError, UserError):
+        return False
+
+
+def refuse_head(path: str) -> None:
+    """Raise UserError where a local path that shall be a target is a draft head's folder."""
+    if is_head_config(Path(path) / CONFIG):
+        raise UserError(f"The target {path} is a draft head: give the folder of the model that it drafts for.")
+
+
+def refuse_other_files(path: Path) -> None:
+    """Refuse what has no configuration of a model, by its name where that is known."""
+    if path.suffix == ".gguf" or (path.is_dir() and weights_file(path) is None and any(path.glob("*.gguf"))):
+        raise UserError(f"{path} is a GGUF file or holds one, which only llama.cpp reads: {HINT}.")
+    if (path / "adapter_config.json").is_file() and weights_file(path) is None:
+        raise UserError(f"{path} is a PEFT adapter, which changes a target and drafts nothing: {HINT}.")
+    if weights_file(path) is None and (path / CONFIG).is_file():
+        raise UserError(
+            f"{path} holds no weights (none of {', '.join(HEAD_WEIGHTS)}): restore them, or fetch the whole head."
+        )

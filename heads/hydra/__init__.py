@@ -1,0 +1,12 @@
+"""Hydra and Hydra++ (Ankner et al. 2024)."""
+
+from draftsmith.heads.registry import Method
+
+METHOD = Method(
+    __name__,
+    options="options:HydraOptions",
+    drafter="drafter:HydraDrafter",
+    cost="cost:HydraCost",
+    formats="formats",
+    trees=frozenset({"static", "drawn"}),
+)

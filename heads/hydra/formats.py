@@ -1,0 +1,357 @@
+"""The contract of the layout of zankner/Hydra, the code that Hydra was published with.
+
+Its reader makes the heads from the target's configuration and fills them from `hydra_lm_head.pt`, and what the file lacks
+or calls otherwise stays random in silence. Symbols in shapes: H target hidden, V target vocab; of the prefix layer I
+feed-forward width, ND and GD the widths of queries and of keys and values.
+
+Hydra heads in and out of the layout that zankner/Hydra publishes and reads.
+
+There every head has a projection with a bias, so heads on the target's projection get copies of it, and heads without
+biases zeros. Shapes: H target hidden, V target vocab.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.checkpoint import fill
+from draftsmith.heads.files import CONFIG, HYDRA_PICKLED, read_config, read_weights, weights_file
+from draftsmith.heads.formats.contracts import (
+    Config,
+    Contract,
+    ExportRequest,
+    KeyRule,
+    ModelFiles,
+    TensorRule,
+    target_reference,
+)
+from draftsmith.heads.formats.engine_rules import more_than_a_matrix
+from draftsmith.heads.formats.layout import Layout, Rule, Served
+from draftsmith.heads.formats.published import is_the_same
+from draftsmith.heads.formats.recognise import Format, HeadFolder
+from draftsmith.heads.formats.start import start_hydra_original
+from draftsmith.heads.hydra.head import HydraHead
+from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.layers.config import derive_layer_config
+from draftsmith.heads.layers.token_scale import fold
+from draftsmith.heads.target.target import Target
+
+PREFIX = "prefix_embeding_layer."  # sic
+MLP, PREFIX_MLP = "mlp", "prefix-mlp"
+ARCHITECTURE = "hydra_head_arch"
+
+
+def block_place(architecture: str, number: int) -> int:
+    """Return where block `number` of a head stands: with a prefix layer a module of dropout stands before each."""
+    return 2 * number + 1 if architecture == PREFIX_MLP else number
+
+
+def projection_name(architecture: str, head: int) -> str:
+    """Return what a head's projection is called, without `.weight`."""
+    return f"hydra_lm_head.{head}" + (".1" if architecture == PREFIX_MLP else "")
+
+
+def has_different_blocks(files: ModelFiles) -> bool:
+    """Whether a head's blocks after its first are not one and the same, whatever they hold: new ones are equal."""
+    return files.sizes["blocks"] > 2
+
+
+def _tensors(config: Config) -> tuple[TensorRule, ...]:
+    return tuple(TensorRule(name, shape) for name, shape in _shapes(config))
+
+
+def _shapes(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
+    kind = config[ARCHITECTURE]
+    for i in range(config["hydra_num_heads"]):
+        for j in range(config["hydra_num_layers"]):
+            place = f"hydra_mlp.{i}.{block_place(kind, j)}"
+            for part in ("linear", "res_connection") if j == 0 else ("linear",):
+                yield f"{place}.{part}.weight", ("H", f"{i + 2}*H" if j == 0 else "H")
+                yield f"{place}.{part}.bias", ("H",)
+        yield f"{projection_name(kind, i)}.weight", ("V", "H")
+        yield f"{projection_name(kind, i)}.bias", ("V",)
+    if kind == PREFIX_MLP:
+        layer = f"{PREFIX}layers.0."
+        for name, shape in {
+            "self_attn.q_proj": ("ND", "H"),
+            "self_attn.k_proj": ("GD", "H"),
+            "self_attn.v_proj": ("GD", "H"),
+            "self_attn.o_proj": ("H", "ND"),
+            "mlp.gate_proj": ("I", "H"),
+            "mlp.up_proj": ("I", "H"),
+            "mlp.down_proj": ("H", "I"),
+            "input_layernorm": ("H",),
+            "post_attention_layernorm": ("H",),
+        }.items():
+            yield f"{layer}{name}.weight", shape
+        yield f"{PREFIX}norm.weight", ("H",)
+
+
+def _no_sizes(_: Config) -> dict[str, int]:
+    return {}
+
+
+HYDRA = Contract(
+    name="hydra",
+    tensors=(),
+    more_tensors=_tensors,
+    keys=(
+        KeyRule("hydra_num_heads", int, "the heads; those that the file lacks stay random in silence"),
+        KeyRule("hydra_num_layers", int, "the blocks of each head"),
+        KeyRule(ARCHITECTURE, str, "the class of the heads, mlp or prefix-mlp; the reader assumes mlp"),
+        KeyRule("grounded_heads", bool, "heads that read tokens; the reader assumes those that read none", True),
+        KeyRule("hidden_state_offset", int, "heads read the target's last state", 0),
+        KeyRule("base_model_name_or_path", str, "the target, which the reader loads from there"),
+        KeyRule("original_lm_head", bool, "ours: the projections in the file are copies of the target's"),
+    ),
+    sizes=_no_sizes,
+    ranges={},
+)
+
+
+OURS = "prefix_embedding_layer."
+_BLOCK = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
+_AGAIN = "fetch or export the heads again"
+_MADE_FOR = "give the target that they were made for"
+
+
+def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFiles:
+    """Convert to the published layout."""
+    o, own = head.options, {name: value.detach() for name, value in head.state_dict().items()}
+    for name in own:
+        if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
+            own[name] = fold(own[name], slice(head.hidden_size, None), head.token_scale)
+    own = {name: value.to(request.dtype) for name, value in own.items()}
+    kind = PREFIX_MLP if o.prefix_attention else MLP
+    config = {
+        "hydra_num_heads": o.num_heads,
+        "hydra_num_layers": o.num_layers,
+        ARCHITECTURE: kind,
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "base_model_name_or_path": target_reference(target),
+        "original_lm_head": o.original_lm_head,
+        "lm_head_bias": o.lm_head_bias,
+    }
+    tensors = {PREFIX + name.removeprefix(OURS): value for name, value in own.items() if name.startswith(OURS)}
+    # On the CPU once: each head's copy of it there would be a tensor of its own in the file.
+    shared, none = target.head.weight.to("cpu", request.dtype), torch.zeros(head.vocab_size, dtype=request.dtype)
+    for i in range(o.num_heads):
+        for j in range(o.num_layers):
+            ours = f"hydra_mlp.{i}.{min(j, len(head.blocks(i)) - 1)}."
+            place = f"hydra_mlp.{i}.{block_place(kind, j)}."
+            tensors |= {place + n.removeprefix(ours): value for n, value in own.items() if n.startswith(ours)}
+        name = projection_name(kind, i)
+        tensors[f"{name}.weight"] = own.get(f"hydra_lm_head.{i}.weight", shared)
+        tensors[f"{name}.bias"] = own.get(f"hydra_lm_head.{i}.bias", none)
+    return ModelFiles(config, tensors, request.dtype, HYDRA_PICKLED, _sizes(head))
+
+
+def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
+    """Return the heads in a directory of the published layout, fp32, on the target's device.
+
+    The file says how many heads and blocks there are. Blocks behind a head's first that are all equal are one block that is
+    applied several times, which is what the published code makes of them. The prefix layer takes its RoPE and its sizes
+    from the target. Raises UserError for other kinds of Hydra's heads, for anything missing, unknown or misshapen, and for
+    heads of another target's sizes or embeddings.
+    """
+    path = Path(path)
+    config = read_config(path)
+    _refuse_other_kinds(path, config)
+    file, tensors = read_weights(path, target.device, (HYDRA_PICKLED,))
+    native = _native(_without_the_targets(tensors, target, file), file)
+    heads, blocks = _count(native, file)
+    prefixed = any(name.startswith(OURS) for name in native)
+    if config.get(ARCHITECTURE, kind := PREFIX_MLP if prefixed else MLP) != kind:
+        raise UserError(
+            f"{file} holds {'a' if prefixed else 'no'} prefix layer, but {CONFIG} says {ARCHITECTURE} "
+            f"{config[ARCHITECTURE]!r}: {_AGAIN}."
+        )
+    width = next(iter(native["hydra_mlp.0.0.linear.weight"].shape), 0)
+    if width != target.hidden_size:
+        raise UserError(
+            f"{file} holds heads of width {width}, but the target {target.path} has {target.hidden_size} hidden units: "
+            f"{_MADE_FOR}."
+        )
+    shared = config.get("original_lm_head", False) is True
+    if shared:
+        _drop_copies(native, heads, target, file)
+    tied = blocks > 2 and _tie(native, heads, blocks)
+    biases = [native.get(f"hydra_lm_head.{i}.bias") for i in range(heads)]
+    # The layout has biases in any case; where it is not said, zeros are what heads without any were written with.
+    biased = config.get("lm_head_bias") is True or any(bias is not None and bool(bias.any()) for bias in biases)
+    if not biased:
+        native = {name: x for name, x in native.items() if not re.fullmatch(r"hydra_lm_head\.\d+\.bias", name)}
+    options = HydraOptions(
+        num_heads=heads,
+        num_layers=blocks,
+        tie_blocks=tied,
+        prefix_attention=prefixed,
+        original_lm_head=shared,
+        lm_head_bias=biased,
+    )
+    layer = derive_layer_config(options, target) if options.prefix_attention else None
+    with torch.device(target.device):
+        head = HydraHead(options, layer, target.embedding, target.head)
+    fill(head, native, file, remedy=f"{_AGAIN}, or {_MADE_FOR}")
+    return head
+
+
+def _sizes(head: HydraHead) -> dict[str, int]:
+    sizes = {"H": head.hidden_size, "V": head.vocab_size, "blocks": len(head.blocks(0))}
+    if (layer := head.config) is not None:
+        sizes["I"] = layer.intermediate_size
+        sizes["ND"] = layer.num_attention_heads * layer.head_dim
+        sizes["GD"] = layer.num_key_value_heads * layer.head_dim
+    return sizes
+
+
+def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
+    """The published code has other heads too, which draft otherwise."""
+    wanted = {ARCHITECTURE: (MLP, PREFIX_MLP), "grounded_heads": (True,), "hidden_state_offset": (0,)}
+    for key, known in wanted.items():
+        if (found := config.get(key, known[0])) not in known:
+            raise UserError(
+                f"{path / CONFIG} says {key} {found!r}, but only {' and '.join(map(repr, known))} can be loaded: give Hydra or "
+                "Hydra++ heads."
+            )
+
+
+def _without_the_targets(tensors: dict[str, Tensor], target: Target, file: Path) -> dict[str, Tensor]:
+    """Leave out what the published files hold besides the heads: the target's embeddings, and what the prefix layer has
+    and does not use. Raises UserError where the embeddings are another target's."""
+    unused = (f"{PREFIX}embed_tokens.weight",)
+    kept = {name: x for name, x in tensors.items() if name not in unused and not name.endswith("rotary_emb.inv_freq")}
+    held = kept.pop("input_embed_fn.weight", None)
+    if held is not None and (held.shape != target.embedding.shape or not is_the_same(held, target.embedding)):
+        raise UserError(
+            f"{file} holds heads that read other input embeddings than those of the target {target.path}: {_MADE_FOR}."
+        )
+    return kept
+
+
+def _native(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return the tensors under the names of `HydraHead`, blocks numbered one after the other."""
+    native = {}
+    prefixed = any(name.startswith(PREFIX) for name in tensors)
+    for name, value in tensors.items():
+        ours = OURS + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
+        if block := re.fullmatch(r"(hydra_mlp\.\d+)\.(\d+)\.(.+)", name):
+            place = int(block[2])
+            if prefixed and place % 2 == 0:
+                raise UserError(f"{file} holds the tensor {name}, where Hydra++ has no block: {_AGAIN}.")
+            ours = f"{block[1]}.{place // 2 if prefixed else place}.{block[3]}"
+        elif projection := re.fullmatch(r"(hydra_lm_head\.\d+)(\.1)?\.(weight|bias)", name):
+            ours = f"{projection[1]}.{projection[3]}"
+        native[ours] = value
+    return native
+
+
+def _count(native: Mapping[str, Tensor], file: Path) -> tuple[int, int]:
+    """Return how many heads there are and how many blocks each has, by the highest numbers in the names; all of them are
+    there then."""
+    blocks = [(int(m[1]), int(m[2])) for name in native if (m := re.fullmatch(_BLOCK, name))]
+    if not blocks:
+        raise UserError(f"{file} holds no Hydra head, whose blocks are hydra_mlp.{{i}}.{{j}}.linear: {_AGAIN}.")
+    heads, layers = 1 + max(i for i, _ in blocks), 1 + max(j for _, j in blocks)
+    for i in range(heads):
+        for j in range(layers):
+            if (i, j) not in blocks:
+                raise UserError(f"{file} lacks block {j} of head {i}, though other heads have as many: {_AGAIN}.")
+    return heads, layers
+
+
+def _drop_copies(native: dict[str, Tensor], heads: int, target: Target, file: Path) -> None:
+    """Take out the projections, which must be the target's."""
+    for i in range(heads):
+        held = native.pop(f"hydra_lm_head.{i}.weight", None)
+        same = held is not None and held.shape == target.head.weight.shape and is_the_same(held, target.head.weight)
+        if not same:
+            raise UserError(
+                f"{file} {'lacks the projection' if held is None else 'holds another projection than the target'} in head "
+                f"{i}, though original_lm_head is true in {CONFIG}: export the heads again for this target."
+            )
+
+
+def _tie(native: dict[str, Tensor], heads: int, blocks: int) -> bool:
+    """Whether the blocks behind each head's first are equal; all but one of them are then taken out."""
+    later = [
+        f"hydra_mlp.{i}.{j}.linear.{part}"
+        for i in range(heads)
+        for j in range(2, blocks)
+        for part in ("weight", "bias")
+    ]
+    first = {name: re.sub(r"^(hydra_mlp\.\d+)\.\d+", r"\1.1", name) for name in later}
+    for name, one in first.items():
+        if name not in native or one not in native or not torch.equal(native[name], native[one]):
+            return False
+    for name in later:
+        del native[name]
+    return True
+
+
+def _other_prefix_sizes(files: ModelFiles, target: Target, head: DraftHead) -> bool:
+    if "ND" not in files.sizes:
+        return False
+    usual = derive_layer_config(HydraOptions(prefix_attention=True), target)
+    queries, groups = (n * usual.head_dim for n in (usual.num_attention_heads, usual.num_key_value_heads))
+    return [files.sizes[key] for key in ("I", "ND", "GD")] != [usual.intermediate_size, queries, groups]
+
+
+def _shares_more_than_a_matrix(files: ModelFiles, target: Target, head: DraftHead) -> bool:
+    return files.sizes.get("projections") == 0 and more_than_a_matrix(files, target, head)
+
+
+LAYOUTS = (
+    Layout(
+        "hydra",
+        HYDRA,
+        to_hydra,
+        load_hydra_directory,
+        {
+            "hydra_original": Served(
+                start_hydra_original,
+                rules=(
+                    Rule(
+                        "head.num_layers above 2 without head.tie_blocks",
+                        "makes all blocks of a head after its first one module, so that only the last would count, in silence",
+                        "train with head.tie_blocks true",
+                        lambda files, target, head: has_different_blocks(files),
+                    ),
+                    Rule(
+                        "a prefix layer of other sizes than the target's layers",
+                        "makes it from the target's configuration and stops at other shapes",
+                        "train with the target's sizes",
+                        _other_prefix_sizes,
+                    ),
+                    Rule(
+                        "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap",
+                        "knows a matrix of each head alone",
+                        "train with head.original_lm_head false",
+                        _shares_more_than_a_matrix,
+                    ),
+                ),
+                caveats=(
+                    "It is research code for Llama targets and one text at a time, and it looks for the target that the export "
+                    "names. No serving engine that draftsmith knows reads Hydra.",
+                    "The weights are a pickle of tensors, since it reads no other file.",
+                ),
+            )
+        },
+    ),
+)
+
+
+def _is_hydra(folder: HeadFolder) -> bool:
+    """Known by its configuration, or by its file, which has a name of its own."""
+    named = any(key.startswith("hydra_") for key in folder.config)
+    return named or weights_file(folder.path, (HYDRA_PICKLED,)) is not None
+
+
+FORMATS = (Format("a Hydra head", 4, _is_hydra, load_hydra_directory),)

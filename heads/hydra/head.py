@@ -1,0 +1,222 @@
+"""Hydra: heads like Medusa's that also see the tokens drafted before theirs; with a prefix layer, Hydra++.
+
+Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), sections 3 and 4.
+
+Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H target hidden, V target vocab; C the width of what a head
+reads, (i + 2) * H for head i.
+
+Row t has the target's post-final-norm state y_t (or what the prefix layer makes of the states up to it) and the token
+x_{t+1} that the target itself gives. Head i reads [y_t, e(x_{t+1}), e(x_{t+2}), .., e(x_{t+1+i})], e being the target's
+input embedding, and predicts x_{t+2+i}: in training these tokens are the text's, in drafting the root and the draft so far.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.noise import DROP, kept
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.hydra.prefix_layer import PrefixLayer
+from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.token_scale import sizes, token_scale
+from draftsmith.heads.target.target import Target, TargetHead
+
+__all__ = ["HydraHead", "HydraOptions", "build", "load"]
+
+
+class ResBlock(nn.Module):
+    """r(x) + SiLU(W x + b): r is x itself, or a learned projection where x is wider than the output.
+
+    W and b are zero at first and the projection takes the state alone, so that a new head repeats the target's own
+    prediction; the published code draws the projection at random.
+    """
+
+    def __init__(self, width: int, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, hidden_size)
+        self.res_connection = nn.Linear(width, hidden_size) if width != hidden_size else nn.Identity()
+        with torch.no_grad():
+            for part in self.parameters():
+                nn.init.zeros_(part)
+            if isinstance(self.res_connection, nn.Linear):
+                self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., H]."""
+        return self.res_connection(x) + F.silu(self.linear(x))
+
+
+class Projection(nn.Module):
+    """A head's own way to logits: weight [V, H], None where the target's is used, and bias [V] or None."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, shared: bool, bias: bool) -> None:
+        super().__init__()
+        self.weight = None if shared else nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+
+    def forward(self, state: Tensor, target_head: TargetHead) -> Tensor:
+        """[..., H] -> [..., V]."""
+        if self.weight is not None:
+            return F.linear(state, self.weight, self.bias)
+        logits = target_head.logits(state)
+        return logits if self.bias is None else logits + self.bias
+
+
+class Dropper:
+    """Dropout for rows of training documents, drawn from their seeds: the same however documents are packed.
+
+    keys_R, counter_R: seed and position of each row. number: the head's, whose draws are its own.
+    """
+
+    def __init__(self, rate: float, keys_R: Tensor, counter_R: Tensor, number: int) -> None:
+        self.rate, self.keys_R, self.counter_R, self.number, self.used = rate, keys_R, counter_R, number, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[R, width] -> the same, dropped and scaled; no two calls draw the same."""
+        width = x.shape[-1]
+        stay = kept(self.keys_R, self.counter_R, (self.number << 8) + DROP, self.used, width, self.rate)
+        self.used += width + -width % 4
+        return x.masked_fill(~stay, 0.0) / (1 - self.rate)
+
+
+class HydraHead(DraftHead):
+    """Hydra's heads. Parameters are named as in the published files as far as their order allows:
+    `hydra_mlp.{i}.{j}.{linear,res_connection}.{weight,bias}`, `hydra_lm_head.{i}.{weight,bias}`,
+    `prefix_embedding_layer.{layers.0.*,norm.weight}`.
+
+    embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and
+    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. token_scale: what embeddings
+    are multiplied by where they enter (see token_scale.py), 1 for heads of others. Weights start in fp32.
+    """
+
+    method: ClassVar[str] = "hydra"
+    measured: ClassVar[tuple[str, ...]] = ("token_scale",)
+    layer_ids: tuple[int, ...] = ()
+    draft_vocab = None
+
+    def __init__(
+        self,
+        options: HydraOptions,
+        config: LlamaConfig | None,
+        embedding: Tensor,
+        target_head: TargetHead,
+        token_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.token_scale = token_scale
+        V, H = target_head.weight.shape
+        self.options, self.config = options, config
+        self.train_steps = self.max_speculative_tokens = options.num_heads
+        self.hidden_size, self.vocab_size = H, V
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
+        self.prefix_embedding_layer = None if config is None else PrefixLayer(config)
+        later = min(options.num_layers - 1, 1) if options.tie_blocks else options.num_layers - 1
+        self.hydra_mlp = nn.ModuleList(
+            nn.ModuleList([ResBlock((i + 2) * H, H), *(ResBlock(H, H) for _ in range(later))])
+            for i in range(options.num_heads)
+        )
+        self.hydra_lm_head = nn.ModuleList(
+            Projection(V, H, shared=options.original_lm_head, bias=options.lm_head_bias)
+            for _ in range(options.num_heads)
+        )
+        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
+        self._target_head = [target_head]
+
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
+        masks = list(islice(iterate_supervised_rows(batch), min(num_steps, self.options.num_heads)))
+        # A row that counts for a head counts for those before it, so the first head's rows are all that is needed.
+        rows, dropped = masks[0].flatten().nonzero().flatten(), self.training and self.options.dropout > 0
+        path_RC, steps = self._states(batch, masks[0], rows), []
+        seeds, position = batch.seeds.flatten(), batch.position.flatten()
+        for i, mask_BL in enumerate(masks):
+            still = mask_BL.flatten()[rows].nonzero().flatten()
+            rows, path_RC = rows[still], path_RC[still]
+            path_RC = self.extend(path_RC, shift_left(batch.ids, 1 + i, 0).flatten()[rows])
+            drop = Dropper(self.options.dropout, seeds[rows], position[rows], i) if dropped else None
+            steps.append(StepOutput(i, rows, self.logits(i, path_RC, drop)))
+        return HeadOutput(tuple(steps))
+
+    def extend(self, path: Tensor, tokens: Tensor) -> Tensor:
+        """What head i - 1 read [..., C] and the next token [...] -> what head i reads [..., C + H]; head 0's is made of a
+        state and the root."""
+        return torch.cat([path, self.embed_tokens(tokens).to(path.dtype) * self.token_scale], -1)
+
+    def logits(self, head: int, path: Tensor, drop: Dropper | None = None) -> Tensor:
+        """What head number `head` reads [..., C] -> draft logits [..., V]. drop: dropout in training."""
+        for block in self._applied(head):
+            path = block(path if drop is None else drop(path))
+        return self.hydra_lm_head[head](path if drop is None else drop(path), self.target_head)
+
+    def blocks(self, head: int) -> list[ResBlock]:
+        """Return the blocks of a head that have weights of their own."""
+        return [block for block in self.hydra_mlp[head].children() if isinstance(block, ResBlock)]
+
+    def _applied(self, head: int) -> Iterator[ResBlock]:
+        """Yield the blocks of a head as often as they are applied."""
+        first, *later = self.blocks(head)
+        yield first
+        for j in range(self.options.num_layers - 1):
+            yield later[min(j, len(later) - 1)]
+
+    def _states(self, batch: TrainBatch, needed_BL: Tensor, rows: Tensor) -> Tensor:
+        """Return [R, H]: the target's states of the rows, or what the prefix layer makes of them."""
+        if self.prefix_embedding_layer is None:
+            return batch.last.flatten(0, 1)[rows].to(self.dtype)
+        return self.prefix_embedding_layer.rows(batch, needed_BL)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the trained weights; the target's embedding may have another."""
+        return self.blocks(0)[0].linear.weight.dtype
+
+    @property
+    def target_head(self) -> TargetHead:
+        """The target's output projection, which is no part of this module."""
+        return self._target_head[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `load` needs besides the tensors, as JSON."""
+        layer = {} if self.config is None else {"layer_config": describe_layer_config(self.config)}
+        return {"options": asdict(self.options), **layer, "token_scale": self.token_scale}
+
+
+def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> HydraHead:
+    """Return untrained fp32 heads for `target`, their projections those of the target. Raises UserError where the target
+    has no embeddings of the width of its states, or the sizes of the prefix layer do not fit together."""
+    assert draft_vocab is None, "Hydra predicts the whole vocabulary"
+    if target.embedding.shape[1] != target.hidden_size:
+        raise UserError(
+            f"The target {target.path} has input embeddings of width {target.embedding.shape[1]}, but {target.hidden_size} "
+            "hidden units: Hydra reads both side by side and needs the same; choose another target."
+        )
+    config, scale = derive_layer_config(options, target) if options.prefix_attention else None, token_scale(target)
+    with torch.device(target.device):
+        head = HydraHead(options, config, target.embedding, target.head, scale)
+        if head.prefix_embedding_layer is not None:
+            head.prefix_embedding_layer.start(float(sizes(target)[0]))
+        for projection in head.hydra_lm_head:
+            assert isinstance(projection, Projection)
+            if projection.weight is not None:
+                projection.weight = nn.Parameter(target.head.weight.detach().float() * target.head.scale)
+                if projection.bias is not None and target.head.bias is not None:
+                    projection.bias.data.copy_(target.head.bias * target.head.scale)
+    return head
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> HydraHead:
+    """Return the heads that `describe` wrote down, weights still to be filled in."""
+    assert draft_vocab is None
+    config = LlamaConfig(**spec["layer_config"]) if "layer_config" in spec else None
+    with torch.device(target.device):
+        scale = spec.get("token_scale", 1.0)
+        return HydraHead(HydraOptions(**spec["options"]), config, target.embedding, target.head, scale)

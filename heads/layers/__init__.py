@@ -1,0 +1,1 @@
+"""Layers and attention that several draft heads are built of."""

@@ -1,0 +1,1 @@
+"""Losses between the target's distribution and the draft's."""

@@ -1,0 +1,244 @@
+"""What a draft step is judged by: distillation losses against the frozen target, and exact acceptance.
+
+Shapes: B batch rows, L tokens, R supervised rows of a step, U teacher positions of all steps, H target hidden,
+V target vocab, W draft vocab, S steps.
+
+Teacher logits are made from stored hidden states, once per batch, for the union of the positions that any step
+needs and only for the draft vocabulary's columns (rule 4 of "rules for all heads"). p is the target's law over the
+FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice
+from typing import get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.losses.divergences import hard_ce, jsd, kl, lk_alpha, lk_hybrid, reverse_kl, soft_ce, top_k_ce, tv
+from draftsmith.heads.losses.spec import LossKind, LossSpec
+from draftsmith.heads.losses.teacher import TargetLogits, Teacher, draft_index, make_teacher
+
+_CHUNK_ROWS = 1024
+"""Rows whose laws are held together where nothing is trained: block drafters are judged on many times the rows that they are
+trained on."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """The sums over one batch; divide by the global sum of `loss_divisor` (loss) or of `step_rows` (metrics).
+
+    loss_sum: scalar with gradient, the sum over steps k of their weight times the sum over rows. rows: N, the rows
+    of step 0, dropped ones included. Per step, [S] without gradient: step_loss, the (weighted) sum of
+    row losses before that weight; step_rows, the supervised rows, dropped ones included; step_correct, those where the
+    draft's argmax is the target's; step_acceptance, the sum over rows of sum_x min(p(x), q(x)), p over all V.
+    tuned: [4] without gradient, of a target that is tuned with the head, else None: the sums over its rows of its loss
+    (as the spec weighs it), of KL(original || tuned), and of those where both choose the same token; the rows.
+    """
+
+    loss_sum: Tensor
+    rows: Tensor
+    step_loss: Tensor
+    step_rows: Tensor
+    step_correct: Tensor
+    step_acceptance: Tensor
+    tuned: Tensor | None = None
+
+
+def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
+    """Return the loss of rows that `spec` names: ([R, W] log q, teacher) -> [R].
+
+    Those that go through more laws than the two make them again in the backward pass: kept, they would be up to six
+    more [R, W] per step.
+    """
+    lean = {"kl": kl, "soft_ce": soft_ce, "hard_ce": hard_ce}
+    wide = {
+        "reverse_kl": reverse_kl,
+        "jsd": partial(jsd, beta=spec.beta),
+        "tv": tv,
+        "lk_alpha": lk_alpha,
+        "lk_hybrid": partial(lk_hybrid, scale=spec.lk_scale, decay=spec.lk_decay),
+    }
+    if spec.kind in lean:
+        return lean[spec.kind]
+    if spec.kind not in wide:
+        raise UserError(f"loss.kind is {spec.kind!r}: choose one of {', '.join(get_args(LossKind))}.")
+    return partial(checkpoint, wide[spec.kind], use_reentrant=False, preserve_rng_state=False)
+
+
+def _row_terms(
+    spec: LossSpec, batch: TrainBatch, tuned: bool
+) -> Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor]:
+    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R]: those of
+    the logits, and where they have a weight that of the confidence, of the target's likeliest tokens and of the features.
+    tuned: whether the head tunes the target."""
+    base = row_loss(spec)
+    further = [(weight, row_loss(replace(spec, kind=kind))) for kind, weight in spec.also.items() if weight]
+    sure = 1.0 if spec.confidence_weight is None else spec.confidence_weight
+
+    def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher, kept_R: Tensor) -> Tensor:
+        weight, feature_weight = spec.term_weights(step.feature is not None, tuned)
+        loss_R = weight * base(log_q_RW, teacher)
+        for share, loss in further:
+            loss_R = loss_R + share * loss(log_q_RW, teacher)
+        if spec.top_k_weight:
+            loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
+        if feature_weight and step.feature is not None:
+            state_RH = batch.last.flatten(0, 1)[step.rows + 1 + step.offset].float()
+            distance_RH = F.smooth_l1_loss(step.feature.float(), state_RH, reduction="none")
+            loss_R = loss_R + feature_weight * distance_RH.mean(-1)
+        loss_R = loss_R * kept_R
+        if step.confidence is not None:
+            # Of dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
+            # every parameter.
+            loss_R = loss_R + sure * confidence_loss(step.confidence, log_q_RW, teacher)
+        return loss_R
+
+    return loss_of
+
+
+def confidence_loss(confidence_R: Tensor, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
+    """Return [R]: the cross-entropy between a head's confidence (log-odds) and the chance that a token of its law is
+    accepted, sum_x min(p(x), q(x)), which gives no gradient to the law."""
+    accepted_R = torch.minimum(log_q_RW.detach().exp(), teacher.p).sum(-1)
+    return F.binary_cross_entropy_with_logits(confidence_R.float(), accepted_R, reduction="none")
+
+
+def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = None) -> Tensor:
+    """Return the scalar that, summed over all ranks and micro-batches of an update, divides the sum of `loss_sum`.
+
+    It depends on the batch and on which rows `head` gives logits of (None: all those of rule 1), so an update's divisor
+    is known before its first backward pass. "rows": N, those of step 0. "weights": the rows of all steps that the head is
+    trained on, by the steps' weights. "sequence": documents with at least one row. "positions": B*L.
+    """
+    if spec.normalize == "positions":
+        return torch.tensor(batch.ids.numel(), device=batch.ids.device)
+    masks = iterate_supervised_rows(batch) if head is None else head.supervised(batch)
+    if spec.normalize == "weights":
+        steps = 1 if head is None else head.train_steps
+        counts = torch.stack([mask_BL.sum() for mask_BL in islice(masks, steps)])
+        return (counts * counts.new_tensor([spec.step_weight(k) for k in range(steps)], dtype=torch.float32)).sum()
+    first_BL = next(iter(masks))
+    if spec.normalize == "sequence":
+        return _document_rows(batch, first_BL)[0].count_nonzero()
+    return first_BL.sum()
+
+
+def head_loss(
+    output: HeadOutput,
+    batch: TrainBatch,
+    target_head: TargetLogits,
+    draft_vocab: Tensor | None,
+    spec: LossSpec,
+    share: float = 1.0,
+) -> LossOutput:
+    """Return the loss and the metrics of a head's output on `batch`.
+
+    The same divisor serves every step (rule 3), so a step that fewer rows reach weighs less. Rows whose target
+    argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
+    `step_rows`, and count as misses (rule 8). Everything runs in fp32, also under autocast.
+    draft_vocab: [W] sorted target ids, None for all. share: of their weight that the losses of the draft have, see
+    `LossSpec.draft_share`. A target that is tuned too (output.tuned) has the original as its teacher.
+    """
+    laws = output.steps if output.tuned is None else (*output.steps, output.tuned)
+    with torch.autocast(batch.ids.device.type, enabled=False):
+        needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in laws]), return_inverse=True)
+        teacher = make_teacher(batch, needed, target_head, draft_vocab)
+        top1 = batch.top1.flatten()[needed]
+        loss_of = _row_terms(spec, batch, output.tuned is not None)
+        weights = _row_weights(batch, spec, output.steps[0].rows)
+        sums = []
+        places = index.split([len(s.rows) for s in laws])
+        for step, where in zip(output.steps, places, strict=False):
+            weight = None if weights is None else weights[step.rows]
+            sums.append(_step_sums(step, teacher, where, top1[where], weight, draft_vocab, loss_of))
+        tuned_loss, tuned = torch.zeros((), device=batch.ids.device), None
+        if output.tuned is not None:
+            assert draft_vocab is None, "a tuned target has a law over its whole vocabulary"
+            tuned_loss, tuned = _tuned_sums(output.tuned, teacher.select(places[-1]), top1[places[-1]], weights, spec)
+    depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
+    step_loss = torch.stack([s.loss for s in sums])
+    return LossOutput(
+        loss_sum=share * (depth * step_loss).sum() + tuned_loss,
+        rows=torch.tensor(len(output.steps[0].rows), device=batch.ids.device),
+        step_loss=step_loss.detach(),
+        step_rows=torch.tensor([len(s.rows) for s in output.steps], device=batch.ids.device),
+        step_correct=torch.stack([s.correct for s in sums]),
+        step_acceptance=torch.stack([s.acceptance for s in sums]),
+        tuned=tuned,
+    )
+
+
+@dataclass(frozen=True)
+class _StepSums:
+    loss: Tensor
+    correct: Tensor
+    acceptance: Tensor
+
+
+def _step_sums(
+    step: StepOutput,
+    teacher: Teacher,
+    where_R: Tensor,
+    top1_R: Tensor,
+    weight_R: Tensor | None,
+    draft_vocab: Tensor | None,
+    loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
+) -> _StepSums:
+    """Return the sums over a step's rows, whose laws are those of `teacher` at `where_R`."""
+    if not torch.is_grad_enabled() and len(step.rows) > _CHUNK_ROWS:
+        parts = []
+        for piece in torch.arange(len(step.rows), device=top1_R.device).split(_CHUNK_ROWS):
+            weight = None if weight_R is None else weight_R[piece]
+            own = (step.select(piece), teacher, where_R[piece], top1_R[piece], weight)
+            parts.append(_step_sums(*own, draft_vocab, loss_of))
+        sums = ([getattr(part, field.name) for part in parts] for field in fields(_StepSums))
+        return _StepSums(*(torch.stack(values).sum(0) for values in sums))
+    teacher, log_q_RW = teacher.select(where_R), torch.log_softmax(step.logits, -1, dtype=torch.float32)
+    best_R = draft_index(top1_R, draft_vocab)
+    kept_R = (best_R >= 0).to(log_q_RW.dtype)
+    loss_R = loss_of(step, log_q_RW, teacher, kept_R)
+    loss = (loss_R if weight_R is None else loss_R * weight_R).sum()
+    with torch.no_grad():
+        correct = (log_q_RW.argmax(-1) == best_R).sum()  # in fp32: several times faster than in bf16
+        overlap = log_q_RW.exp()
+        accepted = torch.minimum(overlap, teacher.p, out=overlap).sum()
+    return _StepSums(loss, correct, accepted)
+
+
+def _tuned_sums(
+    law: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
+) -> tuple[Tensor, Tensor]:
+    """Return the weighted loss of a tuned target, and `LossOutput.tuned`."""
+    log_q_RV = torch.log_softmax(law.logits, -1, dtype=torch.float32)
+    apart_R = kl(log_q_RV, teacher)
+    loss_R = apart_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)
+    loss_R = loss_R if weights is None else loss_R * weights[law.rows]
+    loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
+    same = (log_q_RV.argmax(-1) == top1_R).sum()
+    rows = torch.tensor(len(law.rows), device=law.rows.device)
+    return loss, torch.stack([loss, apart_R.sum(), same.float(), rows.float()]).detach()
+
+
+def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many of the rows each document has, and each flat position's document number in that count."""
+    row = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
+    key = (row * (batch.document.max() + 2) + batch.document + 1).flatten()
+    counts = torch.bincount(key, rows_BL.flatten().float())
+    return counts, key
+
+
+def _row_weights(batch: TrainBatch, spec: LossSpec, rows: Tensor) -> Tensor | None:
+    """Return [B*L] weights of rows, None where all are 1: with "sequence" 1 / (rows of step 0 in the row's document)."""
+    if spec.normalize != "sequence":
+        return None
+    first = torch.zeros(batch.ids.numel(), device=rows.device)
+    counts, key = _document_rows(batch, first.index_fill(0, rows, 1.0))
+    return counts.clamp_min(1.0).reciprocal()[key]

@@ -1,0 +1,31 @@
+"""How Medusa's heads propose: all of them read the target's state at the last token, so there is nothing to run
+between two drafted tokens and nothing to keep between two rounds.
+
+Shapes: B rows, K drafted tokens (heads used), H target hidden, V target vocab.
+"""
+
+import torch
+
+from draftsmith.eval.decode.draft import DecodeState, Draft
+from draftsmith.heads.medusa.head import MedusaHead
+from draftsmith.heads.static_drafts import StaticDrafter, draft_chain, draft_tree
+
+
+class MedusaDrafter(StaticDrafter):
+    """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
+    likely tokens of each head, or (drawn) of tokens sampled from it without replacement."""
+
+    name = "medusa"
+    head: MedusaHead
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Draft no deeper than any row may still emit."""
+        depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
+        depth = min(depth, state.room)
+        rows = torch.arange(len(state.root_B), device=state.root_B.device)
+        last_BH = state.fresh.last_BnD[rows, (state.fresh.count_B - 1).clamp(min=0)]
+        logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
+        if self.tree is not None:
+            return draft_tree(state, logits_BKV, self.head, self.tree, drawn=self.drawn)
+        return draft_chain(state, logits_BKV, self.head, greedy=self.greedy_drafts)

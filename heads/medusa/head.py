@@ -1,0 +1,117 @@
+"""Medusa: several small heads on the target's last hidden state, each predicting a token further ahead.
+
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section 2.1;
+trained with the target frozen it is the paper's Medusa-1 (section 2.2.1).
+
+Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H target hidden, V target vocab.
+
+Head i of row t sees y_t, the target's post-final-norm state, and predicts x_{t+2+i}: the target's own head gives
+x_{t+1}, so heads and steps of other drafters count alike.
+"""
+
+from dataclasses import asdict
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.heads.target.target import Target, TargetHead
+
+__all__ = ["MedusaHead", "MedusaOptions", "build", "load"]
+
+
+class ResBlock(nn.Module):
+    """y + SiLU(W y + b), W and b zero at first, so that a new head repeats the target's own prediction."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, y: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        return y + F.silu(self.linear(y))
+
+
+class MedusaHead(DraftHead):
+    """Medusa's heads. Parameters: `blocks.{i}.{j}.linear.{weight,bias}` and, with projections of their own,
+    `lm_heads.{i}.weight` [V, H].
+
+    target_head: the target's output projection, shared and frozen; it is no part of the head's parameters. Weights
+    start in fp32.
+    """
+
+    method: ClassVar[str] = "medusa"
+    layer_ids: tuple[int, ...] = ()
+    draft_vocab = None
+
+    def __init__(self, options: MedusaOptions, target_head: TargetHead) -> None:
+        super().__init__()
+        self.options = options
+        self.train_steps = self.max_speculative_tokens = options.num_heads
+        V, H = target_head.weight.shape
+        self.hidden_size, self.vocab_size = H, V
+        heads = range(options.num_heads)
+        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(H) for _ in range(options.num_layers))) for _ in heads)
+        own = () if options.original_lm_head else heads
+        self.lm_heads = nn.ModuleList(nn.Linear(H, V, bias=False) for _ in own)
+        # In a list, so that it is not registered: it belongs to the target, and no optimizer may see it.
+        self._target_head = [target_head]
+
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
+        masks = islice(iterate_supervised_rows(batch), min(num_steps, self.options.num_heads))
+        last = batch.last.flatten(0, 1)
+        steps = []
+        for i, mask_BL in enumerate(masks):
+            rows = mask_BL.flatten().nonzero().flatten()
+            steps.append(StepOutput(i, rows, self.logits(i, last[rows])))
+        return HeadOutput(tuple(steps))
+
+    def logits(self, head: int, last: Tensor) -> Tensor:
+        """The target's state [..., H] -> draft logits [..., V] of head number `head`."""
+        state = self.blocks[head](last.to(next(self.parameters()).dtype))
+        return self.project(state) if self.options.original_lm_head else self.lm_heads[head](state)
+
+    def project(self, state: Tensor) -> Tensor:
+        """State [..., H] -> fp32 logits [..., V] by the target's output projection."""
+        return self.target_head.logits(state)
+
+    @property
+    def target_head(self) -> TargetHead:
+        """The target's output projection, which is no part of this module: a checkpoint does not hold it again."""
+        return self._target_head[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `load` needs besides the tensors, as JSON."""
+        return {"options": asdict(self.options)}
+
+
+def build(options: MedusaOptions, target: Target, draft_vocab: Tensor | None) -> MedusaHead:
+    """Return untrained fp32 heads for `target`, their projections those of the target."""
+    assert draft_vocab is None, "Medusa predicts the whole vocabulary"
+    with torch.device(target.device):
+        return start_as_the_target(MedusaHead(options, target.head))
+
+
+Head = TypeVar("Head", bound=MedusaHead)
+
+
+def start_as_the_target(head: Head) -> Head:
+    """Give projections of their own the weights of the target's, with the scale of its logits, and return the head."""
+    for lm_head in head.lm_heads:
+        lm_head.weight = nn.Parameter(head.target_head.weight.detach().float() * head.target_head.scale)
+    return head
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> MedusaHead:
+    """Return the heads that `describe` wrote down, weights still to be filled in."""
+    assert draft_vocab is None
+    with torch.device(target.device):
+        return MedusaHead(MedusaOptions(**spec["options"]), target.head)

@@ -1,0 +1,44 @@
+"""The switches of Medusa-2, apart from the heads so that reading a recipe imports no model code."""
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+from draftsmith.errors import UserError
+from draftsmith.heads.medusa.options import MedusaOptions
+
+
+@dataclass(frozen=True)
+class Medusa2Options(MedusaOptions):
+    """The `head:` section of a recipe: Medusa's heads, and the adapter (LoRA) that tunes the target with them."""
+
+    WARM_FROM: ClassVar[tuple[str, ...]] = ("medusa",)
+    """Other methods whose heads `train.warm_start` may name: the adapter then starts from nothing."""
+    TRAINING: ClassVar = frozenset({"lora_dropout", "adapter_lr"})
+    """Fields that a head which training starts from need not share."""
+
+    lora_r: int = 32
+    """Rank of the adapter."""
+    lora_alpha: float = 16.0
+    """The adapter's change of a matrix is scaled by lora_alpha / lora_r."""
+    lora_dropout: float = 0.05
+    """Dropout of the adapter's input, but for the output projection's."""
+    target_modules: list[str] | None = None
+    """Names of the target's linear layers that the adapter changes, such as q_proj; null takes all of them but the output
+    projection. Experts that are fused into one weight are none."""
+    tune_lm_head: bool = False
+    """The adapter changes the output projection (lm_head), too; not where that is tied to the embeddings."""
+    adapter_lr: float = 0.25
+    """Learning rate of the adapter as a multiple of train.lr (the paper: 5e-4 beside 2e-3)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_r < 1:
+            raise UserError(f"head.lora_r is {self.lora_r}: it must be at least 1.")
+        if not 0 <= self.lora_dropout < 1:
+            raise UserError(f"head.lora_dropout is {self.lora_dropout}: it must be from 0 to below 1.")
+        for key in ("lora_alpha", "adapter_lr"):
+            if not 0 < getattr(self, key) < inf:
+                raise UserError(f"head.{key} is {getattr(self, key)}: it must be above 0, and finite.")
+        if self.target_modules == []:
+            raise UserError("head.target_modules is []: name linear layers of the target, or null for all of them.")

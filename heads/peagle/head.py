@@ -1,0 +1,167 @@
+"""P-EAGLE: EAGLE-3's inputs, all tokens of a draft in one pass (parallel drafting).
+
+Hui et al., "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training" (2026); what a row sees and where it stands follow
+vLLM's `parallel_drafting` and the package speculators.
+
+Shapes: B batch rows, L tokens, R rows of one depth (flat b*L+t), H draft hidden, Ht target hidden, A aux layers.
+
+Depth d of row t predicts x_{t+2+d} and stands at RoPE position t+d. Depth 0 reads x_{t+1} and the target's streams of
+position t, as EAGLE-3 does; deeper ones read the embedding of a mask token and learnt streams in their place, so that
+they need not wait for the tokens between. A row of depth d sees depth 0 of the rows j <= t, and depths 1..d of its own.
+
+Which rows a head that drafts in parallel is trained on at each depth: fewer the deeper, by a draw per document.
+
+All depths of all rows would be as many times the rows as there are depths. Shapes: B batch rows, L tokens, R rows of one
+depth (flat b*L+t), U rows of depth 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.noise import SAMPLE, uniforms
+from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.eagle.fused import FusedHead, start
+from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.peagle.options import PEagleOptions
+from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.tokens import spare_tokens
+
+__all__ = ["PEagleHead", "PEagleOptions", "build", "load"]
+
+
+class PEagleHead(FusedHead):
+    """The P-EAGLE drafter: EAGLE-3's parameters and `mask_hidden` [1, 1, A*Ht], the streams of tokens not drafted yet.
+
+    options: with the mask token's id.
+    """
+
+    method: ClassVar[str] = "peagle"
+    options: PEagleOptions
+
+    def __init__(
+        self,
+        options: PEagleOptions,
+        config: LlamaConfig,
+        layer_ids: Sequence[int],
+        embedding: Tensor,
+        draft_vocab: Tensor | None,
+    ) -> None:
+        super().__init__(options, config, layer_ids, embedding, draft_vocab)
+        assert options.mask_token_id is not None
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
+        """Those of rule 1; in training depth 1 and deeper a sample of them, which the documents' seeds alone decide."""
+        masks = iterate_supervised_rows(batch)
+        return sample_depths(batch, masks, self.options) if self.training else masks
+
+    def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
+        """Run `num_steps` depths on the text of `batch`: logits [R_d, W] each, on the rows of `supervised`.
+
+        rows: one bool [B, L] mask per depth instead, those of a depth among those of the depth before.
+        """
+        masks = list(islice(self.supervised(batch), num_steps) if rows is None else rows)
+        assert len(masks) == num_steps
+        plan = plan_rows(batch.document, masks[0])
+        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
+        out_RH = self.first_step(batch, self.first_hidden(batch.aux, batch.last), passing)
+        steps = [StepOutput(0, plan.rows, self.logits(out_RH))]
+        masked = self.enter(*self.mask_inputs())
+        for depth, mask_BL in enumerate(masks[1:], 1):
+            kept = mask_BL.flatten()[passing.plan.rows].nonzero().flatten()
+            passing.narrow(plan_rows(batch.document, mask_BL), kept)
+            out_RH = passing.step(depth, *masked)
+            steps.append(StepOutput(depth, passing.plan.rows, self.logits(out_RH)))
+        return HeadOutput(tuple(steps))
+
+    def mask_inputs(self) -> tuple[Tensor, Tensor]:
+        """Return what a row of depth 1 and deeper reads: the mask token's embedding and the fused `mask_hidden`, [1, H]
+        each."""
+        token = torch.tensor([self.options.mask_token_id], device=self.mask_hidden.device)
+        return self._embed(token), self.fuse(self.mask_hidden[0])
+
+
+def build(options: PEagleOptions, target: Target, draft_vocab: Tensor | None) -> PEagleHead:
+    """Return an untrained fp32 head for `target`, see `start`. Raises UserError for a mask token that the target lacks."""
+    return start(PEagleHead, with_mask_token(options, target), target, draft_vocab)
+
+
+def with_mask_token(options: PEagleOptions, target: Target) -> PEagleOptions:
+    """Return the options with the id of the mask token. Raises UserError for one outside the target's vocabulary."""
+    token, V = options.mask_token_id, target.vocab_size
+    if token is None:
+        pad = getattr(target.config, "pad_token_id", None)
+        token = None if pad in target.eos_ids else pad  # the end is in every text
+        reserved = () if target.directory is None else spare_tokens(target.directory, target.eos_ids)
+        usable = [x for x in (token, *reserved, *target.eos_ids) if isinstance(x, int) and 0 <= x < V]
+        if not usable:
+            raise UserError(
+                f"The target {target.path} names neither a padding token nor an end token: set head.mask_token_id to a token "
+                "that texts seldom hold."
+            )
+        token = usable[0]
+    if not 0 <= token < V:
+        raise UserError(
+            f"head.mask_token_id is {token}, but the target has tokens 0 to {V - 1}: choose one of these, or null."
+        )
+    return replace(options, mask_token_id=token)
+
+
+def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> PEagleHead:
+    """Return the head that `PEagleHead.describe` and its layer_ids wrote down; its weights are still to be filled in."""
+    options, config = PEagleOptions(**spec["options"]), LlamaConfig(**spec["layer_config"])
+    with torch.device(target.device):
+        return PEagleHead(with_mask_token(options, target), config, spec["layer_ids"], target.embedding, draft_vocab)
+
+
+class Shares(Protocol):
+    """How many rows are kept: of n rows of a document at depth d int((n - d) * max(keep**d, keep_min))."""
+
+    @property
+    def keep(self) -> float: ...
+    @property
+    def keep_min(self) -> float: ...
+    @property
+    def steps(self) -> int: ...
+
+
+def sample_depths(batch: TrainBatch, masks: Iterator[Tensor], shares: Shares) -> Iterator[Tensor]:
+    """Yield the rows [B, L] bool of depth 0, 1, ..., `shares.steps` of them: all that `masks` yields first, then of those
+    kept before which `masks` still counts as many as `shares` says, or all where there are no more.
+
+    The draw is by the documents' seeds and the rows' positions alone: the same however documents are packed.
+    """
+    first_BL = next(masks)
+    plan = plan_rows(batch.document, first_BL)
+    number_U = plan.documents.flatten()[plan.rows]
+    count_D = torch.bincount(number_U, minlength=int(plan.documents.max()) + 1)
+    seeds_U, place_U = batch.seeds.flatten()[plan.rows], batch.position.flatten()[plan.rows]
+    uniform_US = uniforms(seeds_U, place_U, SAMPLE, shares.steps)
+    kept_U = torch.ones_like(plan.rows, dtype=torch.bool)
+    yield first_BL
+    for depth in range(1, shares.steps):
+        pool_U = kept_U & next(masks).flatten()[plan.rows]
+        share = max(shares.keep**depth, shares.keep_min)
+        wanted_D = ((count_D - depth).clamp(min=0).double() * share).long()
+        rank_U = _ranks(number_U, torch.where(pool_U, uniform_US[:, depth], 2.0), count_D)
+        kept_U = pool_U & (rank_U < wanted_D[number_U])
+        yield torch.zeros_like(first_BL).flatten().index_fill(0, plan.rows[kept_U], True).view_as(first_BL)
+
+
+def _ranks(number_U: Tensor, key_U: Tensor, count_D: Tensor) -> Tensor:
+    """Return each row's place in the ascending order of the keys of its document; number_U is ascending."""
+    order = key_U.argsort(stable=True)
+    order = order[number_U[order].argsort(stable=True)]
+    start_D = count_D.cumsum(0) - count_D
+    place_U = torch.empty_like(order)
+    place_U[order] = torch.arange(len(order), device=order.device)
+    return place_U - start_D[number_U]

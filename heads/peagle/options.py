@@ -1,0 +1,44 @@
+"""The switches of a P-EAGLE head, apart from the head so that reading a recipe imports no model code."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from draftsmith.errors import UserError
+from draftsmith.heads.eagle.options import DraftShape
+
+
+@dataclass(frozen=True)
+class PEagleOptions(DraftShape):
+    """The `head:` section of a recipe. Dimensions left out are the target's."""
+
+    TRAINING: ClassVar[frozenset[str]] = DraftShape.TRAINING | {"depths", "keep", "keep_min"}
+    NEUTRAL: ClassVar = {}
+
+    depths: int = 8
+    """How many tokens the head is trained to draft at once, from 2 to 8; it drafts more where more are asked for, untrained."""
+    num_hidden_layers: int = field(default=4, kw_only=True)
+    """Decoder layers: the first reads tokens and states, those above it are plain Llama layers."""
+    mask_token_id: int | None = field(default=None, kw_only=True)
+    """The token whose embedding stands for one that is not drafted yet; null: the target's padding token
+    where that ends no text, one that its tokenizer reserves, or its first end token, the first of these that there is."""
+    keep: float = field(default=0.7, kw_only=True)
+    """Depth d is trained on a random keep**d of an answer's rows; 1 takes all of them."""
+    keep_min: float = field(default=0.2, kw_only=True)
+    """The smallest share of rows that a depth is trained on."""
+
+    @property
+    def steps(self) -> int:
+        """The depths that the head is trained on."""
+        return self.depths
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 2 <= self.depths <= 8:
+            raise UserError(f"head.depths is {self.depths}: it must be from 2 to 8.")
+        for name in ("keep", "keep_min"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise UserError(f"head.{name} is {getattr(self, name)}: it is a share of rows, above 0 and at most 1.")
+        if self.keep == 1.0 and self.keep_min != type(self).keep_min:
+            raise UserError(
+                f"head.keep_min is {self.keep_min}, but head.keep is 1, which takes all rows: leave it out."
+            )

@@ -1,0 +1,152 @@
+"""Opening a model with transformers, with one sentence for everything that can be wrong about it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import cached_file
+
+from draftsmith.errors import UserError
+from draftsmith.heads.target.files import TOKENIZER_FILES
+from draftsmith.heads.target.fingerprint import read_spans, weight_files
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A loaded model and the folder its files came from."""
+
+    model: Any
+    directory: Path
+
+
+def open_model(
+    path: str, *, dtype: str, device: str | torch.device, attn_implementation: str, trust_remote_code: bool
+) -> OpenedModel:
+    """Load a causal language model from a local folder or a Hub name; only safetensors, never pickled weights.
+
+    Raises UserError for: a missing path, a folder that is no model, an encoder-only or encoder-decoder model, a type
+    transformers does not know, missing, pickled or damaged weights, an unknown dtype, a missing device.
+    """
+    where = _check_device(device)
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
+    _check_path(path)
+    _check_config(path, _load_config(path, trust_remote_code), trust_remote_code)
+    directory = weights_directory(path)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise UserError(f"Cannot load the target {path}: {_first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"The target {path} has no weights for {missing[0]}"
+            f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}: it was saved without its "
+            "language-model head or incompletely; save it as a causal language model."
+        )
+    return OpenedModel(model=model.to(where), directory=directory)
+
+
+def _check_device(device: str | torch.device) -> torch.device:
+    """Return the device. Raises UserError where this machine has none of that name."""
+    try:
+        where = torch.device(device)
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {str(device)!r} is not available here ({_first_line(error)}): use cpu.") from error
+    return where
+
+
+def _check_path(path: str) -> None:
+    """Raise UserError for a local path that is no folder with a model."""
+    folder = Path(path)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    if not folder.exists():
+        if looks_local:
+            raise UserError(f"The target {path} does not exist: give a folder with a model or a Hub name owner/model.")
+        return
+    if not (folder / "config.json").is_file():
+        raise UserError(f"The target {path} has no config.json: give the folder that holds the model's files.")
+
+
+def _load_config(path: str, trust_remote_code: bool) -> Any:
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except OSError as error:
+        raise UserError(
+            f"The target {path} is neither a local folder nor a model that could be fetched from the Hub "
+            f"({_first_line(error)}): check the spelling and the network, or give a folder."
+        ) from error
+    except (ValueError, KeyError) as error:
+        hint = (
+            "; it may need --target.trust_remote_code true, which runs code from its repository"
+            if "trust_remote_code" in str(error)
+            else ""
+        )
+        raise UserError(f"Cannot read the config of the target {path}: {_first_line(error)}{hint}") from error
+
+
+def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:
+    """Raise UserError unless the configuration is one of a causal, decoder-only language model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"The target {path} is an encoder-decoder model ({config.model_type}): "
+            "choose a decoder-only causal language model."
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise UserError(
+            f"The target {path} is of type {config.model_type!r}, not a causal language model: "
+            "choose a decoder-only model that can generate text."
+        )
+
+
+def _fetch_tokenizer(path: str) -> None:
+    """Fetch the tokenizer's files of a Hub model, those that there are: who reads the folder (its identity, mask tokens,
+    tokens to compare) must find the same whenever it looks."""
+    for name in TOKENIZER_FILES:
+        cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+
+
+def weights_directory(path: str) -> Path:
+    """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be), checked."""
+    folder = Path(path)
+    if not folder.is_dir():
+        try:
+            for name in ("model.safetensors", "model.safetensors.index.json"):
+                if found := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+                    _fetch_tokenizer(path)
+                    return Path(found).parent
+        except OSError as error:
+            raise UserError(f"Cannot fetch the weights of the target {path}: {_first_line(error)}") from error
+        raise UserError(f"The target {path} has no safetensors weights on the Hub: choose one that does.")
+    files = weight_files(folder)
+    if not files:
+        pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+        raise UserError(
+            f"The target {path} holds only pickled weights ({pickled[0]}), which can run code when opened: "
+            "save it as safetensors (model.save_pretrained) first."
+            if pickled
+            else f"The target {path} has no weights (model.safetensors): fetch the whole model."
+        )
+    for file in files:
+        read_spans(file)
+    return folder
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a final full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__

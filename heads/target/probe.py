@@ -1,0 +1,95 @@
+"""The self-check of a target at load: a few random tokens show whether our view of it is the truth.
+
+Shapes: B = 2 rows that differ in their last token only, n tokens, Ht target hidden size, V target vocab.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from draftsmith.heads.target.target import Target
+
+PROBE_TOKENS = 8
+
+
+@torch.no_grad()
+def check_target(target: "Target") -> None:
+    """Hold taps, final states and logits of `target` against its model's own, and set the head's scale and softcap.
+
+    Raises UserError, naming the model type, where: a later token changes an earlier state (an encoder), a tap differs
+    from `output_hidden_states` (not checked where the model gives none), the base model's final state is not what the
+    lm_head reads, or the logits follow no rule that we know.
+    """
+    model, ids = target.model, probe_ids(target)
+    every_layer = tuple(range(target.num_layers))
+    try:
+        truth = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        seen = target.forward(ids, layer_ids=every_layer)
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise _refusal(target, f"its base model does not run by itself ({line})") from error
+    if not is_close(seen.last[0, :-1], seen.last[1, :-1], loose=True):
+        raise UserError(
+            f"The target {target.path} ({target.model_type}) lets later tokens change earlier ones, as an "
+            "encoder-only model does: choose a decoder-only causal language model."
+        )
+    if seen.aux.shape != (*ids.shape, target.num_layers * target.hidden_size):
+        raise _refusal(target, "its residual streams are not one vector of hidden_size per token")
+    hidden_states = getattr(truth, "hidden_states", None)
+    streams = seen.aux.unflatten(-1, (target.num_layers, target.hidden_size))
+    if hidden_states is not None and len(hidden_states) == target.num_layers + 1:
+        for k in every_layer:
+            if not is_close(streams[..., k, :], hidden_states[k]):
+                raise _refusal(target, f"the stream entering layer {k} is not its hidden_states[{k}]")
+    for scale, softcap in _head_rules(target.config):
+        target.head.scale, target.head.softcap = scale, softcap
+        if is_close(target.head.logits(seen.last), truth.logits):
+            return
+    raise _refusal(target, "its logits are not the lm_head's product under any known scale or softcap")
+
+
+def probe_ids(target: "Target") -> Tensor:
+    """Return [2, n] ids away from both ends of the vocabulary, where special tokens live; rows differ in the last one."""
+    vocab = target.embedding.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randint(vocab // 4, max(vocab // 2, vocab // 4 + 2), (PROBE_TOKENS,), generator=generator)
+    other = row.clone()
+    other[-1] = vocab // 4 + (row[-1] - vocab // 4 + 1) % max(vocab // 4, 2)
+    return torch.stack((row, other)).to(target.device)
+
+
+def _head_rules(config: Any) -> Iterator[tuple[float, float | None]]:
+    """Yield (scale, softcap) pairs to try, what the config names first.
+
+    Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it;
+    Gemma and others cap by `final_logit_softcapping`.
+    """
+    scales: list[float] = []
+    if multiplier := getattr(config, "logit_scale", None):
+        scales.append(float(multiplier))
+    if divisor := getattr(config, "logits_scaling", None):
+        scales += [1.0 / float(divisor), float(divisor)]
+    softcap = getattr(config, "final_logit_softcapping", None)
+    softcaps = [float(softcap), None] if softcap else [None]
+    yield from itertools.product([*scales, 1.0], softcaps)
+
+
+def is_close(ours: Tensor, theirs: Tensor, loose: bool = False) -> bool:
+    """Equal up to rounding in the dtype of `theirs`, relative to its largest entry."""
+    if ours.shape != theirs.shape:
+        return False
+    tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2
+    difference = (ours.float() - theirs.float()).abs().max()
+    return bool(difference <= (10 if loose else 1) * tolerance * theirs.float().abs().max())
+
+
+def _refusal(target: "Target", reason: str) -> UserError:
+    return UserError(
+        f"The target {target.path} of type {target.model_type!r} cannot be used yet: {reason}; choose another target."
+    )

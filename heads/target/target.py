@@ -1,0 +1,287 @@
+"""The frozen target as the rest of the project sees it.
+
+Shapes: B batch, n tokens of one call, Ht target hidden size, A aux layers, V target vocab, W draft vocab.
+Aux layer id k is the residual stream that enters decoder layer k = Hugging Face `hidden_states[k]` (0 = embeddings).
+"""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from draftsmith.errors import UserError
+from draftsmith.heads.target.fingerprint import fingerprint_directory
+from draftsmith.heads.target.identity import TargetIdentity, identify_target
+from draftsmith.heads.target.pretrained import open_model
+from draftsmith.heads.target.probe import check_target
+
+AttentionMask = Tensor | dict[str, Tensor]
+
+
+class _Chosen(NamedTuple):
+    """Rows of a projection, and what they were made of: held here so that no other gets their place in memory."""
+
+    state: tuple[object, ...]
+    made_of: tuple[Tensor, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+
+class TargetHead(nn.Module):
+    """The target's frozen output projection: hidden -> fp32 logits, with the target's own scale and softcap.
+
+    weight [V, Ht] and bias [V] or None share storage with the target's lm_head but are buffers of this module,
+    so moving or casting it never changes the target, and no optimizer or checkpoint picks them up.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, scale: float = 1.0, softcap: float | None = None
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach(), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.scale = scale
+        self.softcap = softcap
+        self._chosen: _Chosen | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """V: the number of rows of the output projection, padding rows included."""
+        return self.weight.shape[0]
+
+    def logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Return float32 logits [..., V] of post-final-norm states [..., Ht], or [..., W] for the token ids `columns`.
+
+        The product runs in the dtype of the weights, as in the target itself, also under autocast;
+        scale and softcap run in float32. Gradients flow to `hidden`, never to the weights.
+        """
+        weight, bias = (self.weight, self.bias) if columns is None else self._rows(columns)
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+            if self.scale != 1.0:
+                logits = logits * self.scale
+            if self.softcap is not None:
+                logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+    def _rows(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rows of the projection for some tokens, kept for the next call: a drafter asks for the same in every round."""
+        made_of = tuple(x for x in (self.weight, columns, self.bias) if x is not None)
+        state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
+        if self._chosen is None or self._chosen.state != state:
+            with torch.inference_mode(False):  # a later call may be one of training
+                bias = None if self.bias is None else self.bias.index_select(0, columns)
+                self._chosen = _Chosen(state, made_of, self.weight.index_select(0, columns), bias)
+        return self._chosen.weight, self._chosen.bias
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """aux [B, n, A*Ht]: residual streams in the order of the requested layer ids (A = 0 gives width 0);
+    last [B, n, Ht]: post-final-norm states."""
+
+    aux: Tensor
+    last: Tensor
+
+
+class Target:
+    """A frozen causal language model whose residual streams are read by hooks.
+
+    `load_target` opens one from disk and checks it; the constructor takes a ready model and checks nothing. directory:
+    the folder with its files, None for a model that came from none.
+    Raises UserError where the decoder layers or the output projection cannot be found.
+    """
+
+    def __init__(self, model: Any, *, path: str, fingerprint: str, directory: Path | None = None) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.path = path
+        self.fingerprint = fingerprint
+        self.directory = directory
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder: nn.Module = model.get_decoder()
+        self.num_layers: int = self.config.num_hidden_layers
+        self.hidden_size: int = self.config.hidden_size
+        self.head = TargetHead(*_output_projection(model))
+        self.vocab_size: int = self.head.vocab_size
+        self._wanted: frozenset[int] = frozenset()
+        self._taps: dict[int, Tensor] = {}
+        for index, layer in enumerate(find_layers(self.decoder, self.num_layers, self.model_type)):
+            layer.register_forward_pre_hook(self._make_tap(index), with_kwargs=True)
+
+    @property
+    def model_type(self) -> str:
+        """The architecture's name, such as "llama"."""
+        return self.config.model_type
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights and of all hidden states."""
+        return self.embedding.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The same as recipes and results write it, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, Ht] the raw input embedding weight (architectures that scale embeddings do so after the lookup)."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def context_length(self) -> int:
+        """The most tokens the target reads at once; sys.maxsize where its config names no limit."""
+        return context_of(self.config) or sys.maxsize
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer: those of the generation config, else of the config, sorted; maybe none."""
+        for config in (getattr(self.model, "generation_config", None), self.config, self.model.config):
+            ids = getattr(config, "eos_token_id", None)
+            if ids is not None:
+                return tuple(sorted(set(ids))) if isinstance(ids, (list, tuple)) else (int(ids),)
+        return ()
+
+    @cached_property
+    def identity(self) -> TargetIdentity:
+        """What tells this target from others: recorded with every head, read from its files when first asked for."""
+        return identify_target(self)
+
+    def default_layer_ids(self) -> tuple[int, ...]:
+        """(2, n//2, n-3), the ids every serving engine assumes. Raises UserError for n < 8, where they collapse."""
+        n = self.num_layers
+        if n < 8:
+            raise UserError(
+                f"The target {self.path} has only {n} layers, too few for the default layer_ids (2, n//2, n-3): "
+                f"set layer_ids to ascending numbers from 0 to {n - 1}."
+            )
+        return (2, n // 2, n - 3)
+
+    def check_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
+        """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1."""
+        check_layer_ids(layer_ids, self.num_layers, str(self.path))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        layer_ids: tuple[int, ...] = (),
+        attention_mask: AttentionMask | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+    ) -> TargetOutput:
+        """Run the base model, without its lm_head, on input_ids [B, n].
+
+        attention_mask (tensor, or dict by layer type), position_ids [B, n] and past_key_values go to the model as
+        they are; the cache, if given, is extended in place.
+        """
+        self._wanted, self._taps = frozenset(layer_ids), {}
+        try:
+            output = self.decoder(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=past_key_values is not None,
+            )
+            last: Tensor = output.last_hidden_state
+            streams = [self._taps[k] for k in layer_ids]
+        finally:
+            self._wanted, self._taps = frozenset(), {}
+        if not streams:
+            return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
+        return TargetOutput(aux=torch.cat(streams, dim=-1), last=last)
+
+    def _make_tap(self, index: int) -> Any:
+        def tap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if index in self._wanted:
+                self._taps[index] = args[0] if args else kwargs["hidden_states"]
+
+        return tap
+
+
+def context_of(config: Any) -> int | None:
+    """Return the most tokens that a model of this configuration reads at once, None where it names no limit."""
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
+        if isinstance(length := getattr(config, name, None), int):
+            return length
+    return None
+
+
+def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn.Module]:
+    """Return the decoder layers: the first list of `num_layers` modules in `decoder`. UserError where none is."""
+    for module in (getattr(decoder, "layers", None), *decoder.modules()):
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise UserError(
+        f"Cannot find the {num_layers} decoder layers of a model of type {model_type!r}: "
+        "this architecture cannot be used as a target yet; choose another one."
+    )
+
+
+def _output_projection(model: Any) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias of the lm_head."""
+    projection = model.get_output_embeddings()
+    if projection is None or not hasattr(projection, "weight"):
+        raise UserError(
+            f"The model of type {model.config.model_type!r} has no output projection (lm_head), so it cannot be a "
+            "target: choose a causal language model."
+        )
+    return projection.weight, getattr(projection, "bias", None)
+
+
+def load_target(
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str | torch.device = "cpu",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> Target:
+    """Open a causal language model from a local folder or the Hub and check that it can be a target.
+
+    The check (draftsmith.heads.target.probe) runs a handful of random tokens and holds taps, final states and logits
+    against what the model itself says. Weights are read from safetensors only.
+    Raises UserError, in one sentence, for a path, file or architecture that cannot be used.
+    """
+    opened = open_model(
+        path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+    )
+    directory = opened.directory
+    target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
+    check_target(target)
+    return target
+
+
+def check_layer_ids(layer_ids: Sequence[int], n: int, name: str) -> None:
+    """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1, the layers of the target `name`."""
+    told = f"layer_ids {list(layer_ids)} for the target {name}"
+    if not layer_ids:
+        raise UserError(f"{told}: give at least one layer, from 0 to {n - 1}.")
+    if odd := [k for k in layer_ids if type(k) is not int]:
+        raise UserError(f"{told}: {odd[0]!r} is no number of a layer; choose from 0 to {n - 1}.")
+    if n in layer_ids:
+        raise UserError(
+            f"{told}: {n} is the number of layers, a state that serving engines read differently (before or after "
+            f"the final norm, or as zeros); choose from 0 to {n - 1}."
+        )
+    if bad := [k for k in layer_ids if not 0 <= k < n]:
+        raise UserError(f"{told}: {bad[0]} is out of range, the target has {n} layers; choose from 0 to {n - 1}.")
+    if any(a >= b for a, b in itertools.pairwise(layer_ids)):
+        raise UserError(f"{told}: every layer may be named once, in ascending order.")

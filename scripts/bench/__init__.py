@@ -1,0 +1,1 @@
+"""Benchmarks and checks of draftsmith itself."""

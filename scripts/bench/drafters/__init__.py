@@ -1,0 +1,1 @@
+"""Comparison of all drafters on one target."""

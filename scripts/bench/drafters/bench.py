@@ -1,0 +1,204 @@
+"""Every drafter on the same target, data and budget: `python scripts/bench_drafters.py --store FOLDER --runs FOLDER`.
+
+Trains each drafter of scripts/bench/drafters/table.py that is not yet trained, simulates its acceptance on the shared prompts,
+decodes them with it and with the target alone in turns, and writes a result file per drafter and a page of tables.
+What is there already is kept, so that it can be done in pieces.
+
+--store: answers and hidden states that all learn from (made on first use). --runs: where runs go, and where heads that another
+package trained are found. --output: of the results (docs/results/drafters if left out). --budget N supervised tokens per
+training. --only NAME of a drafter or of one of its runs (again for more than one). --no-train, --no-decode. --repeats N: how
+often the prompts are decoded (3).
+--page: write the page again and do nothing else.
+--rival-jobs: write JOB.json for the heads that scripts/bench/rivals/speculators_eagle3.py trains, and do nothing else. Other
+words, such as --train.rows 2 or --evaluate.repeats 1, are overrides of every recipe.
+"""
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.cli.arguments import take
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.machine import environment
+from draftsmith.files import write_json
+from scripts.bench.drafters.page import write_page
+from scripts.bench.drafters.runs import answers_of, best, read_entries
+from scripts.bench.drafters.table import ROOT, SUBJECTS, Subject
+
+OUTPUT = ROOT / "docs" / "results" / "drafters"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The words of the command line; `words` are overrides of every recipe."""
+
+    store: Path
+    runs: Path
+    output: Path
+    only: tuple[str, ...]
+    budget: int | None
+    repeats: int
+    train: bool
+    decode: bool
+    page: bool
+    jobs: bool
+    words: tuple[str, ...]
+
+
+def main(argv: list[str] | None = None, subjects: Sequence[Subject] = SUBJECTS, root: Path = ROOT) -> int:
+    """Train, measure and write; a user's mistake is one sentence and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    try:
+        options = parse(words, subjects)
+        if not options.page:
+            run(options, subjects, root)
+        if not options.jobs:
+            print(write_page(options.output, [s.name for s in subjects]))
+        return 0
+    except UserError as error:
+        print(f"bench_drafters: {error}", file=sys.stderr)
+        return 2
+
+
+def parse(words: list[str], subjects: Sequence[Subject]) -> Options:
+    """Read the command line. Raises UserError for a drafter that is unknown and for a number that is none."""
+    places = {key: take(words, f"--{key}") for key in ("store", "runs", "output", "budget", "repeats")}
+    only = tuple(take(words, "--only"))
+    flags = {key: bool(take(words, f"--{key}", flag=True)) for key in ("no-train", "no-decode", "page", "rival-jobs")}
+    names = [s.name for s in subjects]
+    runs = [run for s in subjects if len(s.run_names) > 1 for run in s.run_names]
+    if unknown := [name for name in only if name not in (*names, *runs)]:
+        raise UserError(f"--only {unknown[0]}: the drafters are {', '.join(names)}; single runs {', '.join(runs)}.")
+
+    def count(key: str) -> int | None:
+        if places[key] and (not places[key][-1].isdecimal() or int(places[key][-1]) < 1):
+            raise UserError(f"--{key} is {places[key][-1]!r}: give a whole number of at least 1.")
+        return int(places[key][-1]) if places[key] else None
+
+    def folder(key: str, default: Path) -> Path:
+        return Path(places[key][-1]) if places[key] else default
+
+    return Options(
+        store=folder("store", Path("runs/drafters/store")),
+        runs=folder("runs", Path("runs/drafters")),
+        output=folder("output", OUTPUT),
+        only=only,
+        budget=count("budget"),
+        repeats=count("repeats") or 3,
+        train=not flags["no-train"],
+        decode=not flags["no-decode"],
+        page=flags["page"],
+        jobs=flags["rival-jobs"],
+        words=tuple(words),
+    )
+
+
+def run(options: Options, subjects: Sequence[Subject], root: Path) -> None:
+    """Do what the options ask for, drafter by drafter; those whose recipe or method is not there are left out."""
+    from draftsmith.stages.session import Session, say
+    from scripts.bench.drafters.measure import Measure
+    from scripts.bench.drafters.training import BUDGET, Bench, rival_jobs, train_runs
+
+    bench = Bench(options.store, options.runs, options.words, options.budget or BUDGET, root)
+    first = subjects[0]
+    if options.jobs:
+        for subject in subjects:
+            for name, job in (rival_jobs(bench, subject, first) if not subject.recipe else {}).items():
+                write_json(options.runs / name / "job.json", job)
+                print(options.runs / name / "job.json")
+        return
+    session = Session(bench.recipe(first, f"--output_dir={options.runs / 'evaluation'}"))
+    measure = Measure(session, options.runs / "answers", options.repeats)
+    for subject in subjects:
+        asked = subject.narrowed(options.only) if options.only else subject
+        if asked is None:
+            continue
+        if not subject.present(root):
+            say(f"{subject.name}: there is no {subject.recipe} here, or its method is not known; left out")
+            continue
+        trained = train_runs(bench, asked, train=options.train)
+        if trained:
+            _measure(options, bench.budget, subject, trained, measure)
+
+
+def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[Any], measure: Any) -> None:
+    """Simulate every run of a drafter, decode with the best, and keep what the result file has of the same heads and of
+    runs that are not at hand."""
+    from draftsmith.stages.session import say
+
+    file = options.output / f"{subject.name}.json"
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    heads = [measure.digest(one) for one in trained]
+    known = {r["head"]: r for r in before.get("runs", ()) if r["inputs"] == measure.inputs}
+    decoded = before.get("decoded")
+    # On another set of answers, a run of the same name is another one.
+    here = {(one.name, one.answers) for one in trained}
+    apart = [r for r in known.values() if _which(r) not in here and r["head"] not in heads]
+    same = before.get("budget") == budget
+    others = [r for r in apart if same and r["training"]["name"] in subject.run_names]
+
+    def save() -> None:
+        """Write what is known so far; the decoded run only beside the run whose head it is of."""
+        pairs = zip(heads, trained, strict=True)
+        runs = [known[head] | {"training": one.record} for head, one in pairs if head in known] + others
+        runs.sort(key=lambda r: (subject.run_names.index(r["training"]["name"]), r["date"]))
+        fits = decoded is not None and any(all(decoded[key] == r[key] for key in ("head", "inputs")) for r in runs)
+        entry = {"name": subject.name, "recipe": subject.recipe or None, "budget": budget, "runs": runs}
+        write_json(file, entry | {"decoded": decoded if fits else None})
+
+    for one, head in zip(trained, heads, strict=True):
+        if head not in known:
+            contender = measure.contender(subject.name, one)
+            known[head] = {
+                "head": head,
+                "inputs": measure.inputs,
+                "method": contender.method,
+                "parameters": one.parameters if one.parameters is not None else contender.parameters,
+                "K": contender.num_speculative_tokens,
+                "tuned": contender.verifier is not None,
+                "simulated": measure.simulated(contender),
+                **_facts(),
+            }
+        if len(subject.run_names) > 1 and "heldout_tau" not in known[head]:
+            known[head]["heldout_tau"] = measure.heldout_tau(one)
+        save()
+    if not options.decode:
+        return
+    # The one that the tables show, which they choose among all drafters' results.
+    kept = next(best(entry) for entry in read_entries(options.output, ()) if entry["name"] == subject.name)
+    head, wanted = kept["head"], (kept["head"], measure.inputs)
+    if head not in heads:
+        say(
+            f"{kept['training']['name']} is the best run of {subject.name} on the answers that most drafters learned from, and not "
+            "at hand: nothing is decoded; name another --output for results of your own"
+        )
+    elif decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options):
+        figures = measure.decoded(measure.contender(subject.name, trained[heads.index(head)]))
+        decoded = {"head": head, "inputs": measure.inputs, **_facts(), "at": figures}
+        save()
+
+
+def _which(run: dict[str, Any]) -> tuple[str, str | None]:
+    """What tells a run of a drafter from its others: the name, and the answers that it learned from."""
+    return run["training"]["name"], answers_of(run)
+
+
+def _few(decoded: dict[str, Any], options: Options) -> bool:
+    """Whether the prompts were decoded less often than is asked for now."""
+    return any(at["repeats"] < options.repeats for at in decoded["at"].values())
+
+
+def _facts() -> dict[str, Any]:
+    """Who measured, how and when, without folders of this machine."""
+    facts, words = environment(), sys.argv[1:]
+    for place in ("--store", "--runs", "--output"):
+        take(words, place)
+    command = shlex.join(["python", "scripts/bench_drafters.py", *words])
+    return {"command": command, **facts, "hardware": asdict(facts["hardware"])}

@@ -1,0 +1,193 @@
+"""What the comparison of drafters measures: simulated acceptance on the target's own answers, and one decoded run each.
+
+The answers of a target at a temperature are made once and kept, so that all drafters face the same texts. Shapes: K
+speculative tokens.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.features.store import FeatureSource
+from draftsmith.data.packing import Batch
+from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.decode import decode
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.noise import row_key
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import Tally, total
+from draftsmith.eval.drafters.contender import Contender, make_contender
+from draftsmith.eval.measure.statistics import Text, bootstrap_tau
+from draftsmith.files import fingerprint, write_json
+from draftsmith.heads.target.target import Target
+from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.evaluator import Evaluator
+from draftsmith.stages.session import Session, say
+from draftsmith.stages.stages import features_stage, head_digest, load_best, load_samples, split_samples
+from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
+from scripts.bench.drafters.training import Trained
+
+LENGTHS = (3, 5, 7)
+"""Draft lengths of the tables."""
+PAIRED = 5
+"""The draft length at which drafters are held against each other prompt by prompt."""
+OVERALL = "overall"
+_ROWS = 32
+
+
+class Measure:
+    """A session of the recipe whose prompts and settings all drafters are measured with, the folder of the answers, and how
+    often the prompts are decoded (what is simulated has the recipe's own repeats)."""
+
+    def __init__(self, session: Session, answers: Path, repeats: int = 1) -> None:
+        self.session, self.folder, self.spec = session, answers, session.recipe.evaluate
+        timed = replace(self.spec, repeats=repeats, generate=False)
+        self.timed = Session(replace(session.recipe, evaluate=timed))
+
+    @cached_property
+    def target(self) -> Target:
+        """The target in the dtype of the evaluation."""
+        return self.session.target_in(self.spec.dtype)
+
+    @cached_property
+    def _requests(self) -> Any:
+        return make_requests(self.session, self.target)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The prompts."""
+        return self._requests[0]
+
+    @cached_property
+    def inputs(self) -> str:
+        """Identifies what drafters are measured on and how, the drafter apart."""
+        prompts = [(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in self.requests]
+        facts = (self.target.fingerprint, self.target.dtype_name, prompts, self.session.recipe.seed, self.spec.repeats)
+        laws = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
+        return fingerprint([*facts, laws, self.spec.num_speculative_tokens, self.spec.batch])
+
+    def contender(self, name: str, run: Trained) -> Contender:
+        """Return the drafter that a trained head makes: a block drafter drafts its block, another one as far as the recipe
+        says, or as far as it reaches."""
+        head = load_best(self.session, self.target, run.folder, warn=self.session.warn)
+        head = head.deployed(self.target).to(self.target.dtype)
+        verifier = head.verifier(self.target)
+        asked = self.spec.num_speculative_tokens
+        k = head.served_tokens or min(asked, head.max_speculative_tokens or asked)
+        tuned = None if verifier is self.target else verifier
+        return make_contender(name, head, k, max(k, *LENGTHS), verifier=tuned)
+
+    @cached_property
+    def _heldout(self) -> tuple[FeatureSource, list[Batch]]:
+        samples, spec = load_samples(self.session).samples, self.session.recipe.train
+        _, places = split_samples(self.session, samples)
+        source = features_stage(self.session, samples)
+        return source, make_heldout_batches(source, places, spec.row_tokens, spec.rows)
+
+    def heldout_tau(self, run: Trained) -> float:
+        """Return a head's tau at K = PAIRED on the answers that no training saw: what one of several learning rates is chosen
+        by, so that the prompts of the tables choose nothing."""
+        recipe, target = self.session.recipe, self.session.target
+        head = load_best(self.session, target, run.folder, warn=self.session.warn).float().eval()
+        data, spec = self._heldout, recipe.train
+        sampling = recipe.answers.sampling
+        return evaluate_heldout(head, *data, spec.row_tokens, target.head, spec.loss, sampling, PAIRED).tau
+
+    def digest(self, run: Trained) -> str:
+        """Identify a trained head."""
+        return head_digest(self.session, run.folder)
+
+    def answers(self, target: Target, sampling: Sampling) -> list[Generation]:
+        """Return what a target alone answers, from the file that keeps it where there is one."""
+        repeats = 1 if sampling.greedy else self.spec.repeats
+        seed = self.session.recipe.seed
+        asked = [
+            replace(r, key=row_key(seed, "evaluate", repeat, r.sample_id))
+            for repeat in range(repeats)
+            for r in self.requests
+        ]
+        asked.sort(key=lambda r: len(r.prompt_ids))
+        facts = [target.fingerprint, target.dtype_name, asdict(sampling), [asdict(r) for r in asked]]
+        file = self.folder / f"answers-t{sampling.temperature:g}-{fingerprint(facts)}.json"
+        if file.exists():
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            return [Generation(r, ids, end) for r, (ids, end) in zip(asked, kept, strict=True)]
+        say(f"{len(asked)} answers of {target.path} at temperature {sampling.temperature:g}")
+        # Decoding gives the answers back in the order in which they end.
+        found = {(g.request.sample_id, g.request.key): g for g in decode(target, TargetAlone(), asked, sampling, _ROWS)}
+        made = [found[r.sample_id, r.key] for r in asked]
+        write_json(file, [[g.output_ids, g.finish_reason] for g in made])
+        return [Generation(g.request, g.output_ids, g.finish_reason) for g in made]
+
+    def simulated(self, contender: Contender) -> dict[str, Any]:
+        """Return, per temperature: tau with its interval per K and slice, the most K being the drafter's own, and the tokens
+        and rounds of every prompt at K = PAIRED."""
+        own, found = contender.verified_by(self.target), {}
+        for temperature in self.spec.temperatures:
+            sampling = self.spec.sampling(temperature)
+            answers = self.answers(own, sampling)
+            assert contender.simulate is not None
+            tallies = contender.simulate(own, answers, sampling, contender.max_k).tallies
+            lengths = sorted({k for k in (*LENGTHS, contender.num_speculative_tokens) if k <= contender.max_k})
+            found[f"{temperature:g}"] = {
+                "tau": {str(k): _by_slice(answers, tallies, k) for k in lengths},
+                "prompts": self._by_prompt(answers, tallies, min(PAIRED, contender.max_k)),
+            }
+        return found
+
+    def _by_prompt(
+        self, answers: Sequence[Generation], tallies: Sequence[Sequence[Tally]], k: int
+    ) -> dict[str, list[float]]:
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for answer, found in zip(answers, tallies, strict=True):
+            sums[answer.request.sample_id][0] += found[k - 1].tokens
+            sums[answer.request.sample_id][1] += found[k - 1].rounds
+        ordered = [sums[r.sample_id] for r in self.requests]
+        return {"tokens": [round(a, 3) for a, _ in ordered], "rounds": [round(b, 3) for _, b in ordered]}
+
+    def decoded(self, contender: Contender) -> dict[str, Any]:
+        """Decode the prompts with the drafter and the target alone in turns; return the figures per temperature."""
+        conversations = self._requests[1]
+        contender = replace(contender, max_k=contender.num_speculative_tokens)  # other lengths need not be timed
+        evaluator = Evaluator(self.timed, self.target, self.requests, conversations, [contender])
+        found = {}
+        for temperature in self.spec.temperatures:
+            result = evaluator.decoded(self.spec.sampling(temperature), {})
+            measures, costs = result.drafters[contender.name].overall, result.costs
+            assert costs is not None
+            k, equal = contender.num_speculative_tokens, measures.lossless
+            found[f"{temperature:g}"] = {
+                "K": k,
+                "tau": measures.tau,
+                "tau_interval": measures.tau_interval,
+                "tau_simulated": measures.tau_simulated,
+                "speedup": measures.speedup,
+                "speedup_spread": measures.speedup_spread,
+                "tok_s": measures.decode_tok_s,
+                "target_tok_s": measures.baseline_tok_s,
+                "draft_ms": costs.draft_ms[contender.name][str(k)],
+                "target_ms": costs.verify_ms["1"],
+                "verify_ms": costs.verify_ms[str(k + 1)],
+                "repeats": result.settings.repeats,
+                "dtype": result.settings.dtype,
+                "equal": None if equal is None else equal.equal,
+                "checked": None if equal is None else equal.checked,
+            }
+        return found
+
+
+def _by_slice(
+    answers: Sequence[Generation], tallies: Sequence[Sequence[Tally]], k: int
+) -> dict[str, dict[str, float | tuple[float, float] | None]]:
+    """tau and its 95% interval over prompts, overall and per slice."""
+    texts = [Text(g, found[k - 1], []) for g, found in zip(answers, tallies, strict=True)]
+    slices = sorted({g.request.slice for g in answers})
+    scopes = {OVERALL: texts} | {name: [t for t in texts if t.generation.request.slice == name] for name in slices}
+    return {
+        name: {"value": total((t.decoded for t in some), k).tau, "interval": bootstrap_tau(some)}
+        for name, some in scopes.items()
+    }

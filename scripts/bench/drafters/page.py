@@ -1,0 +1,297 @@
+"""The page of the comparison of drafters: docs/results/drafters/README.md, made from the result files beside it alone.
+
+What the tables show is said in findings.md beside them, which stands on top of the page where it is there.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.files import write_text
+from scripts.bench.drafters.runs import Entry, answers_of, best, best_run, read_entries
+
+_AGAIN = """
+## Making it again
+
+```bash
+python scripts/bench_drafters.py --store runs/drafters/store --runs runs/drafters
+```
+
+It trains what is not trained yet, and goes on where it was stopped; `--only NAME`, `--no-train` and `--no-decode` do a part.
+`speculators-eagle3` is the EAGLE-3 of the speculators package, at that package's own defaults, in an environment of its own;
+[speculators_eagle3.py](../../../eval/rivals/speculators_eagle3.py) says what is its own and what had to be ours:
+
+```bash
+python -m venv rival
+rival/bin/pip install torch transformers openai datasets httpx -c constraints.txt
+rival/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings python-dotenv
+python scripts/bench_drafters.py --store runs/drafters/store --runs runs/drafters --rival-jobs
+for job in runs/drafters/speculators-eagle3-*/job.json; do
+    OMP_NUM_THREADS=1 rival/bin/python scripts/bench/rivals/speculators_eagle3.py "$job"
+done
+```
+
+The store is there once a drafter of ours was trained (`--only eagle3`).
+"""
+
+
+PAGE, FINDINGS = "README.md", "findings.md"
+LENGTHS = ("3", "5", "7")
+
+_INTRO = """# Drafters side by side
+
+Every drafter learned from answers of the same target, with the same number of supervised tokens (one that is trained in two
+stages has them in both together), and is measured on the same prompts; where one is not quite to be held against the first, it
+is said under the overview. Made by `scripts/bench_drafters.py`, which writes this page from the result files beside it.
+
+- `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
+  (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
+  is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
+- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of `speculators-eagle3` and
+  `eagle3-as-speculators` (0.79M), which `eagle3` trains, and of block drafters, which is the target's.
+- `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
+  pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
+  measured: decoding with the drafter and with the target alone in turns, one request at a time: the median of the repeats with
+  the lowest and the highest behind it, or "once", where there was no time for more.
+- `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
+  counts as if all of it had gone at the pace of its last part.
+- Ours are the heads with the best held-out tau among the evaluations of their run; the last table but one has the step.
+  speculators' own trainer would hold a tenth of the answers back and mark the best of its epochs; here it learns from the same
+  answers as ours, and its head is that of the last step, where its learning rate has reached zero.
+- speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
+- A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
+  answers (their own temperature, K 5), which are none of the prompts, among those on the set of answers that most drafters
+  learned from, or on its newest set; all of them are in the last table but one, with their sets. "Beside" holds every drafter
+  against the first one's run on the same set, and has a dash where there is none. The other drafters were trained at one rate,
+  chosen in short trials or taken from a relative.
+"""
+
+
+def write_page(folder: Path, order: Sequence[str]) -> Path:
+    """Write the page of a folder of result files, in this order of their names; return its path."""
+    write_text(folder / PAGE, render(folder, order))
+    return folder / PAGE
+
+
+def render(folder: Path, order: Sequence[str]) -> str:
+    """Return the page; drafters without a result file are left out."""
+    entries = read_entries(folder, order)
+    findings = folder / FINDINGS
+    said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
+    parts = [_INTRO, said]
+    if entries:
+        parts += ["## Overview\n\n", overview(entries), _apart(entries)]
+        if len(entries) > 1:
+            parts += ["\n## Beside " + entries[0]["name"] + "\n\n", beside(entries)]
+        parts += ["\n## tau per slice\n\n", slices(entries), "\n## Learning rates\n\n", rates(entries)]
+        parts += ["\n## Files\n\n", files(entries)]
+    parts.append(_AGAIN)
+    return "\n".join([parts[0], "".join(parts[1:])]).rstrip() + "\n"
+
+
+def _apart(entries: Sequence[Entry]) -> str:
+    """Say which drafters are not quite to be held against the first one, and why."""
+    reasons: dict[str, Callable[[Entry], Any]] = {
+        "Trained on another number of tokens than": lambda entry: entry["budget"],
+        "Trained on other answers of the target than": lambda entry: answers_of(best(entry)),
+        "Measured on other prompts than": lambda entry: best(entry)["inputs"],
+    }
+    told = ""
+    for reason, of in reasons.items():
+        odd = [entry["name"] for entry in entries if of(entry) != of(entries[0])]
+        if odd:
+            told += f"\n**{reason} {entries[0]['name']}: {', '.join(odd)}.**\n"
+    return told
+
+
+def _compared_at(run: dict[str, Any]) -> str:
+    """The draft length at which a run is held against others: 5, or as many as it reaches."""
+    found = next(iter(run["simulated"].values()))["tau"]
+    return "5" if "5" in found else max(found, key=int)
+
+
+def _decoded(entry: Entry) -> Entry:
+    """What decoding measured, by temperature; nothing where that was with another head than the tables have."""
+    decoded = entry["decoded"]
+    return decoded["at"] if decoded and decoded["head"] == best(entry)["head"] else {}
+
+
+def headline(folder: Path, order: Sequence[str]) -> str:
+    """A row per drafter of a folder of result files, with what a README has room for, each with its own draft length."""
+    entries = read_entries(folder, order)
+    temperatures = _temperatures(entries)
+    head = [
+        "drafter",
+        "trained parameters",
+        "K",
+        *(f"{what} T={t}" for t in temperatures for what in ("tau", "speedup")),
+    ]
+    lines = []
+    for entry in entries:
+        run, decoded = best(entry), _decoded(entry)
+        cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
+        for t in temperatures:
+            tau = run["simulated"].get(t, {}).get("tau", {}).get(str(run["K"]))
+            cells += [_tau(tau), _speedup(decoded.get(t, {}))]
+        lines.append(cells)
+    return _table(head, lines)
+
+
+def overview(entries: Sequence[Entry]) -> str:
+    """A row per drafter: size, training, cost, tau at both temperatures, measured speedup."""
+    temperatures = _temperatures(entries)
+    head = ["drafter", "trained parameters", "training", "own K", "ms per draft", "target ms"]
+    for t in temperatures:
+        head += [f"tau T={t}, K 5", f"tau T={t}, own K", f"decoded T={t}", f"speedup T={t}"]
+    lines = []
+    for entry in entries:
+        run, decoded = best(entry), _decoded(entry)
+        some: Entry = next(iter(decoded.values()), {})
+        cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", _minutes(run["training"]["seconds"])]
+        cells += [str(run["K"]), _number(some.get("draft_ms")), _number(some.get("target_ms"))]
+        for t in temperatures:
+            tau, at = run["simulated"].get(t, {}).get("tau", {}), decoded.get(t, {})
+            own = tau.get(str(run["K"]))
+            cells += [_tau(tau.get("5")), _tau(own), _number(at.get("tau")), _speedup(at)]
+        lines.append(cells)
+    texts = [
+        f"{entry['name']} {at['equal']} of {at['checked']}"
+        for entry in entries
+        for at in (_decoded(entry).get("0", {}),)
+        if at.get("checked")
+    ]
+    told = f"\nGreedy texts that are those of the target alone: {', '.join(texts)}.\n" if texts else ""
+    return _table(head, lines) + told
+
+
+def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
+    """tau over that of the first drafter at K 5 (a drafter that reaches less at what it reaches), with its interval: prompts
+    are drawn for both alike, so that it is narrower than the two intervals tell. A drafter is held against the run of the first
+    that learned from the same set of answers, where there is one."""
+    temperatures = _temperatures(entries)
+    lines = []
+    for entry in entries[1:]:
+        run = best(entry)
+        cells = [_name(entry, run), _compared_at(run)]
+        alike = [
+            one for one in entries[0]["runs"] if answers_of(one) == answers_of(run) and one["inputs"] == run["inputs"]
+        ]
+        first = best_run(alike)["simulated"] if alike else {}
+        for t in temperatures:
+            pair = (run["simulated"].get(t), first.get(t))
+            cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"], draws) if pair[0] and pair[1] else "–")
+        lines.append(cells)
+    ours = f"{entries[0]['name']}'s at K {_compared_at(best(entries[0]))}"
+    return _table(["drafter", "K", *(f"tau over {ours}, T={t}" for t in temperatures)], lines)
+
+
+def _ratio(theirs: Entry, ours: Entry, draws: int) -> str:
+    """The ratio of two tau and its 95% interval over prompts."""
+    counts = np.array([theirs["tokens"], theirs["rounds"], ours["tokens"], ours["rounds"]])
+    picks = np.random.default_rng(0).integers(0, counts.shape[1], (draws, counts.shape[1]))
+    sums, whole = counts[:, picks].sum(2), counts.sum(1)
+    if not (whole > 0).all() or not (sums > 0).all():
+        return "–"
+    low, high = np.percentile(sums[0] / sums[1] / (sums[2] / sums[3]), [2.5, 97.5])
+    value = whole[0] / whole[1] / (whole[2] / whole[3])
+    return f"{value - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]"
+
+
+def slices(entries: Sequence[Entry]) -> str:
+    """A row per drafter, temperature and K."""
+    names = [name for name in _scopes(entries) if name != "overall"]
+    lines = []
+    for entry in entries:
+        run = best(entry)
+        for t, found in run["simulated"].items():
+            for k in sorted({*LENGTHS, str(run["K"])}, key=int):
+                scopes = found["tau"].get(k)
+                if scopes is not None:
+                    cells = [_number((scopes.get(name) or {}).get("value")) for name in names]
+                    lines.append([_name(entry, run), t, k, *cells, _interval(scopes["overall"])])
+    return _table(["drafter", "T", "K", *names, "overall"], lines)
+
+
+def rates(entries: Sequence[Entry]) -> str:
+    """A row per training."""
+    temperatures = _temperatures(entries)
+    head = ["run", "learning rate", "Muon's", "steps", "tokens a step", "tokens", "supervised"]
+    head += ["head of step", "answers", "training", "held-out tau"]
+    lines = []
+    sets: list[str | None] = []  # of answers, in the order of the table
+    for entry in entries:
+        for run in entry["runs"]:
+            one = run["training"]
+            if answers_of(run) not in sets:
+                sets.append(answers_of(run))
+            muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
+            cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
+            cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
+            cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
+            cells += [f"set {sets.index(answers_of(run)) + 1}", _minutes(one["seconds"])]
+            cells.append(_number(run.get("heldout_tau")))
+            lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
+    return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
+
+
+def files(entries: Sequence[Entry]) -> str:
+    """How every file was made."""
+    lines = []
+    for entry in entries:
+        made = [*entry["runs"], *([entry["decoded"]] if entry["decoded"] else [])]
+        last = max(made, key=lambda one: one["date"])
+        processor = f"{last['hardware']['gpu'] or last['hardware']['cpu']}, {last['hardware']['threads']} thread(s)"
+        recipe = f"`{entry['recipe']}`" if entry["recipe"] else best(entry)["training"]["settings"]["trainer"]
+        name = f"{entry['name']}.json"
+        commit = (last["commit"] or "–")[:9]
+        lines.append([f"[{name}]({name})", recipe, f"`{last['command']}`", commit, last["date"], processor])
+    return _table(["file", "trained by", "last command", "commit", "date", "processor"], lines)
+
+
+def _temperatures(entries: Sequence[Entry]) -> list[str]:
+    return sorted({t for entry in entries for run in entry["runs"] for t in run["simulated"]}, key=float)
+
+
+def _scopes(entries: Iterable[Entry]) -> list[str]:
+    runs = [run for entry in entries for run in entry["runs"]]
+    found = (found for run in runs for at in run["simulated"].values() for found in at["tau"].values())
+    return sorted({name for scopes in found for name in scopes})
+
+
+def _name(entry: Entry, run: Entry) -> str:
+    return entry["name"] + (" (tuned target)" if run["tuned"] else "")
+
+
+def _tau(scopes: Entry | None) -> str:
+    return "–" if scopes is None else _interval(scopes["overall"])
+
+
+def _interval(found: Entry) -> str:
+    value, interval = found["value"], found["interval"]
+    if value is None:
+        return "–"
+    return f"{value:.2f}" + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _speedup(at: Entry) -> str:
+    value, spread = at.get("speedup"), at.get("speedup_spread")
+    if value is None:
+        return "–"
+    if spread is None or at["repeats"] < 2:
+        return f"{value:.2f}×, once"
+    return f"{value:.2f}× ({spread[0]:.2f} to {spread[1]:.2f})"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [list(head), ["---"] * len(head), *map(list, lines)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

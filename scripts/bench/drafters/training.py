@@ -1,0 +1,228 @@
+"""Training of the drafters that are compared: every one from the same answers, with the same number of supervised tokens.
+
+A run is trained by the stages that `draftsmith train` has, in a run directory of its own, so that it is resumed and reused
+like any other.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.errors import UserError
+from draftsmith.files import fingerprint
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.schema import Recipe
+from draftsmith.stages import stages
+from draftsmith.stages.preflight import preflight
+from draftsmith.stages.session import Session, say
+from scripts.bench.drafters.table import ROOT, Subject
+
+BUDGET = 3_000_000
+"""Supervised tokens of a training."""
+
+_SUMS = ("seconds", "tokens", "supervised_tokens", "steps")
+"""What a training of two stages took is the sum of both."""
+
+RECORD = "training.json"
+"""What another package's training leaves beside the folder `head`."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where things are. store: the shared answers and hidden states. runs: the run directories. words: overrides of every
+    recipe. budget: supervised tokens per training. root: where recipes are looked for."""
+
+    store: Path
+    runs: Path
+    words: tuple[str, ...] = ()
+    budget: int = BUDGET
+    root: Path = ROOT
+
+    def recipe(self, subject: Subject, *further: str) -> Recipe:
+        """Return a drafter's recipe on the shared data, with its own overrides, then those of the bench, then `further`."""
+        words = ["--recipe", str(self.root / subject.recipe), f"--data_dir={self.store}", "--train.patience=null"]
+        return parse_recipe([*words, *subject.overrides, *self.words, *further], "bench_drafters", __doc__ or "")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained head. folder: of the run or of the head. lr, muon_lr: its peak learning rates. overrides: what its recipe was
+    called with. answers: identify the texts that it learned from. seconds, tokens, steps: of its training, both stages where
+    there are two; supervised_tokens: with repetition. parameters: None where the head itself tells. settings: what another
+    package trained it with. head_step: the step whose head it is, None for the last one."""
+
+    name: str
+    folder: Path
+    lr: float
+    muon_lr: float | None
+    overrides: tuple[str, ...]
+    seconds: float
+    tokens: int
+    supervised_tokens: int
+    steps: int
+    parameters: int | None = None
+    settings: dict[str, Any] | None = None
+    head_step: int | None = None
+    answers: str | None = None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The training as it stands in the result file."""
+        kept = {key: value for key, value in asdict(self).items() if key not in ("folder", "parameters")}
+        return kept | {"overrides": list(self.overrides)}
+
+
+def epochs_for(budget: int, supervised_tokens: int) -> int:
+    """Return how many epochs of so many supervised tokens come nearest to the budget, at least one.
+
+    Raises UserError where an epoch holds none.
+    """
+    if supervised_tokens < 1:
+        raise UserError("The answers hold no supervised token to train on: make them again with --redo answers.")
+    return max(1, round(budget / supervised_tokens))
+
+
+def supervised(samples: Sequence[Tokenized], places: Sequence[int]) -> int:
+    """Return the supervised tokens of the samples at `places`."""
+    return sum(int(samples[place].mask.sum()) for place in places)
+
+
+def identify_texts(samples: Sequence[Tokenized]) -> str:
+    """Identify what is learned from: a target that answers anew on another machine samples other texts."""
+    return fingerprint([[one.sample_id, one.ids.tolist()] for one in samples])
+
+
+def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Trained]:
+    """Return the runs of a drafter, trained first where they are not yet; without `train` those that are trained."""
+    if not subject.recipe:
+        found = [_imported(bench.runs / name, name) for name in subject.run_names]
+        return [one for one in found if one is not None]
+    before = subject.first_stage
+    session = Session(bench.recipe(before or subject))
+    samples = stages.load_samples(session).samples
+    per_epoch, texts = supervised(samples, stages.split_samples(session, samples)[0]), identify_texts(samples)
+    epochs = epochs_for(bench.budget, per_epoch)
+    words, earlier = [], dict.fromkeys(_SUMS, 0)
+    if before is not None:
+        # Both stages share the budget.
+        halves = max(1, epochs // 2), max(1, epochs - epochs // 2)
+        folder, epochs = bench.runs / before.name, halves[1]
+        places = (f"--name={before.name}", f"--output_dir={folder}", f"--train.epochs={halves[0]}", *_source(session))
+        begun = _finished(Session(bench.recipe(before, *places)), train)
+        if begun is None:
+            return []
+        earlier = _sums(begun, halves[0] * per_epoch)
+        words = [f"--train.warm_start={folder}"]
+    plain = bench.recipe(subject, *words)
+    words += [f"--train.epochs={epochs}", *_source(Session(plain))]
+    runs = []
+    for name, factor in zip(subject.run_names, subject.factors, strict=True):
+        rates = (plain.train.lr * factor, plain.train.muon_lr * factor)
+        own = (*words, f"--train.lr={rates[0]:.12g}", f"--train.muon_lr={rates[1]:.12g}")
+        recipe = bench.recipe(subject, f"--name={name}", f"--output_dir={bench.runs / name}", *own)
+        facts = _finished(Session(recipe), train)
+        if facts is None:
+            continue
+        muon = rates[1] if recipe.train.optimizer == "muon" else None
+        done = {key: value + earlier[key] for key, value in _sums(facts, epochs * per_epoch).items()}
+        # Folders of this machine have no place in a result file.
+        overrides = tuple(w.replace(f"={bench.runs}/", "=RUNS/") for w in (*subject.overrides, *bench.words, *own))
+        head_step = earlier["steps"] + facts["best_step"]
+        facts_of = {"head_step": head_step, "answers": texts}
+        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done, **facts_of))
+    return runs
+
+
+def _sums(facts: Mapping[str, Any], supervised_tokens: int) -> dict[str, Any]:
+    """What a finished training took, by the names of `Trained`."""
+    return dict(zip(_SUMS, (whole_seconds(facts), facts["tokens"], supervised_tokens, facts["step"]), strict=True))
+
+
+def whole_seconds(facts: Mapping[str, Any]) -> float:
+    """Return how long a training took whose facts are those of a finished run.
+
+    Their clock is that of the last process: a run that was interrupted counts as if all of it had gone at that one's pace.
+    """
+    speed = facts["tokens_per_second"]
+    return facts["tokens"] / speed if speed else facts["train_seconds"]
+
+
+def _source(session: Session) -> list[str]:
+    """Compute the hidden states while training where the head reads layers that are not stored."""
+    known = session.directory("features").record("features")
+    stored = known.inputs.get("layer_ids", ()) if known and known.state == "done" else ()
+    needed = stages.layer_ids(session)
+    if not stored or set(needed) <= set(stored) or session.recipe.features.source == "online":
+        return []
+    say(
+        f"{session.recipe.method} reads the layers {list(needed)}, but {list(stored)} are stored: they are computed online"
+    )
+    return ["--features.source=online"]
+
+
+def _finished(session: Session, train: bool) -> dict[str, Any] | None:
+    """Return what a training took, trained first where it is not yet; None where it is not and shall not be."""
+    if train:
+        preflight(session, "train")
+        stages.train_stage(session)
+    facts = _facts(session)
+    if facts is None:
+        say(f"{session.recipe.name}: not trained with these settings yet")
+    return facts
+
+
+def _facts(session: Session) -> dict[str, Any] | None:
+    """Return what a finished training with these settings took."""
+    directory = session.directory("train")
+    if not directory.holds("train", stages.train_inputs(session)):
+        return None
+    record = directory.record("train")
+    assert record is not None
+    return record.facts
+
+
+def _imported(folder: Path, name: str) -> Trained | None:
+    """Return a head that another package trained, None where it has not yet. Raises UserError for a broken record."""
+    file = folder / RECORD
+    if not file.is_file():
+        say(f"{name}: there is no {RECORD} in {folder}")
+        return None
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        kept = {key: record.get(key) for key in ("cpu_seconds", "row_tokens")}
+        settings = {"trainer": record["trainer"], **kept, **record["settings"]}
+        done = (record["seconds"], record["tokens"], record["supervised_tokens"], record["steps"])
+        rates = (record["settings"]["lr"], record["settings"].get("muon_lr"))
+        texts = record.get("answers")
+        return Trained(name, folder / "head", *rates, (), *done, record["parameters"], settings, answers=texts)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is no record of a training ({error!r}): train the head again.") from error
+
+
+def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[str, Any]]:
+    """Return the jobs that scripts/bench/rivals/speculators_eagle3.py trains, by run: the documents, the draft vocabulary, the layers,
+    the steps and the epochs that `ours` is trained with."""
+    recipe = bench.recipe(ours)
+    session = Session(recipe)
+    samples = stages.load_samples(session).samples
+    places, _ = stages.split_samples(session, samples)
+    vocab = stages.draft_vocab(session, samples, places)
+    common = {
+        "store": str((bench.store / "features").resolve()),
+        "target": str(Path(session.target_path).resolve()),
+        "layer_ids": list(stages.layer_ids(session)),
+        "vocab": None if vocab is None else vocab.tolist(),
+        "train": [samples[place].sample_id for place in places],
+        "ttt_steps": session.head_options.ttt_steps,
+        "answers": identify_texts(samples),
+        "epochs": epochs_for(bench.budget, supervised(samples, places)),
+        "step_tokens": recipe.train.row_tokens * recipe.train.rows * recipe.train.accumulation,
+        "row_tokens": max(recipe.train.row_tokens, *(len(samples[place].ids) for place in places)),
+        "dtype": "float32",
+        "checkpoint_minutes": recipe.train.checkpoint_minutes,
+    }
+    names = zip(subject.run_names, subject.rates, strict=True)
+    return {name: {**common, "lr": rate, "output": str((bench.runs / name).resolve())} for name, rate in names}

@@ -1,0 +1,1 @@
+"""Check of exports in real serving engines."""

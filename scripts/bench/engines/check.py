@@ -1,0 +1,165 @@
+"""The check of the engines, started by `bash scripts/test_engines.sh`: trained heads in real vLLM and llama.cpp.
+
+Every head is exported, served and asked the same prompts as our own decoder. At temperature 0 in float32 output ids, the
+draft tokens of every round and accepted counts must be equal; above it, acceptance must be what the simulator says. What
+came out is written as JSON, one file for each engine and target, from which docs/engines.md is rendered.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.eval.engines.rows import AgreementRow
+from draftsmith.eval.measure.machine import environment
+from draftsmith.files import write_json
+from draftsmith.stages.session import say
+from scripts.bench.engines.compare import OurSide
+from scripts.bench.engines.in_llama_cpp import check_in_llama_cpp
+from scripts.bench.engines.in_vllm import check_in_vllm
+from scripts.bench.engines.subjects import DRAFT_MODEL, PLANS, Subject, slug, train_subject
+
+ENGINES = ("vllm", "llama.cpp")
+NAMES = (*(plan.name for plan in PLANS), DRAFT_MODEL)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check; 0 where everything agrees, 1 where something does not, 2 for a mistake in the call, 130 where it was
+    interrupted."""
+    options, words = _parse(argv)
+    try:
+        work = options.work / options.recipes
+        heads = _named_heads(options.head)
+        if unknown := set(options.only) - set(NAMES):
+            raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
+        subject = train_subject(options.recipes, work, heads, options.only, words)
+        rows = _check(subject, work, options)
+    except UserError as error:
+        print(f"test_engines: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("test_engines: interrupted; run the same command again to go on from here.", file=sys.stderr)
+        return 130
+    show(rows)
+    return 0 if all(row.agrees for row in rows) else 1
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="test_engines.sh",
+        description="Hold what real engines draft and accept against draftsmith. Further words go to the recipes.",
+    )
+    add = parser.add_argument
+    add("--engine", action="append", choices=ENGINES, help="only this engine (repeatable; both if left out)")
+    add("--recipes", default="tiny", help="recipes/METHOD/NAME.yaml of every method that is served (tiny)")
+    add("--head", action="append", default=[], metavar="NAME=FOLDER", help="a trained head instead of a short training")
+    add(
+        "--only", action="append", default=[], metavar="NAME", help=f"only these heads (repeatable): {'; '.join(NAMES)}"
+    )
+    add("--num_speculative_tokens", type=int, default=5, help="draft length (5)")
+    add("--output", type=Path, help="folder of the results (those of the work folder)")
+    for hidden in ("--work", "--vllm", "--llama-cpp"):
+        add(hidden, type=Path, required=True, help=argparse.SUPPRESS)
+    options, words = parser.parse_known_args(argv)
+    return options, [word for word in words if word != "--"]
+
+
+def _named_heads(words: Sequence[str]) -> dict[str, Path]:
+    heads, known = {}, {plan.name for plan in PLANS}
+    for word in words:
+        name, mark, folder = word.partition("=")
+        if not mark or name not in known:
+            raise UserError(f"--head is {word!r}: write NAME=FOLDER with a name among {', '.join(sorted(known))}.")
+        heads[name] = Path(folder)
+    return heads
+
+
+def _check(subject: Subject, work: Path, options: argparse.Namespace) -> list[AgreementRow]:
+    """Serve every candidate, in all engines at once, and write the results, again after each."""
+    torch.set_num_threads(1)
+    runs = {"vllm": check_in_vllm, "llama.cpp": check_in_llama_cpp}
+    rows: dict[str, list[AgreementRow]] = {engine: [] for engine in options.engine or runs}
+    output = options.output or work / "results"
+    output.mkdir(parents=True, exist_ok=True)
+    # An engine is a process of one thread, which is mostly waited for.
+    with ThreadPoolExecutor(len(rows)) as pool:
+        for candidate in subject.candidates:
+            side = OurSide(subject, candidate, options.num_speculative_tokens)
+            running = {
+                engine: pool.submit(runs[engine], side, work / engine / slug(candidate.name), options)
+                for engine in rows
+            }
+            for engine, future in running.items():
+                new = future.result()
+                say(f"\n== {candidate.name} in {engine}")
+                for row in new:
+                    say(describe(row))
+                rows[engine] += new
+                write_json(output / f"{engine}-{subject.name}.json", _document(engine, subject, rows[engine]))
+    say(f"\n{output}")
+    return [row for found in rows.values() for row in found]
+
+
+def _document(engine: str, subject: Subject, rows: Sequence[AgreementRow]) -> dict[str, Any]:
+    target = subject.target
+    return {
+        "engine": engine,
+        "command": shlex.join(["bash", "scripts/test_engines.sh", *_without_places(sys.argv[1:])]),
+        **json.loads(json.dumps(environment(), default=asdict)),
+        "target": {
+            "name": subject.name,
+            "fingerprint": target.fingerprint,
+            "layers": target.num_layers,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+        },
+        "prompts": len(subject.requests),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _without_places(words: Sequence[str]) -> list[str]:
+    """Leave out what the script adds: folders of this machine."""
+    kept, words = [], list(words)
+    while words:
+        word = words.pop(0)
+        if word in ("--work", "--vllm", "--llama-cpp"):
+            words.pop(0)
+        else:
+            kept.append(word)
+    return kept
+
+
+def describe(row: AgreementRow) -> str:
+    """Return a row as a line of text."""
+    how = f"{row.layout} {row.weights}, T={row.temperature:g}, K={row.num_speculative_tokens}, {row.drafts}"
+    texts = "" if row.equal_answers is None else f"answers equal {row.equal_answers}/{row.answers}, "
+    rounds = "" if row.equal_rounds is None else f"rounds equal {row.equal_rounds}/{row.ours.rounds}, "
+    counts = f"accepted {row.theirs.accepted} (ours {row.ours.accepted}), tau {_number(row.theirs.tau)}"
+    simulated = f" (ours {_number(row.ours.tau)}, simulated {_number(row.simulated)}, z {_number(row.z)})"
+    verdict = "agrees" if row.agrees else "DIFFERS: " + "; ".join(row.differences[:3] or ("beyond 3 standard errors",))
+    return f"{how}: {texts}{rounds}{counts}{simulated}: {verdict}"
+
+
+def show(rows: Sequence[AgreementRow]) -> None:
+    """Print what does not agree, and how much does."""
+    for row in rows:
+        if not row.agrees:
+            print(f"{row.head} in {row.engine}: {describe(row)}")
+    print(f"{sum(row.agrees for row in rows)} of {len(rows)} comparisons agree")
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

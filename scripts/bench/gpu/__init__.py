@@ -1,0 +1,1 @@
+"""Check on a CUDA machine."""

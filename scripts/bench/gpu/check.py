@@ -1,0 +1,249 @@
+"""The check of a CUDA machine, started by `bash scripts/gpu_check.sh`: GPU tests, then both heads from data to result.
+
+Every step is a process with a latest end, so that one which fails or hangs costs no other its result; what a step
+leaves of its time goes to the next. gpu_check.json is written again after each. Imports nothing beyond the standard
+library and what comes with transformers, because it installs the rest.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.files import write_json
+from scripts.bench.gpu.figures import read_stages, read_tests, summarize_result
+from scripts.bench.gpu.wheels import install_wheels
+
+ROOT = Path(__file__).resolve().parent.parent
+HEADS = ("eagle3", "medusa")
+RESERVE = 15.0
+"""Seconds kept for starting and for writing the results."""
+ERROR_LINES = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process. share: its part of the whole time, to which comes what earlier steps left over."""
+
+    name: str
+    share: float
+    command: tuple[str, ...]
+
+
+@dataclass
+class Outcome:
+    """How a step went. status: passed, failed or timed out. error: the last lines it wrote, where it did not pass."""
+
+    name: str
+    status: str
+    seconds: float
+    limit_seconds: float
+    command: str
+    error: list[str] = field(default_factory=list)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the check; 0 where every step passed, 1 where one did not, 2 for a mistake in the call."""
+    options, started = _parse(argv), time.monotonic()
+    work = options.work or Path(tempfile.mkdtemp(prefix="gpu-check-"))
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        options.output.mkdir(parents=True, exist_ok=True)
+        environment = make_environment(work, install_wheels(options.wheels, work / "packages"))
+        check = Check(options, work, environment, started)
+        check.run()
+    except UserError as error:
+        print(f"gpu_check: {error}", file=sys.stderr)
+        return 2
+    finally:
+        if options.work is None:
+            shutil.rmtree(work, ignore_errors=True)
+    print(f"\n{options.output / 'gpu_check.json'}")
+    return 0 if check.passed else 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check draftsmith on a CUDA machine, offline.")
+    parser.add_argument("--wheels", type=Path, help="folder with the wheels of scripts/gpu_wheels.txt that are missing")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpu-check"), help="folder for the results, from the repository (gpu-check)"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="most minutes that the whole may take (9)")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu (cuda)")
+    parser.add_argument("--small", action="store_true", help="a few steps of everything: tries the check itself")
+    parser.add_argument("--work", type=Path, help="folder to keep models and hidden states in (else a temporary one)")
+    return parser.parse_args(argv)
+
+
+def make_environment(work: Path, packages: Path) -> dict[str, str]:
+    """Return the environment of the steps: this checkout, the wheels' packages, no network."""
+    paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
+    offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+    # The models are too small to share a matrix product between cores.
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    place = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "DRAFTSMITH_CACHE": str(work / "cache")}
+    return {**os.environ, **offline, **threads, **place, "PYTHONUNBUFFERED": "1"}
+
+
+class Check:
+    """A check at work: its steps, and what they have found so far."""
+
+    def __init__(self, options: argparse.Namespace, work: Path, environment: dict[str, str], started: float) -> None:
+        self.options, self.work, self.environment = options, work, environment
+        self.log = options.output / "gpu_check.log"
+        self.log.write_text("", encoding="utf-8")
+        self.outcomes: list[Outcome] = []
+        self.started = started
+        self.share = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every step passed."""
+        return all(outcome.status == "passed" for outcome in self.outcomes)
+
+    def run(self) -> None:
+        """Run all steps. Raises UserError where the machine has not the device that was asked for."""
+        device, small = self.options.device, ["--small"] if self.options.small else []
+        tests = (
+            "pytest",
+            "-m",
+            "gpu",
+            "tests/gpu",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--junitxml",
+            str(self._at("tests")),
+        )
+        self._step(Step("machine", 0.1, self._part("machine", "machine")))
+        if device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
+            raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
+        self._step(Step("tests", 0.2, (sys.executable, "-m", *tests)))
+        self._step(Step("target", 0.21, self._part("target", "target", device, str(self.work / "cache"), *small)))
+        for head, training, evaluation in (("eagle3", 0.11, 0.15), ("medusa", 0.07, 0.16)):
+            words = self._recipe(head)
+            self._step(Step(f"{head} train", training, self._part(f"{head}-train", "stage", "train", *words)))
+            # What is trained already is reused: this evaluates, exports and reports.
+            self._step(Step(f"{head} evaluate", evaluation, self._part(f"{head}-evaluate", "stage", "run", *words)))
+
+    def _at(self, name: str) -> Path:
+        return self.work / f"{name}.facts"
+
+    def _part(self, facts: str, *words: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", "scripts.bench.gpu.steps", str(self._at(facts)), *words)
+
+    def _facts(self, name: str) -> dict[str, Any]:
+        path = self._at(name)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+    def _recipe(self, head: str) -> list[str]:
+        """The recipe of a head, in bf16 on the device, within the time."""
+        made, small, work = self._facts("target"), self.options.small, self.work
+        # Where training the target did not end, the stages go on with it themselves.
+        place = {"target.path": made.get("target", "embedded")}
+        if made:
+            place |= {
+                "data.sources": json.dumps([made["conversations"]]),
+                "evaluate.prompts": json.dumps([made["prompts"]]),
+            }
+        half = {f"{key}.dtype": "bfloat16" for key in ("target", "features", "evaluate", "export")}
+        sizes: dict[str, Any] = {"answers.batch": 256, "evaluate.per_slice": 3, "evaluate.repeats": 2}
+        if small:
+            sizes = {"data.limit": 40, "data.heldout": 8, "answers.max_new_tokens": 12, "train.epochs": 1}
+            sizes |= {"evaluate.per_slice": 1, "evaluate.repeats": 1, "evaluate.max_new_tokens": 8}
+        keys = {
+            "output_dir": work / head,
+            "data_dir": work / "data",
+            "target.device": self.options.device,
+            "evaluate.generate": "false",
+            **place,
+            **half,
+            **sizes,
+        }
+        words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+        return ["--recipe", str(ROOT / "recipes" / head / "tiny.yaml"), *words]
+
+    def _step(self, step: Step) -> None:
+        """Run a step up to its latest end, and write down what is known by then."""
+        total = 60 * self.options.minutes - RESERVE
+        self.share += step.share
+        limit = max(1.0, self.share * total - (time.monotonic() - self.started))
+        print(f"{step.name}: at most {limit:.0f} s ...", flush=True)
+        outcome = run_step(step, limit, self.environment, self.log)
+        self.outcomes.append(outcome)
+        print(f"{step.name}: {outcome.status} in {outcome.seconds:.0f} s", *outcome.error[-3:], sep="\n  ", flush=True)
+        self._write()
+
+    def _write(self) -> None:
+        results = {}
+        for head in HEADS:
+            for path in sorted((self.work / head / "evaluation").glob("t*/result.json")):
+                name = f"{head}-{path.parent.name}"
+                shutil.copyfile(path, self.options.output / f"{name}.json")
+                results[name] = summarize_result(json.loads(path.read_text(encoding="utf-8")))
+        content = {
+            "schema_version": 1,
+            "command": shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]]),
+            **self._facts("machine"),
+            "device": self.options.device,
+            "small": self.options.small,
+            "minutes": self.options.minutes,
+            "seconds": round(time.monotonic() - self.started, 1),
+            "passed": self.passed,
+            "steps": [asdict(outcome) for outcome in self.outcomes],
+            "tests": read_tests(self._at("tests")),
+            "target": self._facts("target"),
+            "stages": {name: read_stages(self.work / name / "run.json") for name in ("data", *HEADS)},
+            "peak_memory_bytes": {
+                f"{head} train": self._facts(f"{head}-train").get("peak_memory_bytes") for head in HEADS
+            },
+            "results": results,
+        }
+        write_json(self.options.output / "gpu_check.json", content)
+
+
+def run_step(step: Step, limit: float, environment: dict[str, str], log: Path) -> Outcome:
+    """Run a step's process for at most `limit` seconds, its output appended to `log`; what it started ends with it."""
+    started, command = time.monotonic(), shlex.join(step.command)
+    with log.open("a+", encoding="utf-8", errors="replace", newline="") as file:
+        file.write(f"\n===== {step.name}: {command}\n")
+        file.flush()
+        begin = file.tell()
+        process = subprocess.Popen(
+            step.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = "passed" if process.wait(limit) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "timed out"
+        finally:
+            _end(process)
+        file.seek(begin)
+        # A progress bar overwrites its line.
+        lines = [line.rstrip().rsplit("\r", 1)[-1] for line in file.read().split("\n")]
+    error = [] if status == "passed" else [line for line in lines if line][-ERROR_LINES:]
+    return Outcome(step.name, status, round(time.monotonic() - started, 1), round(limit, 1), command, error)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all it started; no step needs to be asked politely, as files are written whole."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

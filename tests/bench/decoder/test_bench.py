@@ -1,0 +1,97 @@
+"""The decoding bench on a miniature: every system in one run, and numbers that fit together."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.measure.round_profile import FORWARDS, profile_rounds
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle3.head import build
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.target.target import load_target
+from scripts.bench.decoder.bench import main
+from scripts.bench.decoder.tables import read_bench, render
+from tests.eval.decode.test_decode import GREEDY, make_requests, make_target, trained
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+from tests.workplace import make_workplace
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, prompts, a recipe, a small draft model, and an untrained head."""
+    folder = make_workplace(tmp_path_factory.mktemp("bench"))
+    target = load_target(str(folder / "target"))
+    torch.manual_seed(0)
+    save_head(build(Eagle3Options(layer_ids=[2, 4, 6]), target, None), folder / "head", target)
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer)).save_pretrained(folder / "small")
+    tokenizer.save_pretrained(folder / "small")
+    return folder
+
+
+def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    baselines = [{"kind": "prompt_lookup"}, {"kind": "draft_model", "path": str(workplace / "small")}]
+    drafts = [{"tree": "chain"}, {"tree": "dynamic", "depth": 3, "branching": 2, "total_tokens": 8}]
+    words = ["--recipe", str(workplace / "recipe.yaml"), "--head", str(workplace / "head"), "--prompts", "2"]
+    words += ["--batch", "1", "--batch", "3", "--known-acceptance", "1", "--output", str(workplace / "out")]
+    words += [f"--evaluate.baselines={json.dumps(baselines)}", f"--evaluate.drafts={json.dumps(drafts)}"]
+    assert main(words) == 0, capsys.readouterr().err
+    found = json.loads((workplace / "out" / "bench.json").read_text())
+    systems = {batch: [r["system"] for r in found["rows"] if r["batch"] == batch] for batch in (1, 3)}
+    ours = ["target alone", "eagle3", "eagle3 dynamic 3x2, 8 tokens", "prompt lookup", "draft model small"]
+    ours.append("known acceptance 1")
+    assert systems[3] == ours
+    assert systems[1][:6] == ours
+    known = next(r for r in found["rows"] if r["system"] == "known acceptance 1" and r["batch"] == 1)
+    # Three right drafts and a bonus per round, but for the ends.
+    assert 3 < known["tau"] <= 4
+    assert [s for s in systems[1] if s.startswith("transformers: ")] == [
+        "transformers: generate",
+        "transformers: generate, prompt lookup",
+        "transformers: generate, assisted",
+        "transformers: generate, assisted at confidence 0.4",
+    ]
+    for row in found["rows"]:
+        assert row["equal"] == row["texts"] == 4
+        assert row["tok_s_spread"][0] <= row["tok_s"] <= row["tok_s_spread"][1]
+        if row["system"] == "target alone":
+            assert row["speedup"] == row["tau"] == 1
+        if (profile := row["profile"]) is not None:
+            assert profile["target"] > 0
+            assert (profile["draft"] > 0) == (row["system"].split()[0] in ("eagle3", "draft"))
+            assert 0 < profile["outside"] < profile["total"]
+    text = (workplace / "out" / "bench.md").read_text()
+    assert text == render(*read_bench(workplace / "out" / "bench.json"))
+    assert text.count("| eagle3 dynamic 3x2, 8 tokens |") == 4
+    assert found["commit"] is None or len(found["commit"]) >= 7
+
+
+def test_a_profile_counts_the_forwards_of_rounds_alone() -> None:
+    target, head = trained()
+    drafter = EagleDrafter(head, 3)
+    alone = profile_rounds(make_target(), TargetAlone(), make_requests(2), GREEDY)
+    assert alone.draft == 0
+    found = profile_rounds(target, drafter, make_requests(3), Sampling(1.0), batch=2)
+    assert found.draft > 0
+    assert min(found.draft_other, found.verify_other, found.commit) > 0
+    for owner in (target, head):
+        assert not set(FORWARDS) & set(vars(owner)), "the timers are gone"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "0"], "--batch is '0'"),
+        (["--prompts", "x"], "--prompts"),
+        (["--known-acceptance", "1.5"], "--known-acceptance is '1.5'"),
+    ],
+)
+def test_mistakes_are_one_sentence(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--recipe", "r.yaml", *words]) == 2
+    assert message in capsys.readouterr().err

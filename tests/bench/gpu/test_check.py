@@ -1,0 +1,169 @@
+"""The check of a CUDA machine, in the parts that need none: time limits, wheels, what is written when steps fail."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from draftsmith.errors import UserError
+from scripts.bench.gpu import check as gpu_check
+from scripts.bench.gpu import wheels as gpu_wheels
+from scripts.bench.gpu.check import Check, Step, main, run_step
+from scripts.bench.gpu.figures import read_stages, read_tests, summarize_result
+from scripts.bench.gpu.wheels import install_wheels
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def script(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def run(tmp_path: Path, code: str, limit: float = 60.0) -> gpu_check.Outcome:
+    return run_step(Step("a step", 1.0, script(code)), limit, dict(os.environ), tmp_path / "log")
+
+
+def test_a_step_that_fails_leaves_its_last_words(tmp_path):
+    outcome = run(tmp_path, "print('first'); print('bar 1\\rbar 2\\rsorry'); raise SystemExit(3)")
+    assert (outcome.status, outcome.error) == ("failed", ["first", "sorry"])
+    assert run(tmp_path, "print('fine')").error == []
+    assert (tmp_path / "log").read_text().count("===== a step") == 2
+
+
+def test_a_step_that_hangs_is_ended_with_all_it_started(tmp_path):
+    child = "import time; time.sleep(60)"
+    code = f"import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', {child!r}]); print(p.pid, flush=True); time.sleep(60)"
+    started = time.monotonic()
+    outcome = run(tmp_path, code, 4.0)
+    assert outcome.status == "timed out"
+    assert time.monotonic() - started < 30
+    status = Path(f"/proc/{int(outcome.error[0])}/status")
+    # A killed process takes a moment to go; init may never reap it.
+    while status.exists() and "zombie" not in status.read_text() and time.monotonic() - started < 30:
+        time.sleep(0.05)
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def make_check(tmp_path: Path, minutes: float = 9.0) -> Check:
+    options = gpu_check._parse(["--device", "cpu", "--output", str(tmp_path / "out"), "--minutes", str(minutes)])
+    options.output.mkdir()
+    return Check(options, tmp_path, dict(os.environ), time.monotonic())
+
+
+def test_what_a_step_leaves_of_its_time_goes_to_the_next(tmp_path):
+    check = make_check(tmp_path)
+    for share in (0.1, 0.3):
+        check._step(Step("quick", share, script("pass")))
+    first, second = check.outcomes
+    assert first.limit_seconds == pytest.approx(0.1 * 525, abs=1)
+    assert second.limit_seconds == pytest.approx(0.4 * 525 - first.seconds, abs=2)
+
+
+def test_the_shares_fill_the_time_and_a_failed_step_costs_no_other(tmp_path, monkeypatch):
+    check = make_check(tmp_path)
+    seen: list[Step] = []
+
+    def fake(step: Step, limit: float, environment: dict[str, str], log: Path) -> gpu_check.Outcome:
+        seen.append(step)
+        status = "timed out" if step.name == "target" else "passed"
+        return gpu_check.Outcome(step.name, status, 0.0, limit, " ".join(step.command))
+
+    monkeypatch.setattr(gpu_check, "run_step", fake)
+    check.run()
+    assert sum(step.share for step in seen) == pytest.approx(1.0)
+    assert [step.name for step in seen[3:]] == ["eagle3 train", "eagle3 evaluate", "medusa train", "medusa evaluate"]
+    train = seen[3].command
+    assert train[train.index("--target.path") + 1] == "embedded", "the stages train the target where that did not end"
+    assert train[train.index("--evaluate.dtype") + 1] == "bfloat16"
+    written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
+    assert not written["passed"]
+    assert [step["status"] for step in written["steps"]] == ["passed", "passed", "timed out", *["passed"] * 4]
+
+
+def test_the_options_of_the_heads_are_keys_of_their_recipes(tmp_path):
+    from draftsmith.recipe.parse import parse_recipe
+
+    check = make_check(tmp_path)
+    for head in gpu_check.HEADS:
+        for check.options.small in (False, True):
+            recipe = parse_recipe(check._recipe(head))
+            assert recipe.method == head
+            assert (recipe.target.dtype, recipe.evaluate.dtype, recipe.target.device) == ("bfloat16", "bfloat16", "cpu")
+            assert not recipe.evaluate.generate
+
+
+def test_missing_wheels_are_named(tmp_path, monkeypatch):
+    listed = tmp_path / "scripts" / "gpu_wheels.txt"
+    listed.parent.mkdir()
+    listed.write_text("# a comment\npytest==9.9.9\nnot-there==1.0\nnor_this==2.0  # why\n")
+    monkeypatch.setattr(gpu_wheels, "WHEELS", listed)
+    monkeypatch.setattr(gpu_wheels, "ROOT", tmp_path)
+    (tmp_path / "not_there-1.0-py3-none-any.whl").touch()
+    with pytest.raises(UserError, match=r"lacks not-there==1.0, nor_this==2.0, and no --wheels: .* scripts/gpu_wheels"):
+        install_wheels(None, tmp_path / "packages")
+    with pytest.raises(UserError, match=r"lacks nor_this==2.0, and .* holds no wheels"):
+        install_wheels(tmp_path, tmp_path / "packages")
+
+
+def test_the_wheels_are_pinned_as_in_the_constraints():
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = [line for line in gpu_wheels.WHEELS.read_text().splitlines() if line and not line.startswith("#")]
+    assert lines
+    assert not [line for line in lines if line not in pinned]
+
+
+def test_a_machine_without_a_gpu_is_one_sentence(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main(["--output", str(tmp_path / "out")]) == 2
+    assert "torch sees no GPU here" in capsys.readouterr().err
+
+
+def test_tests_and_stages_are_counted(tmp_path):
+    junit = tmp_path / "tests.xml"
+    junit.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="x"/><testcase classname="a" name="y"><failure/></testcase>'
+        '<testcase classname="a" name="z"><skipped/></testcase></testsuite></testsuites>'
+    )
+    assert read_tests(junit) == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["a::y"]}
+    assert read_tests(tmp_path / "none.xml") is None
+    run_json = tmp_path / "run.json"
+    run_json.write_text(json.dumps({"answers": {"state": "done", "facts": {"output_tokens": 90, "seconds": 3.0}}}))
+    assert read_stages(run_json)["answers"]["tokens_per_second"] == 30.0
+
+
+def test_a_result_is_summed_up():
+    measures = {"tau": 2.0, "tau_simulated": 2.1, "speedup": 1.5, "ms_per_round": {"draft": 1.0}}
+    result = {
+        "settings": {"temperature": 0.0},
+        "costs": None,
+        "drafters": {"eagle3": {"overall": measures, "slices": {"a": measures}}},
+    }
+    found = summarize_result(result)["drafters"]["eagle3"]
+    assert found["overall"]["ms_per_round"] == {"draft": 1.0}
+    assert found["slices"] == {"a": {"tau": 2.0, "tau_simulated": 2.1, "speedup": 1.5}}
+
+
+@pytest.mark.slow
+def test_the_whole_check_runs_on_a_cpu(tmp_path):
+    command = [
+        "bash",
+        "scripts/gpu_check.sh",
+        "--device",
+        "cpu",
+        "--small",
+        "--minutes",
+        "15",
+        "--output",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert written["passed"]
+    assert sorted(written["results"]) == ["eagle3-t0", "eagle3-t1", "medusa-t0", "medusa-t1"]
+    assert written["stages"]["data"]["answers"]["tokens_per_second"] > 0

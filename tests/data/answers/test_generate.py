@@ -1,0 +1,72 @@
+"""Answers by the target: order, seeds, limits, and files cut off anywhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftsmith.data.answers.generate import prepare_prompts, read_answers, regenerate
+from draftsmith.data.conversations.load import Conversation
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.heads.target.target import Target
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+
+TALK = [
+    Conversation(f"c{i}", "chat", ({"role": "user", "content": "why " * (1 + i % 5) + f"{i}?"},)) for i in range(11)
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    model = tiny_model("llama", vocab_size=len(tiny_tokenizer()), initializer_range=0.08)
+    return Target(model, path="tiny", fingerprint="0")
+
+
+def answer(target: Target, path: Path, batch: int = 2, seed: int = 0, talk: list[Conversation] = TALK) -> list[dict]:
+    prompts = prepare_prompts(tiny_tokenizer(), talk, max_new_tokens=lambda name: 6, max_length=120, seed=seed)
+    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), batch=batch, progress=False)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_answers_are_in_order_and_depend_on_seed_and_id_only(target: Target, tmp_path: Path) -> None:
+    rows = answer(target, tmp_path / "a.jsonl")
+    assert [row["id"] for row in rows] == [c.id for c in TALK]
+    again = answer(target, tmp_path / "b.jsonl", batch=5, talk=TALK[::-1])
+    assert {r["id"]: r["output_ids"] for r in again} == {r["id"]: r["output_ids"] for r in rows}
+    other = answer(target, tmp_path / "c.jsonl", seed=1)
+    assert [r["output_ids"] for r in other] != [r["output_ids"] for r in rows]
+    for row in rows:
+        assert row["messages"][-1]["role"] == "assistant"
+        assert len(row["output_ids"]) <= 6
+        assert (row["finish_reason"] == "eos") == (row["output_ids"][-1] in target.eos_ids)
+    samples = read_answers(tmp_path / "a.jsonl").samples
+    assert [int(s.mask.sum()) for s in samples] == [len(r["output_ids"]) for r in rows]
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.75, 0.99])
+def test_a_file_cut_anywhere_is_finished_the_same(target: Target, tmp_path: Path, kept: float) -> None:
+    answer(target, tmp_path / "whole.jsonl", batch=1)
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    (tmp_path / "cut.jsonl.partial").write_bytes(whole[: int(kept * len(whole))])
+    answer(target, tmp_path / "cut.jsonl", batch=1)
+    assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+def test_prompts_without_room_are_left_out(target: Target) -> None:
+    long = Conversation("long", "chat", ({"role": "user", "content": "why " * 200},))
+    prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120, seed=0)
+    assert [p.conversation.id for p in prompts] == [c.id for c in TALK]
+    with pytest.raises(
+        UserError, match=r"within the 120 tokens that data\.max_length and the target allow: raise data\.max_length"
+    ):
+        prepare_prompts(tiny_tokenizer(), [long], max_new_tokens=lambda name: 6, max_length=120, seed=0)
+
+
+def test_a_line_that_is_no_answer_is_named(target: Target, tmp_path: Path) -> None:
+    answer(target, tmp_path / "a.jsonl")
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('{"id": "x"}\n')
+    with pytest.raises(UserError, match="line 12 is not an answer"):
+        read_answers(tmp_path / "a.jsonl")

@@ -1,0 +1,149 @@
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from draftsmith.data.conversations.load import load_conversations
+from draftsmith.data.conversations.masks import (
+    TokenizeStats,
+    check_tokenizer,
+    load_tokenizer,
+    render_prompt,
+    tokenize_all,
+    tokenize_answer,
+    tokenize_answers,
+    tokenize_conversation,
+)
+from draftsmith.data.conversations.templates import check_template_keys
+from draftsmith.errors import UserError
+from tests import helpers
+from tests.helpers import learnt, talk, tiny_tokenizer
+
+SHARED = Path(__file__).resolve().parents[3].parent / "shared"
+THREE = talk("a?", "One.", "b?", "Two.\n", "c?", "Three")
+
+
+def test_template_that_refuses_a_role():
+    tokenizer = tiny_tokenizer(helpers.GEMMA)
+    with pytest.raises(UserError, match=r"sample talk: it cannot take messages of role 'system'.*System role not"):
+        tokenize_conversation(tokenizer, talk("a?", "One.", system="Help."))
+    tokenizer = tiny_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('Alternate!') }}")
+    with pytest.raises(UserError, match=r"roles in this order: user, user .*Alternate"):
+        render_prompt(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+
+
+def test_too_long_is_counted_and_never_silent():
+    tokenizer = tiny_tokenizer()
+    whole = tokenize_conversation(tokenizer, THREE)[0]
+    answers = [t for t in range(len(whole.ids)) if whole.mask[t]]
+    limit = answers[-3]  # cuts the last three tokens to learn
+    stats = TokenizeStats()
+    (cut,) = tokenize_conversation(tokenizer, THREE, max_length=limit, on_too_long="truncate", stats=stats)
+    assert cut.ids.tolist() == whole.ids[:limit].tolist()
+    assert stats == TokenizeStats(kept=1, truncated=1, supervised_tokens=len(answers) - 3, cut_supervised_tokens=3)
+    stats = TokenizeStats()
+    assert tokenize_conversation(tokenizer, THREE, max_length=limit, stats=stats) == []
+    assert stats == TokenizeStats(dropped_too_long=1, cut_supervised_tokens=len(answers))
+    stats = TokenizeStats()
+    assert tokenize_conversation(tokenizer, THREE, max_length=5, on_too_long="truncate", stats=stats) == []
+    assert stats == TokenizeStats(dropped_too_long=1, cut_supervised_tokens=len(answers))
+    with pytest.raises(
+        UserError, match=rf"Sample talk has {len(whole.ids)} tokens, more than the {limit} that data.max_length"
+    ):
+        tokenize_conversation(tokenizer, THREE, max_length=limit, on_too_long="error")
+    (kept,) = tokenize_conversation(tokenizer, THREE, max_length=len(whole.ids), on_too_long="error")
+    assert kept.ids.tolist() == whole.ids.tolist()
+
+
+def test_data_set_with_nothing_to_learn():
+    tokenizer = tiny_tokenizer()
+    prompts = [talk("a?", id="p1"), talk("b?", id="p2")]
+    with pytest.raises(UserError, match="none of the 2 samples holds an assistant turn"):
+        tokenize_all(tokenizer, prompts)
+    with pytest.raises(UserError, match=r"all 1 samples .* longer than the 4 tokens that data.max_length"):
+        tokenize_all(tokenizer, [*prompts, THREE], max_length=4)
+    found = tokenize_all(tokenizer, [*prompts, THREE])
+    assert [sample.sample_id for sample in found.samples] == ["talk"]
+    assert found.stats.without_supervised == 2
+    assert "2 without a token to learn left out" in str(found.stats)
+
+
+def test_answers_keep_their_own_ids():
+    sample = tokenize_answer([5, 6, 7], [8, 2], sample_id="x", slice="math")
+    assert sample is not None
+    assert sample.ids.tolist() == [5, 6, 7, 8, 2]
+    assert sample.mask.tolist() == [False, False, False, True, True]
+    rows = [
+        {"id": "x", "slice": "math", "prompt_ids": [5, 6], "output_ids": [8]},
+        {"id": "y", "slice": "math", "prompt_ids": [5], "output_ids": []},
+        {"id": "z", "slice": "math", "prompt_ids": [5], "output_ids": [8, 9, 9, 2]},
+    ]
+    found = tokenize_answers(rows, max_length=4, on_too_long="truncate")
+    assert [(s.sample_id, s.mask.sum().item()) for s in found.samples] == [("x", 1), ("z", 3)]
+    assert found.stats == TokenizeStats(
+        kept=2, truncated=1, without_supervised=1, supervised_tokens=4, cut_supervised_tokens=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "reads"),
+    [
+        (
+            "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}{{ enable_thinking }}",
+            True,
+        ),
+        ("{% set enable_thinking = enable_thinking | default(true) %}{{ enable_thinking }}", True),
+        (
+            "{% macro turn(m) %}{{ m if enable_thinking }}{% endmacro %}{% generation %}{{ turn(1) }}{% endgeneration %}",
+            True,
+        ),
+        ("{% for m in messages %}{% if m.x %}{% break %}{% endif %}{{ enable_thinking }}{% endfor %}", True),
+        ("{{ messages }}{{ enable_thinkin }}", False),
+        ("{% broken", True),
+    ],
+)
+def test_arguments_that_a_template_does_not_read(template: str, reads: bool) -> None:
+    """What cannot be parsed is for rendering to explain."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with nullcontext() if reads else pytest.raises(UserError, match=r"does not read \(did you mean enable_thinkin\?\)"):
+        check_template_keys(tokenizer, {"enable_thinking": False})
+
+
+def test_foreign_tokenizer():
+    tokenizer = tiny_tokenizer()
+    largest = max(tokenizer.get_vocab().values())
+    check_tokenizer(tokenizer, largest + 1)
+    tokenizer.add_tokens(["<new>"])
+    with pytest.raises(UserError, match=rf"'<new>' has the id {largest + 1}, but the target's vocabulary has"):
+        check_tokenizer(tokenizer, largest + 1)
+
+
+def test_loading_a_tokenizer(tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path / "good")
+    assert render_prompt(load_tokenizer(str(tmp_path / "good")), THREE.messages[:1])[0] == 1
+    tiny_tokenizer(None).save_pretrained(tmp_path / "base")
+    with pytest.raises(UserError, match="has no chat template"):
+        load_tokenizer(str(tmp_path / "base"))
+    with pytest.raises(UserError, match="There is no folder"):
+        load_tokenizer(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(UserError, match=r"No tokenizer could be loaded from .*empty|tokenizer in .*empty is empty"):
+        load_tokenizer(str(tmp_path / "empty"))
+    (tmp_path / "good" / "tokenizer.json").write_text('{"half')
+    with pytest.raises(UserError, match="missing or damaged"):
+        load_tokenizer(str(tmp_path / "good"))
+
+
+@pytest.mark.skipif(not (SHARED / "target").is_dir(), reason="the shared material is not beside the repository")
+def test_shared_target_on_shared_conversations():
+    tokenizer = load_tokenizer(str(SHARED / "target"))
+    check_tokenizer(tokenizer, 6144)
+    conversations = load_conversations([str(SHARED / "conversations")], limit=100)
+    found = tokenize_all(tokenizer, conversations)
+    assert [s.sample_id for s in found.samples] == [c.id for c in conversations]
+    for sample, conversation in zip(found.samples, conversations, strict=True):
+        assert learnt(tokenizer, sample) == [conversation.messages[1]["content"] + "<|im_end|>"]
+        start = int(sample.mask.int().argmax())
+        assert sample.ids[:start].tolist() == render_prompt(tokenizer, conversation.prompt())

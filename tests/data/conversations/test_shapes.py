@@ -1,0 +1,131 @@
+import json
+
+import pytest
+
+from draftsmith.data.conversations.load import load_conversations
+from draftsmith.data.conversations.shapes import drop_nulls
+from draftsmith.errors import UserError
+
+Q, A = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "One."}
+
+
+def load_one(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    (conversation,) = load_conversations([str(tmp_path / "rows.jsonl")])
+    return conversation
+
+
+def test_sharegpt(tmp_path):
+    turns = [
+        ("system", "Help."),
+        ("human", "a?"),
+        ("gpt", "One."),
+        ("tool", "4"),
+        ("user", "b?"),
+        ("assistant", "Two."),
+    ]
+    conversation = load_one(tmp_path, {"conversations": [{"from": f, "value": v} for f, v in turns]})
+    assert [(m["role"], m["content"]) for m in conversation.messages] == [
+        ("system", "Help."),
+        ("user", "a?"),
+        ("assistant", "One."),
+        ("tool", "4"),
+        ("user", "b?"),
+        ("assistant", "Two."),
+    ]
+
+
+def test_sharegpt_function_call_and_system_column(tmp_path):
+    row = {
+        "system": "Help.",
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+            {"from": "observation", "value": "4"},
+        ],
+    }
+    conversation = load_one(tmp_path, row)
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "tool"]
+    assert conversation.messages[2]["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    ]
+    assert conversation.tools == ({"type": "function", "function": {"name": "add"}},)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"instruction": "Add.", "input": "2, 2", "output": "4"}, [("user", "Add.\n\n2, 2"), ("assistant", "4")]),
+        ({"instruction": "Hi.", "input": "", "output": "Ho."}, [("user", "Hi."), ("assistant", "Ho.")]),
+        ({"instruction": "Hi.", "output": ""}, [("user", "Hi.")]),
+        (
+            {"system": "Help.", "instruction": "Hi.", "output": "Ho."},
+            [("system", "Help."), ("user", "Hi."), ("assistant", "Ho.")],
+        ),
+    ],
+)
+def test_alpaca(tmp_path, row, expected):
+    assert [(m["role"], m["content"]) for m in load_one(tmp_path, row).messages] == expected
+
+
+def test_tool_calls_as_openai_writes_them(tmp_path):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    answer = {
+        "role": "tool",
+        "tool_call_id": "c1",
+        "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "!"}],
+    }
+    row = {"messages": [Q, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], "tools": []}
+    conversation = load_one(tmp_path, row)
+    called, result = conversation.messages[1:]
+    assert called["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert called["tool_calls"][0]["id"] == "c1"
+    assert called["content"] == ""
+    assert (result["content"], result["tool_call_id"]) == ("4\n!", "c1")
+    assert conversation.tools is None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the line is empty"),
+        ('{"messages": [', "the line is not JSON"),
+        ("[1]", "expected a JSON object, found list"),
+        (
+            '{"text": "x", "label": 1}',
+            r"keys 'text', 'label', which is none of the shapes accepted: messages .*ShareGPT",
+        ),
+        ('{"messages": []}', "'messages' is empty"),
+        ('{"messages": "x"}', "'messages' must be a list"),
+        ('{"messages": [{"role": "asistant", "content": "x"}]}', "the role 'asistant' is unknown"),
+        ('{"messages": [{"role": "user"}]}', "neither 'content' nor 'tool_calls'"),
+        ('{"messages": [{"speaker": "user", "content": "x"}]}', "a turn has the keys 'speaker', 'content'"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "of type int; it must be text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "not text"),
+        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half a surrogate pair"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "'tools' is a string that is not JSON"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', "'tools' must be a list"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
+            "arguments of the tool call 'f' are not JSON",
+        ),
+        ('{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}', "'tool_calls' must be a list of objects"),
+        ('{"instruction": ""}', "'instruction' is empty"),
+    ],
+)
+def test_bad_line_is_one_sentence_with_file_and_line(tmp_path, line, message):
+    path, good = tmp_path / "bad.jsonl", json.dumps({"messages": [Q, A]})
+    path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=message) as error:
+        load_conversations([str(path)])
+    assert str(error.value).startswith(f"{path}, line 2: ")
+    assert "\n" not in str(error.value)
+
+
+def test_nulls_that_arrow_fills_in_are_dropped_at_every_depth():
+    row = {
+        "id": None,
+        "messages": [{"content": "x", "tool_calls": [{"arguments": {"a": 1, "b": None}}]}, {"name": None}],
+    }
+    assert drop_nulls(row) == {"messages": [{"content": "x", "tool_calls": [{"arguments": {"a": 1}}]}, {}]}

@@ -1,0 +1,265 @@
+import pytest
+import torch
+
+from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.masks import render_prompt, tokenize_conversation
+from draftsmith.errors import UserError
+from tests import helpers
+from tests.helpers import learnt, runs, talk, tiny_tokenizer
+
+THREE = talk("a?", "One.", "b?", "Two.\n", "c?", "Three")
+EXPECTED = {
+    "chatml": (
+        helpers.CHATML,
+        "<|im_end|>",
+        [
+            (False, "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"),
+            (True, "One.<|im_end|>"),
+            (False, "\n<|im_start|>user\nb?<|im_end|>\n<|im_start|>assistant\n"),
+            (True, "Two.\n<|im_end|>"),
+            (False, "\n<|im_start|>user\nc?<|im_end|>\n<|im_start|>assistant\n"),
+            (True, "Three<|im_end|>"),
+            (False, "\n"),
+        ],
+    ),
+    "llama3, eos is another token than the turn's end": (
+        helpers.LLAMA3,
+        "<|endoftext|>",
+        [
+            (False, "<s>[user]\n\na?<|eot_id|>[assistant]\n\n"),
+            (True, "One.<|eot_id|>"),
+            (False, "[user]\n\nb?<|eot_id|>[assistant]\n\n"),
+            (True, "Two.<|eot_id|>"),
+            (False, "[user]\n\nc?<|eot_id|>[assistant]\n\n"),
+            (True, "Three<|eot_id|>"),
+        ],
+    ),
+    "gemma": (
+        helpers.GEMMA,
+        "<|endoftext|>",
+        [
+            (False, "<s><start_of_turn>user\na?<end_of_turn>\n<start_of_turn>model\n"),
+            (True, "One.<end_of_turn>"),
+            (False, "\n<start_of_turn>user\nb?<end_of_turn>\n<start_of_turn>model\n"),
+            (True, "Two.<end_of_turn>"),
+            (False, "\n<start_of_turn>user\nc?<end_of_turn>\n<start_of_turn>model\n"),
+            (True, "Three<end_of_turn>"),
+            (False, "\n"),
+        ],
+    ),
+    "mistral, no header": (
+        helpers.MISTRAL,
+        "</s>",
+        [
+            (False, "<s>[INST] a? [/INST]"),
+            (True, " One.</s>"),
+            (False, "[INST] b? [/INST]"),
+            (True, " Two.\n</s>"),
+            (False, "[INST] c? [/INST]"),
+            (True, " Three</s>"),
+        ],
+    ),
+}
+# The same conversation and text, the marks coming from the template.
+EXPECTED["generation"] = (helpers.GENERATION, "<|im_end|>", EXPECTED["chatml"][2])
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_masks_at_every_turn_boundary(name):
+    template, eos, expected = EXPECTED[name]
+    tokenizer = tiny_tokenizer(template, eos=eos)
+    (sample,) = tokenize_conversation(tokenizer, THREE)
+    assert runs(tokenizer, sample) == expected
+    assert (sample.sample_id, sample.slice) == ("talk", "chat")
+    assert sample.ids.dtype == torch.int64
+    assert sample.mask.dtype == torch.bool
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_answer_starts_right_after_its_served_prompt(name):
+    """The slow oracle: the ids before each answer are the ids that a request for that answer sends."""
+    template, eos, _ = EXPECTED[name]
+    tokenizer = tiny_tokenizer(template, eos=eos)
+    (sample,) = tokenize_conversation(tokenizer, THREE)
+    starts = [t for t in range(len(sample.ids)) if sample.mask[t] and not sample.mask[t - 1]]
+    prompts = [render_prompt(tokenizer, THREE.messages[:turn]) for turn in (1, 3, 5)]
+    assert [sample.ids[:start].tolist() for start in starts] == prompts
+
+
+THOUGHTS = talk("a?", "<think>\nhm\n</think>\n\nOne.", "b?", "<think>\nso\n</think>\n\nTwo.")
+
+
+def test_thinking_template_gives_one_sample_per_turn_as_served():
+    tokenizer = tiny_tokenizer(helpers.QWEN3)
+    first, second = tokenize_conversation(tokenizer, THOUGHTS)
+    assert (first.sample_id, second.sample_id) == ("talk#1", "talk#2")
+    assert runs(tokenizer, first) == [
+        (False, "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "<think>\nhm\n</think>\n\nOne.<|im_end|>"),
+        (False, "\n"),
+    ]
+    assert runs(tokenizer, second) == [
+        (
+            False,
+            "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\nOne.<|im_end|>\n"
+            "<|im_start|>user\nb?<|im_end|>\n<|im_start|>assistant\n",
+        ),
+        (True, "<think>\nso\n</think>\n\nTwo.<|im_end|>"),
+        (False, "\n"),
+    ]
+
+
+@pytest.mark.parametrize("template_kwargs", [{}, {"enable_thinking": False}])
+def test_forced_empty_think_block_belongs_to_the_prompt(template_kwargs):
+    tokenizer = tiny_tokenizer(helpers.QWEN3)
+    samples = tokenize_conversation(tokenizer, talk("a?", "One.", "b?", "Two."), template_kwargs=template_kwargs)
+    assert [learnt(tokenizer, sample) for sample in samples] == [["One.<|im_end|>"], ["Two.<|im_end|>"]]
+    assert all(
+        runs(tokenizer, sample)[0][1].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n") for sample in samples
+    )
+
+
+def with_prompt_end(text):
+    """ChatML whose generation prompt goes on with `text`."""
+    start = helpers.CHATML[: helpers.CHATML.rindex("{% if add")]
+    return start + "{% if add_generation_prompt %}<|im_start|>assistant\n" + text + "{% endif %}"
+
+
+def test_prompt_opens_a_think_block_and_the_template_drops_it_from_answers():
+    """Like DeepSeek R1: what the model wrote, thinking included, follows the prompt as served."""
+    drop = "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content }}"
+    template = with_prompt_end("<think>\n").replace("{{ m.content }}", drop)
+    tokenizer = tiny_tokenizer(template)
+    first, second = tokenize_conversation(tokenizer, THOUGHTS)
+    assert runs(tokenizer, first) == [
+        (False, "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n<think>\n"),
+        (True, "hm\n</think>\n\nOne.<|im_end|>"),
+        (False, "\n"),
+    ]
+    assert runs(tokenizer, second)[0][1].startswith(
+        "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\nOne.<|im_end|>\n<|im_start|>user\nb?"
+    )
+    assert learnt(tokenizer, second) == ["so\n</think>\n\nTwo.<|im_end|>"]
+    with pytest.raises(UserError, match="Sample talk, turn 2"):
+        tokenize_conversation(tokenizer, talk("a?", "No thought."))
+
+
+def test_prompt_opens_a_think_block_that_is_rendered_empty():
+    """Like Nemotron 3: data without thinking is rendered with an empty block, spelt otherwise than the prompt's."""
+    template = with_prompt_end("<think>\n").replace(
+        "{{ m.content }}", "{{ ('<think></think>' if m.role == 'assistant' else '') + m.content }}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    first, second = tokenize_conversation(tokenizer, talk("What is <think>?", "One.", "b?", "Two."))
+    assert runs(tokenizer, first) == [
+        (False, "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n<think></think>"),
+        (True, "One.<|im_end|>"),
+        (False, "\n"),
+    ]
+    assert learnt(tokenizer, second) == ["Two.<|im_end|>"]
+
+
+def test_empty_think_block_in_the_prompt_alone():
+    """The prompt forces the block, but the rendered answer does not repeat it."""
+    tokenizer = tiny_tokenizer(with_prompt_end("<think>\n\n</think>\n\n"))
+    first, second = tokenize_conversation(tokenizer, talk("a?", "One.", "b?", "<Two>"))
+    assert first.ids[: first.mask.int().argmax()].tolist() == render_prompt(tokenizer, THREE.messages[:1])
+    assert learnt(tokenizer, first) == ["One.<|im_end|>"]
+    assert learnt(tokenizer, second) == ["<Two><|im_end|>"]
+
+
+def test_template_whose_last_turn_ends_otherwise():
+    tokenizer = tiny_tokenizer(helpers.GPT_OSS)
+    samples = tokenize_conversation(tokenizer, talk("a?", "One.", "b?", "Two."))
+    assert [learnt(tokenizer, sample) for sample in samples] == [
+        ["<channel>final<message>One.<|im_end|>"],
+        ["<channel>final<message>Two.<|im_end|>"],
+    ]
+    assert "One.<|end|><|im_start|>user" in runs(tokenizer, samples[1])[0][1]
+
+
+def test_answer_that_merges_with_its_prompt_is_tokenized_apart():
+    """An answer that begins with a line break: rendered in one piece it would merge with the prompt's own."""
+    tokenizer = tiny_tokenizer(helpers.CHATML)
+    assert len(tokenizer("\n\n")["input_ids"]) == 1
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", "\nOne."))
+    prompt = render_prompt(tokenizer, THREE.messages[:1])
+    assert sample.ids[: len(prompt)].tolist() == prompt
+    assert learnt(tokenizer, sample) == ["\nOne.<|im_end|>"]
+
+
+def test_answer_that_drops_its_own_beginning_names_sample_and_turn():
+    tokenizer = tiny_tokenizer(with_prompt_end("<think>\n"))
+    with pytest.raises(UserError, match=r"Sample talk, turn 4.*does not continue its own prompt"):
+        tokenize_conversation(tokenizer, talk("a?", "<think>\n.</think>x", "b?", "Two."))
+
+
+def test_think_block_in_a_question_is_not_taken_for_the_prompts_own():
+    tokenizer = tiny_tokenizer(with_prompt_end("Sure: "))
+    with pytest.raises(UserError, match="Sample talk, turn 2"):
+        tokenize_conversation(tokenizer, talk("<think></think>?", "One."))
+
+
+def test_text_after_the_stop_token_is_not_learnt():
+    tokenizer = tiny_tokenizer(helpers.CHATML)
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", "One.<|im_end|>more"))
+    assert learnt(tokenizer, sample) == ["One.<|im_end|>"]
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", "One.<|endoftext|>"))
+    assert learnt(tokenizer, sample) == ["One.<|endoftext|><|im_end|>"]
+
+
+@pytest.mark.parametrize("stop", ["<|eot_id|>", "<|endoftext|>"])
+def test_both_the_eos_token_and_the_end_of_the_turn_stop(stop):
+    tokenizer = tiny_tokenizer(helpers.LLAMA3, eos="<|endoftext|>")
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", f"One.{stop}more"))
+    assert learnt(tokenizer, sample) == [f"One.{stop}"]
+
+
+def test_template_without_a_stop_token_leaves_its_white_space_out():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", "One"))
+    assert runs(tokenizer, sample) == [(False, "user: a?\n\nassistant:"), (True, " One"), (False, "\n\n")]
+
+
+def test_generation_marks_narrow_the_answer():
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}(note)\n"
+        "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>\n{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", "One.", "b?", "Two."))
+    assert learnt(tokenizer, sample) == ["One.<|im_end|>", "Two.<|im_end|>"]
+
+
+def test_tools_and_tool_calls():
+    template = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + helpers.CHATML
+    tokenizer = tiny_tokenizer(template)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    conversation = Conversation(
+        "t",
+        "chat",
+        (
+            {"role": "system", "content": "Help."},
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "4"},
+            {"role": "assistant", "content": "Four."},
+        ),
+        tools=({"type": "function", "function": {"name": "add"}},),
+    )
+    (sample,) = tokenize_conversation(tokenizer, conversation)
+    expected = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    assert learnt(tokenizer, sample) == [expected, "Four.<|im_end|>"]
+    assert '"name": "add"' in runs(tokenizer, sample)[0][1]
+    assert conversation.prompt()[-1]["role"] == "tool"
+
+
+def test_opening_assistant_turn_is_context():
+    tokenizer = tiny_tokenizer()
+    conversation = talk("Hello!", "a?", "One.", roles=("assistant", "user", "assistant"))
+    (sample,) = tokenize_conversation(tokenizer, conversation)
+    assert learnt(tokenizer, sample) == ["One.<|im_end|>"]

@@ -1,0 +1,268 @@
+"""Extraction is held against the plain model, against itself online, and against kill -9."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.features import extract as extract_module
+from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_teacher
+from draftsmith.data.features.index import read_index
+from draftsmith.data.features.store import FeatureStore
+from draftsmith.data.windows import plan_batches, plan_windows
+from draftsmith.errors import UserError
+from draftsmith.heads.target.target import Target, load_target
+from tests.models import KINDS, save_tiny_target, tiny_model
+
+LAYERS = (0, 2, 5)
+SMALL = {"layer_ids": LAYERS, "batch_tokens": 64, "shard_bytes": 60_000, "progress": False}
+
+
+def make_samples(count: int = 40, seed: int = 0) -> list[Tokenized]:
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for number in range(count):
+        length = int(torch.randint(1, 40, (), generator=generator))
+        samples.append(
+            Tokenized(
+                ids=torch.randint(3, 160, (length,), generator=generator),
+                mask=torch.rand(length, generator=generator) < 0.6,
+                sample_id=f"line-{number}",
+                slice=("chat", "code", "math")[number % 3],
+            )
+        )
+    return samples
+
+
+def memory_target(kind: str = "llama") -> Target:
+    return Target(tiny_model(kind), path="memory", fingerprint="none")
+
+
+def all_bytes(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def assert_features(ours: Features, theirs: Features, exact: bool) -> None:
+    tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-4}
+    for name in ("ids", "mask", "top1"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    for name in ("aux", "last", "logsumexp"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), **tolerance)
+    assert (ours.sample_id, ours.slice) == (theirs.sample_id, theirs.slice)
+
+
+@torch.no_grad()
+def slow_oracle(target: Target, sample: Tokenized) -> Features:
+    """One sample alone through the whole model, as transformers computes it."""
+    truth = target.model(sample.ids[None], output_hidden_states=True)
+    return Features(
+        ids=sample.ids,
+        mask=sample.mask,
+        aux=torch.cat([truth.hidden_states[k][0] for k in LAYERS], dim=-1),
+        last=truth.hidden_states[-1][0],
+        top1=truth.logits[0].argmax(-1).int(),
+        logsumexp=truth.logits[0].logsumexp(-1),
+        sample_id=sample.sample_id,
+        slice=sample.slice,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_store_online_and_one_by_one_agree(kind: str, tmp_path: Path) -> None:
+    target, samples = memory_target(kind), make_samples()
+    store = extract(target, samples, tmp_path / "features", **SMALL)
+    online = OnlineSource(target, samples, LAYERS, batch_tokens=64)
+    assert len(list((tmp_path / "features").glob("shard-*"))) > 2
+    assert len(store) == len(online) == len(samples)
+    for name in ("ids", "slices", "lengths"):
+        assert getattr(store, name) == getattr(online, name)
+    together = online.get_many(range(len(samples)))
+    for index, sample in enumerate(samples):
+        truth = slow_oracle(target, sample)
+        assert_features(online.get(index), truth, exact=True)
+        assert_features(together[index], truth, exact=False)
+        assert_features(store.get(index), truth, exact=False)
+    assert torch.equal(store.get(3, (5, 0)).aux, torch.cat([store.get(3).aux[:, 128:], store.get(3).aux[:, :64]], -1))
+    assert_features(online.get(3, (5, 0)), store.get(3, (5, 0)), exact=False)
+
+
+def test_store_equals_online_bit_for_bit_in_the_same_batches(tmp_path: Path) -> None:
+    target, samples = memory_target(), make_samples()
+    store = extract(target, samples, tmp_path, **SMALL)
+    windows = plan_windows(store.lengths, 64)
+    assert len(windows) > 1
+    for window in windows:
+        for batch in window.batches:
+            for index, online in zip(batch, OnlineSource(target, samples, LAYERS).get_many(batch), strict=True):
+                assert_features(store.get(index), online, exact=True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_teacher_belongs_to_the_stored_states(dtype: str, tmp_path: Path) -> None:
+    target, samples = memory_target(), make_samples(6)
+    store = extract(target, samples, tmp_path, **{**SMALL, "dtype": dtype})
+    for features in store.get_many(range(6)):
+        assert features.aux.dtype == features.last.dtype == getattr(torch, dtype)
+        logits = target.head.logits(features.last)
+        torch.testing.assert_close(features.logsumexp, logits.logsumexp(-1))
+        assert torch.equal(features.top1, logits.argmax(-1).int())
+
+
+def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = memory_target()
+    last = target.forward(make_samples(1)[0].ids[None]).last[0]
+    whole = summarise_teacher(target.head, last)
+    rows, original = [], type(target.head).logits
+
+    def counting(head: object, hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return original(head, hidden)
+
+    monkeypatch.setattr(extract_module, "LOGITS_BYTES", {"cpu": 4 * 160 * 3})
+    monkeypatch.setattr(extract_module, "LOGITS_ROWS", 1)
+    monkeypatch.setattr(type(target.head), "logits", counting)
+    chunked = summarise_teacher(target.head, last)
+    assert max(rows) == 3
+    assert sum(rows) == len(last)
+    assert torch.equal(chunked.top1, whole.top1)
+    torch.testing.assert_close(chunked.logsumexp, whole.logsumexp)
+
+
+def test_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
+    lengths = [len(sample.ids) for sample in make_samples(200)]
+    for batch in (batches := plan_batches(lengths, 64)):
+        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
+    assert sorted(i for batch in batches for i in batch) == list(range(200))
+    windows = plan_windows(lengths, 64)
+    assert [w.start for w in windows] == [0, *(w.end for w in windows[:-1])]
+    assert windows[-1].end == 200
+    for window in windows:
+        assert sorted(i for batch in window.batches for i in batch) == list(range(window.start, window.end))
+    # Little padding, which is what sorting inside a window is for.
+    padded = sum(len(b) * max(lengths[i] for i in b) for w in windows for b in w.batches)
+    assert padded < 1.25 * sum(lengths)
+    assert plan_batches([], 64) == []
+    assert plan_batches([100, 3], 64) == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("call", [1, 4, 9, 14])
+def test_interrupted_and_resumed_gives_identical_files(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, samples = memory_target(), make_samples()
+    extract(target, samples, tmp_path / "whole", **SMALL)
+    lengths = [len(sample.ids) for sample in samples]
+    computed: list[int] = []
+    limit = call
+
+    def failing(target: Target, batch: list[Tokenized], *rest: object) -> list[Features]:
+        if len(computed) + 1 == limit:
+            raise RuntimeError("pulled the plug")
+        computed.append(len(batch))
+        return compute_features(target, batch, *rest)
+
+    monkeypatch.setattr(extract_module, "compute_features", failing)
+    with pytest.raises(RuntimeError, match="plug"):
+        extract(target, samples, tmp_path / "broken", **SMALL)
+    done = read_index(tmp_path / "broken").num_samples
+    computed.clear()
+    limit = 0
+    extract(target, samples, tmp_path / "broken", **SMALL)
+    assert all_bytes(tmp_path / "broken") == all_bytes(tmp_path / "whole")
+    # Windows that were finished are not computed again, and a finished store costs nothing.
+    assert sum(computed) == len(samples) - max(w.start for w in plan_windows(lengths, 64) if w.start <= done)
+    computed.clear()
+    extract(target, samples, tmp_path / "broken", **SMALL)
+    assert not computed
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {paths!r}
+from draftsmith.data.features import writer
+from tests.data.features.test_extract import SMALL, make_samples
+from draftsmith.data.features.extract import extract
+from draftsmith.heads.target.target import load_target
+
+original = writer._save_tensors
+def killed_inside_the_third_shard(path, tensors):
+    original(path, tensors)
+    if "shard-00002" in path.name:
+        os.truncate(path, path.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+writer._save_tensors = killed_inside_the_third_shard
+extract(load_target({target!r}), make_samples(), {out!r}, **SMALL)
+"""
+
+
+def test_killed_with_signal_nine_and_resumed_gives_identical_files(tmp_path: Path) -> None:
+    path = save_tiny_target(tmp_path / "target", "llama")
+    code = KILLED.format(paths=[str(Path(__file__).parents[3])], target=path, out=str(tmp_path / "broken"))
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    names = set(os.listdir(tmp_path / "broken"))
+    assert {"index.json", "shard-00000.safetensors", "shard-00001.safetensors"} < names
+    assert any(name.endswith(".tmp") for name in names)
+    target = load_target(path)
+    extract(target, make_samples(), tmp_path / "whole", **SMALL)
+    extract(target, make_samples(), tmp_path / "broken", **SMALL)
+    assert all_bytes(tmp_path / "broken") == all_bytes(tmp_path / "whole")
+
+
+def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    samples = make_samples(10)
+    extract(memory_target(), samples, tmp_path, **{**SMALL, "progress": True})
+    captured = capsys.readouterr()
+    assert captured.err.startswith("Features of 10 samples, ")
+    assert "KB" in captured.err
+    assert "tok/s" in captured.err or "ktok" in captured.err
+
+
+# Bad input: one sentence each, nothing written.
+
+
+def refused(tmp_path: Path, samples: list[Tokenized], *words: str, **options: object) -> None:
+    target = memory_target()
+    with pytest.raises(UserError) as info:
+        extract(target, samples, tmp_path / "features", **{**SMALL, **options})
+    text = str(info.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+    assert not (tmp_path / "features").exists()
+
+
+def test_bad_samples_layers_and_dtype(tmp_path: Path) -> None:
+    samples = make_samples(3)
+    refused(tmp_path, [], "no samples")
+    refused(
+        tmp_path, [*samples, Tokenized(torch.arange(300) % 160, torch.ones(300).bool(), "long", "chat")], "300", "256"
+    )
+    refused(tmp_path, [*samples, Tokenized(torch.tensor([5, 160]), torch.ones(2).bool(), "odd", "chat")], "odd", "160")
+    refused(tmp_path, samples, "8", layer_ids=(2, 8))
+    refused(tmp_path, samples, "int4", dtype="int4")
+    with pytest.raises(UserError, match="int4"):
+        OnlineSource(memory_target(), samples, LAYERS, dtype="int4")
+
+
+def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.data.features.index.shutil.disk_usage", lambda _path: type("U", (), {"free": 1000}))
+    refused(tmp_path, make_samples(3), "1 KB left")
+
+
+def test_changed_samples_or_target_are_noticed(tmp_path: Path) -> None:
+    samples = make_samples(5)
+    extract(memory_target(), samples, tmp_path, **SMALL)
+    with pytest.raises(UserError, match="list of samples"):
+        extract(memory_target(), samples[::-1], tmp_path, **SMALL)
+    other = Target(tiny_model("llama", seed=1), path="memory", fingerprint="other")
+    with pytest.raises(UserError, match="another target"):
+        extract(other, samples, tmp_path, **SMALL)
+    with pytest.raises(UserError, match="another target"):
+        FeatureStore(tmp_path, fingerprint=other.fingerprint)
+    flipped = Tokenized(samples[0].ids, ~samples[0].mask, samples[0].sample_id, samples[0].slice)
+    assert digest_samples(samples) != digest_samples([flipped, *samples[1:]])

@@ -1,0 +1,281 @@
+"""The feature store gives back what was put in, and refuses everything else with one sentence."""
+
+import errno
+import json
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from draftsmith.data.batch import Features
+from draftsmith.data.features import store as features
+from draftsmith.data.features import writer as feature_writer
+from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec, check_disk_space, estimate_bytes
+from draftsmith.errors import UserError
+
+WIDTH, LAYERS = 6, (0, 2, 5)
+SPEC = StoreSpec(
+    fingerprint="f" * 16,
+    compute_dtype="float32",
+    layer_ids=LAYERS,
+    dtype="float32",
+    hidden_size=WIDTH,
+    vocab_size=50,
+    samples="s" * 16,
+    shard_bytes=2000,
+)
+
+
+def make_features(count: int = 9) -> list[Features]:
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for number in range(count):
+        length = int(torch.randint(1, 12, (), generator=generator))
+        samples.append(
+            Features(
+                ids=torch.randint(0, 50, (length,), generator=generator),
+                mask=torch.rand(length, generator=generator) < 0.5,
+                aux=torch.randn(length, len(LAYERS) * WIDTH, generator=generator),
+                last=torch.randn(length, WIDTH, generator=generator),
+                top1=torch.randint(0, 50, (length,), generator=generator, dtype=torch.int32),
+                logsumexp=torch.randn(length, generator=generator),
+                sample_id=f"séance-{number}",
+                slice="math" if number % 2 else "chat",
+            )
+        )
+    return samples
+
+
+def write_store(path: Path, samples: list[Features], spec: StoreSpec = SPEC) -> FeatureStore:
+    writer = FeatureWriter(path, spec)
+    for sample in samples[writer.num_done :]:
+        writer.add(sample)
+    writer.finish()
+    return FeatureStore(path)
+
+
+def all_bytes(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def assert_equal(ours: Features, theirs: Features) -> None:
+    for name, value in vars(theirs).items():
+        found = getattr(ours, name)
+        if isinstance(value, torch.Tensor):
+            assert found.dtype == value.dtype, name
+            assert torch.equal(found, value), name
+        else:
+            assert found == value, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_read_is_what_was_written(dtype: str, tmp_path: Path) -> None:
+    samples = make_features()
+    store = write_store(tmp_path, samples, replace(SPEC, dtype=dtype, shard_bytes=1500))
+    assert len(list(tmp_path.glob("shard-*"))) > 1
+    assert len(store) == 9
+    assert store.ids == [s.sample_id for s in samples]
+    assert store.slices == [s.slice for s in samples]
+    assert store.lengths == [len(s.ids) for s in samples]
+    assert store.layer_ids == LAYERS
+    rounded = [
+        replace(s, aux=s.aux.to(store.spec.torch_dtype), last=s.last.to(store.spec.torch_dtype)) for s in samples
+    ]
+    for found, truth in zip(store.get_many([7, 0, 3]), (rounded[7], rounded[0], rounded[3]), strict=True):
+        assert_equal(found, truth)
+    for index, truth in enumerate(rounded):
+        assert_equal(store.get(index), truth)
+
+
+def test_a_head_takes_the_columns_it_needs_in_its_order(tmp_path: Path) -> None:
+    samples = make_features()
+    store = write_store(tmp_path, samples)
+    columns = samples[4].aux.split(WIDTH, dim=-1)
+    assert torch.equal(store.get(4, (5, 0)).aux, torch.cat((columns[2], columns[0]), dim=-1))
+    assert store.get(4, ()).aux.shape == (len(samples[4].ids), 0)
+
+
+def test_shards_stay_under_their_limit_unless_one_sample_is_larger(tmp_path: Path) -> None:
+    samples = make_features()
+    write_store(tmp_path / "small", samples, replace(SPEC, shard_bytes=1))
+    assert len(list((tmp_path / "small").glob("shard-*"))) == len(samples)
+    write_store(tmp_path / "large", samples, replace(SPEC, shard_bytes=10**9))
+    assert len(list((tmp_path / "large").glob("shard-*"))) == 1
+    write_store(tmp_path / "middle", samples)
+    assert all(file.stat().st_size < 2000 + 2000 for file in (tmp_path / "middle").glob("shard-*"))
+
+
+def test_the_estimate_is_what_the_tensors_take(tmp_path: Path) -> None:
+    samples = make_features()
+    write_store(tmp_path, samples)
+    tensors = [load_file(file) for file in tmp_path.glob("shard-*")]
+    size = sum(t.nbytes for shard in tensors for name, t in shard.items() if name != "offsets")
+    assert size == estimate_bytes(sum(len(s.ids) for s in samples), WIDTH, len(LAYERS), "float32")
+
+
+@pytest.mark.parametrize("moment", ["between samples", "inside a shard", "before the index", "before the last index"])
+def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = make_features()
+    write_store(tmp_path / "whole", samples)
+
+    class Killed(BaseException):
+        pass
+
+    def killing(function: str, call: int) -> None:
+        original, calls = getattr(feature_writer, function), []
+
+        def wrapper(path: Path, value: object) -> None:
+            calls.append(path)
+            if len(calls) == call:
+                if function == "_save_tensors":
+                    path.write_bytes(b"half")
+                    path.rename(path.with_name(".shard-00001.safetensors.999.tmp"))  # as kill -9 leaves it
+                raise Killed
+            original(path, value)
+
+        monkeypatch.setattr(feature_writer, function, wrapper)
+
+    broken = tmp_path / "broken"
+    if moment == "between samples":
+        writer = FeatureWriter(broken, SPEC)
+        for sample in samples[:6]:
+            writer.add(sample)
+    else:
+        where = {"inside a shard": ("_save_tensors", 2), "before the index": ("write_index", 3)}
+        killing(*where.get(moment, ("write_index", len(all_bytes(tmp_path / "whole")) + 1)))
+        with pytest.raises(Killed):
+            write_store(broken, samples)
+        monkeypatch.undo()
+    with pytest.raises(UserError, match="not complete"):
+        FeatureStore(broken)
+    resumed = FeatureWriter(broken, SPEC)
+    assert 0 < resumed.num_done <= len(samples)
+    assert resumed.done_ids == [s.sample_id for s in samples[: resumed.num_done]]
+    write_store(broken, samples)
+    assert all_bytes(broken) == all_bytes(tmp_path / "whole")
+    write_store(broken, samples)  # a finished store stays as it is
+    assert all_bytes(broken) == all_bytes(tmp_path / "whole")
+
+
+# Bad input: one sentence each.
+
+
+def read_everything(path: Path, **options: object) -> None:
+    store = FeatureStore(path, **options)
+    store.get_many(range(len(store)))
+
+
+def refused(path: Path, *words: str, **options: object) -> None:
+    with pytest.raises(UserError) as info:
+        read_everything(path, **options)
+    text = str(info.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+
+
+def test_no_store_and_broken_index(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere", "index.json")
+    write_store(tmp_path, make_features())
+    index = tmp_path / "index.json"
+    text = index.read_text()
+    index.write_text(text[: len(text) // 2])
+    refused(tmp_path, "index.json", "damaged")
+    index.write_text(json.dumps({**json.loads(text), "schema_version": 99}))
+    refused(tmp_path, "schema_version 99")
+    value = json.loads(text)
+    value["shards"][0]["lengths"].pop()
+    index.write_text(json.dumps(value))
+    refused(tmp_path, "damaged", "shard-00000")
+
+
+def test_a_shard_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader starts its workers anew in every epoch, and a store may take minutes to read."""
+    write_store(tmp_path, make_features())
+    store = FeatureStore(tmp_path)
+    loader = DataLoader(range(len(store)), batch_size=None, num_workers=1, collate_fn=store.get)
+    assert [one.sample_id for one in loader] == store.ids
+    monkeypatch.setattr(features, "sha256_file", lambda file: pytest.fail(f"{file} is read again"))
+    assert [one.sample_id for one in loader] == store.ids
+    assert store.get(0).sample_id == store.ids[0]
+
+
+def test_shard_missing_cut_or_corrupt(tmp_path: Path) -> None:
+    write_store(tmp_path, make_features())
+    shard = tmp_path / "shard-00001.safetensors"
+    whole = shard.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-5] ^= 1
+    shard.write_bytes(flipped)
+    refused(tmp_path, "shard-00001", "corrupt")
+    assert len(FeatureStore(tmp_path, verify=False).get_many(range(9))) == 9
+    shard.write_bytes(b"\xff" * len(whole))
+    refused(tmp_path, "shard-00001", "cannot be read", verify=False)
+    shard.write_bytes(whole[:-1])
+    refused(tmp_path, "shard-00001", "cut short")
+    shard.unlink()
+    refused(tmp_path, "shard-00001", "missing")
+
+
+def test_other_target_and_other_layers(tmp_path: Path) -> None:
+    store = write_store(tmp_path, make_features())
+    refused(tmp_path, "another target", "abc", fingerprint="abc")
+    assert len(FeatureStore(tmp_path, fingerprint="f" * 16)) == 9
+    with pytest.raises(UserError, match=r"holds layers \[0, 2, 5\] but not 3"):
+        store.get(0, (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"fingerprint": "e" * 16}, "target"),
+        ({"layer_ids": (0, 2)}, "layer_ids"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"samples": "x"}, "list of samples"),
+        ({"shard_bytes": 7}, "shard_bytes"),
+    ],
+)
+def test_resuming_something_else_is_refused_and_changes_nothing(change: dict, word: str, tmp_path: Path) -> None:
+    writer = FeatureWriter(tmp_path, SPEC)
+    for sample in make_features()[:6]:
+        writer.add(sample)
+    before = all_bytes(tmp_path)
+    assert len(before) > 1
+    with pytest.raises(UserError, match=f"another {word}"):
+        FeatureWriter(tmp_path, replace(SPEC, **change))
+    assert all_bytes(tmp_path) == before
+
+
+def test_a_folder_with_shards_but_no_index_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "shard-00000.safetensors").write_bytes(b"somebody else's")
+    with pytest.raises(UserError, match=r"no index\.json"):
+        FeatureWriter(tmp_path, SPEC)
+    assert all_bytes(tmp_path) == {"shard-00000.safetensors": b"somebody else's"}
+
+
+def test_unknown_dtype() -> None:
+    with pytest.raises(UserError, match="int4"):
+        replace(SPEC, dtype="int4")
+
+
+def test_too_little_disk_space_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: usage(2000, 0, 2000))
+    check_disk_space(tmp_path / "not" / "yet", 2000)
+    with pytest.raises(UserError, match=r"need 3 KB but the disk .* has 2 KB left"):
+        check_disk_space(tmp_path / "not" / "yet", 3000)
+
+
+def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+
+    monkeypatch.setattr(feature_writer, "save_file", full)
+    with pytest.raises(UserError, match="No space left on the disk"):
+        write_store(tmp_path, make_features())
+    assert list(all_bytes(tmp_path)) == ["index.json"]

@@ -1,0 +1,331 @@
+"""What the evaluation adds up: speeds, time split, intervals, loops, costs, and the comparison of texts."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from draftsmith.eval.decode.cache import KVCache, build_mask, run_draft
+from draftsmith.eval.decode.clock import Stopwatch
+from draftsmith.eval.decode.decode import Decoded, Generation, Request, Round, decode_batch
+from draftsmith.eval.decode.draft import Draft, TargetAlone
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import Tally, tally_generation
+from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure import measure
+from draftsmith.eval.measure.costs import measure_costs
+from draftsmith.eval.measure.generate_baseline import GenerateTiming, time_generate
+from draftsmith.eval.measure.lossless import compare_texts
+from draftsmith.eval.measure.measure import Texts, Timings, collect_texts, run_systems, summarize
+from draftsmith.eval.measure.result import Costs
+from draftsmith.eval.measure.statistics import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.simulate.texts import Simulation
+from draftsmith.heads.target.target import Target
+from tests.models import KINDS, tiny_model
+
+
+def answer(name: str, slice_name: str, rounds: list[int], drafted: int = 2) -> Generation:
+    """An answer whose rounds accepted the given numbers of drafts."""
+    generation = Generation(Request(name, slice_name, (1, 2), 99), [7], "length")
+    for accepted in rounds:
+        generation.rounds.append(Round(len(generation.output_ids) - 1, drafted, accepted))
+        generation.output_ids += [7 + i for i in range(accepted + 1)]
+    return generation
+
+
+def decoded(generation: Generation, **seconds: float) -> Decoded:
+    generation.ttft_s = 0.5
+    parts = {"ttft": 0.5, "draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0, **seconds}
+    return Decoded([generation], parts, len(generation.rounds))
+
+
+def unused(*_: object) -> Simulation:
+    """Stands for a simulation where the tallies are given."""
+    raise AssertionError
+
+
+def contender(name: str, max_k: int = 2) -> Contender:
+    """The target alone under another name."""
+    return Contender(name, "eagle3", lambda k: TargetAlone(), 2, max_k, simulate=unused)
+
+
+def text(generation: Generation) -> Text:
+    tally = tally_generation(generation, 2)
+    return Text(generation, tally, [tally, tally])
+
+
+def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
+    a, b = answer("a", "chat", [2, 1, 0]), answer("b", "code", [2, 2])
+    drafted = Timings([[decoded(a, draft=1, verify=s), decoded(b, draft=1, verify=s)] for s in (2.0, 1.0, 4.0)])
+    plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=6.0)] for _ in range(3)])
+    costs = Costs({"1": 10.0, "3": 12.0}, {"eagle3": {"2": 3.0}})
+    timings = {"": plain, "eagle3": drafted}
+    found = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, costs, {}, {}, [])
+    assert set(found.slices) == {"chat", "code"}
+    m = found.overall
+    assert (m.tokens, m.rounds, m.prompts) == (12, 5, 2)
+    assert m.tau == pytest.approx(12 / 5)
+    assert m.decode_tok_s == pytest.approx(12 / 6)
+    assert m.decode_tok_s_spread == pytest.approx((12 / 10, 12 / 4))
+    assert m.baseline_tok_s == pytest.approx(1.0)
+    assert m.speedup == pytest.approx(2.0)
+    assert m.ttft_s == 0.5
+    assert m.ms_per_round is not None
+    assert m.ms_per_round.draft == pytest.approx(1000 * 6 / 15)
+    assert m.ms_per_round.verify == pytest.approx(1000 * 14 / 15)
+    assert m.ideal_speedup == pytest.approx(2.4 / ((12 + 3) / 10))
+    assert found.slices["code"].tau == pytest.approx(3.0)
+    assert found.slices["code"].acceptance_rate == 1.0
+
+
+def test_both_are_held_against_generate_on_its_own_prompts() -> None:
+    """The first prompt is drafted twice as fast as it is answered alone, the second four times; generate had the second."""
+    a, b = answer("a", "chat", [2, 2]), answer("b", "chat", [2, 2])
+    drafted = Timings([[decoded(a, verify=3.0), decoded(b, verify=3.0)]])
+    plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=12.0)]])
+    generate = [GenerateTiming("b", "chat", 6, 24.0)]
+    timings = {"": plain, "eagle3": drafted}
+    m = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
+    assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
+        pytest.approx(3),
+        pytest.approx(8),
+        pytest.approx(2),
+    )
+
+
+def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> None:
+    only = [text(answer("a", "chat", [2, 1, 0]))]
+    timings = {"": Timings([[decoded(only[0].generation)]]), "eagle3": Timings([[decoded(only[0].generation)]])}
+    for ends in (None, 0.3):
+        m = summarize(
+            replace(contender("eagle3"), threshold=ends), Texts(only), timings, Costs({}, {}), {}, {}, []
+        ).overall
+        assert m.k_sweep is not None
+        assert all(point.tau_simulated is not None for point in m.k_sweep)
+        assert all((point.acceptance_rate is None) == (ends is not None) for point in m.k_sweep)
+
+
+def test_what_was_not_measured_is_null() -> None:
+    only = answer("a", "chat", [])
+    timings = {"": Timings([[decoded(only)]]), "eagle3": Timings([[decoded(only)]])}
+    m = summarize(contender("eagle3"), Texts([text(only)]), timings, Costs({}, {}), {}, {}, []).overall
+    assert m.tokens == 0
+    for value in (m.tau, m.decode_tok_s, m.speedup, m.ms_per_round, m.ideal_speedup, m.speedup_vs_generate):
+        assert value is None
+
+
+def test_intervals_and_sampling_error() -> None:
+    texts = [text(answer(str(i), "a", [2] if i % 2 else [0, 0, 0])) for i in range(40)]
+    low, high = bootstrap_tau(texts) or (0, 0)
+    assert low < 1.5 < high
+    assert high - low < 0.6
+    assert mean_tau(texts) == pytest.approx(2.0)
+    assert bootstrap_tau(texts[:1]) is None
+    assert sampling_error(texts, 2) == 0
+    off = [
+        Text(t.generation, t.decoded, [Tally(1, 3, 1.5, 2, t.decoded.accepted_K, t.decoded.reached_K)] * 2)
+        for t in texts
+    ]
+    rounds = sum(t.decoded.rounds for t in off)
+    expected = 120 / rounds**2 * sum((t.decoded.rounds - 1.5) ** 2 for t in off) ** 0.5
+    assert sampling_error(off, 2) == pytest.approx(expected)
+
+
+def test_loops_are_a_six_gram_four_times() -> None:
+    gram = [1, 2, 3, 4, 5, 6]
+    assert is_looping([9, *gram * 4])
+    assert is_looping([9] * 9)
+    assert is_looping([*range(10, 30)] * 4), "a loop may be longer than six tokens"
+    assert not is_looping([*gram * 3, 1, 2, 3, 4, 5])
+    assert not is_looping([*range(10, 30)] * 3)
+    assert not is_looping([1, 2])
+
+
+def test_stopwatch_laps_add_up() -> None:
+    watch = Stopwatch()
+    for name in ("a", "b", "a"):
+        watch.lap(name)
+    assert set(watch.seconds) == {"a", "b"}
+    assert all(value >= 0 for value in watch.seconds.values())
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
+
+
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_costs_are_measured_for_every_size_also_after_short_prompts(target: Target, length: int) -> None:
+    tree = StaticTree.of("bush", [[0], [1], [2], [0, 0], [1, 0]])
+    lineup = [contender("none", max_k=3), replace(contender("tree"), tree=tree)]
+    lineup.append(replace(contender("wild"), tree=DynamicTree(2, 3, 9), simulate=None))
+    costs = measure_costs(target, lineup, list(range(3, 3 + length)), Sampling(), repeats=1)
+    assert list(costs.verify_ms) == ["1", "2", "3", "4", "6", "9"]
+    assert list(costs.draft_ms["none"]) == ["1", "2", "3"]
+    assert list(costs.draft_ms["wild"]) == ["2"], "what cannot be simulated at other lengths is timed at its own"
+    assert costs.nodes == {"tree": {"1": 4, "2": 6}, "wild": {"2": 9}}
+    assert costs.speedup("tree", 2, 2.0) == pytest.approx(
+        2 * costs.verify_ms["1"] / (costs.verify_ms["6"] + costs.draft_ms["tree"]["2"])
+    )
+    assert all(value > 0 for value in costs.verify_ms.values())
+
+
+@pytest.mark.parametrize(("batch", "groups"), [(1, [1] * 9), (2, [8, 1])])
+def test_systems_answer_the_same_requests_slice_by_slice(
+    target: Target, monkeypatch: pytest.MonkeyPatch, batch: int, groups: list[int]
+) -> None:
+    """With a batch more prompts than rows are given, so that rows which are done are taken over."""
+    requests = [Request(str(i), "aab"[i % 3], (3 + i, 5), 2 + i % 3) for i in range(13)]
+    rows: list[int] = []
+
+    def spy(*arguments: Any, **options: Any) -> Decoded:
+        rows.append(options.get("rows", 1))
+        return decode_batch(*arguments, **options)
+
+    monkeypatch.setattr(measure, "decode_batch", spy)
+    seen: list[int] = []
+    timings = run_systems(
+        target, [contender("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
+    )
+    assert [[len(d.generations) for d in repeat] for repeat in timings["again"].of("a")] == [groups, groups]
+    assert sum(seen) == 26
+    assert set(rows[2:]) == {batch}
+    for mine, other in zip(timings[""].batches[0], timings["again"].batches[0], strict=True):
+        assert [g.output_ids for g in mine.generations] == [g.output_ids for g in other.generations]
+        assert len({g.request.slice for g in mine.generations}) == 1
+        most, needed = sum(len(g.rounds) for g in mine.generations), max(len(g.rounds) for g in mine.generations)
+        assert needed <= mine.passes <= most
+        assert all(g.ttft_s > 0 for g in mine.generations)
+
+
+def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
+    """Answers that follow each other in a row: their passes add up, and each has its own first token."""
+    generations = [answer(name, "chat", [0] * 4) for name in "abcd"]
+    for generation, seconds in zip(generations, (0.1, 0.1, 0.3, 0.5), strict=True):
+        generation.ttft_s = seconds
+    both = Decoded(generations, {"ttft": 0.9, "draft": 0.2, "verify": 0.6, "commit": 0.0, "other": 0.0}, passes=8)
+    timings = {"": Timings([[both]]), "eagle3": Timings([[both]])}
+    found = summarize(contender("eagle3"), Texts([text(g) for g in generations]), timings, Costs({}, {}), {}, {}, [])
+    assert found.overall.ttft_s == pytest.approx(0.2)
+    assert found.overall.decode_tok_s == pytest.approx(16 / 0.8)
+    assert found.overall.ms_per_round is not None
+    assert found.overall.ms_per_round.verify == pytest.approx(75)
+    assert found.overall.latency_s is None, "in a batch a request's own end is not on the clock"
+
+
+def test_what_cannot_be_simulated_is_decoded_and_null() -> None:
+    """Dynamic trees and drawn children: everything that is counted, nothing that is computed from the text."""
+    one, other = answer("a", "chat", [2, 1]), answer("b", "code", [0])
+    timings = {name: Timings([[decoded(one, verify=1.0), decoded(other, verify=1.0)]]) for name in ("", "tree")}
+    wild = replace(contender("tree"), simulate=None, tree=DynamicTree(2, 3, 8))
+    costs = Costs({"1": 10.0, "8": 15.0}, {"tree": {"2": 5.0}}, {"tree": {"2": 8}})
+    found = collect_texts(cast(Target, None), wild, timings, Sampling())
+    m = summarize(wild, found, timings, costs, {}, {}, []).overall
+    assert m.tau == pytest.approx(2.0)
+    assert m.ideal_speedup == pytest.approx(1.0)
+    for value in (m.tau_simulated, m.tau_difference_se, m.alpha_at_simulated, m.k_sweep, m.perplexity):
+        assert value is None
+    info = summarize(wild, found, timings, costs, {}, {}, []).draft
+    assert info is not None
+    assert (info.tree, info.nodes, info.lossy) == ("dynamic 2x3, 8 tokens", 7, False)
+
+
+def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
+    """Prompt lookup often drafts nothing: a round does not cost what K says."""
+    one = answer("a", "chat", [2, 1])
+    timings = {name: Timings([[decoded(one, verify=1.0)]]) for name in ("", "x")}
+    costs = Costs({"1": 10.0, "2": 11.0, "3": 12.0}, {"x": {"1": 1.0, "2": 1.0}})
+    steady, varying = (
+        summarize(replace(contender("x"), steady=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
+        for s in (True, False)
+    )
+    assert steady.ideal_speedup is not None
+    assert varying.ideal_speedup is None
+    assert [p.predicted_speedup for p in varying.k_sweep or ()] == [None, None]
+    assert [p.tau_simulated for p in varying.k_sweep or ()] == [p.tau_simulated for p in steady.k_sweep or ()]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=5)], ids=str)
+def test_generate_is_timed_per_slice(target: Target, sampling: Sampling) -> None:
+    requests = [Request(str(i), "ab"[i % 2], (3 + i, 5), 8) for i in range(6)]
+    timings = time_generate(target, requests, sampling, per_slice=2)
+    assert {t.sample_id for t in timings} <= {"0", "1", "2", "3"}
+    assert all(t.tokens <= 7 for t in timings)
+
+
+def test_first_divergence_is_found_with_its_gap(target: Target) -> None:
+    request = Request("p", "a", (3, 4, 5), 6)
+    (alone,) = decode_batch(target, TargetAlone(), [request], Sampling()).generations
+    other = Generation(request, list(alone.output_ids), "length")
+    other.output_ids[3] = (other.output_ids[3] + 1) % 150
+    tally = Tally.empty(1)
+    found = compare_texts(target, [alone, alone], [alone, other], [tally] * 2, [tally] * 2, 1)["overall"]
+    assert (found.checked, found.equal) == (2, 1)
+    (divergence,) = found.first_divergences
+    assert (divergence.position, divergence.expected, divergence.got) == (3, alone.output_ids[3], other.output_ids[3])
+    assert divergence.logit_gap is not None
+    assert divergence.logit_gap > 0
+
+
+def test_the_gap_is_that_of_the_logits_that_were_compared(target: Target) -> None:
+    """With a repetition penalty the likeliest token may be one that the plain logits put behind another."""
+    request, penalized = Request("p", "a", (3, 4, 5), 12), Sampling(repetition_penalty=3.0)
+    (alone,) = decode_batch(target, TargetAlone(), [request], penalized).generations
+    (plain,) = decode_batch(target, TargetAlone(), [request], Sampling()).generations
+    place = next(i for i, (a, b) in enumerate(zip(alone.output_ids, plain.output_ids, strict=True)) if a != b)
+    other = Generation(
+        request, [*alone.output_ids[:place], plain.output_ids[place], *alone.output_ids[place + 1 :]], "length"
+    )
+    tally = Tally.empty(1)
+    gaps = []
+    for setting in (penalized, Sampling()):
+        found = compare_texts(target, [alone], [other], [tally], [tally], 1, setting)["overall"].first_divergences
+        gaps.append(found[0].logit_gap)
+    assert gaps[0] > 0 > gaps[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tree_nodes_equal_their_paths_and_commit_keeps_the_path(kind: str) -> None:
+    """A tree pass against a plain forward of every root-to-node path; then the cache after a commit and a rollback."""
+    target = Target(tiny_model(kind), path="tiny", fingerprint="0")
+    context = torch.tensor([[5, 9, 21, 33, 40, 8, 17, 60, 71, 13, 29], [7, 12, 99, 4, 6, 31, 18, 0, 0, 0, 0]])
+    lengths = torch.tensor([11, 7])
+    cache = KVCache.for_target(target, 2, 24)
+    run_draft(target, cache, Draft.chain(context[:, 0], context[:, 1:]))
+    cache.lengths_B = lengths
+    tokens = torch.tensor([[50, 51, 52, 53, 54], [60, 61, 62, 63, 64]])
+    parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 0, 3]])
+    draft = Draft(tokens, parents, torch.tensor([5, 5]))
+    states = run_draft(target, cache, draft).last
+    for row in range(2):
+        for node in range(5):
+            path = [node]
+            while parents[row, path[0]] >= 0:
+                path.insert(0, int(parents[row, path[0]]))
+            whole = [*context[row, : lengths[row]].tolist(), *tokens[row, path].tolist()]
+            plain = target.forward(torch.tensor([whole])).last[0, -1]
+            torch.testing.assert_close(states[row, node], plain, atol=2e-5, rtol=1e-4)
+    cache.commit(draft, torch.tensor([[0, 2, 3], [0, 3, -1]]))
+    assert cache.lengths_B.tolist() == [14, 9]
+    follow = Draft.chain(torch.tensor([80, 81]), torch.zeros(2, 0, dtype=torch.long))
+    kept = [[*context[0].tolist(), 50, 52, 53, 80], [*context[1, :7].tolist(), 60, 63, 81]]
+    check_rows(target, run_draft(target, cache, follow).last, kept)
+    cache.rollback(lengths)
+    check_rows(
+        target, run_draft(target, cache, follow).last, [[*context[0].tolist(), 80], [*context[1, :7].tolist(), 81]]
+    )
+
+
+def check_rows(target: Target, states: torch.Tensor, texts: list[list[int]]) -> None:
+    for row, whole in enumerate(texts):
+        plain = target.forward(torch.tensor([whole])).last[0, -1]
+        torch.testing.assert_close(states[row, 0], plain, atol=2e-5, rtol=1e-4)
+
+
+def test_windows_count_positions_not_slots() -> None:
+    """Two children of the root stand at the same position, whatever their slots."""
+    draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[-1, 0, 0]]), torch.tensor([3]))
+    mask = build_mask(torch.tensor([4]), draft.ancestors_BNN, 7, draft.depth_BN, 2)[0, 0]
+    assert mask.int().tolist() == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 1]]

@@ -1,0 +1,196 @@
+"""The recursion against the enumeration of every text and every path of a toy, and against the decoder."""
+
+import itertools
+from functools import cache
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.decode import Generation, Request, Round
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.tally import tally_generation, total
+from draftsmith.eval.simulate.acceptance import Answer, chain_acceptance, expected_tallies, find_answers, simulate
+from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.heads.target.target import TargetHead
+
+V, EOS, LIMIT = 3, 2, 5
+
+
+@cache
+def _laws(kind: str, history: tuple[int, ...]) -> np.ndarray:
+    seed = crc32(repr((kind, history)).encode())
+    weights = np.random.default_rng(seed).gamma(1.0, size=V) + 0.05
+    return weights / weights.sum()
+
+
+def p(history: tuple[int, ...]) -> np.ndarray:
+    return _laws("p", history)
+
+
+def q(root: int, history: tuple[int, ...]) -> np.ndarray:
+    """A drafter's law may depend on where its round began, not only on the text so far."""
+    return _laws(f"q{root}", history)
+
+
+def texts(history: tuple[int, ...]) -> "list[tuple[tuple[int, ...], float]]":
+    """Every answer that continues `history` (whose last token is the answer's first), with its probability."""
+    if history[-1] == EOS or len(history) == LIMIT + 1:
+        return [(history, 1.0)]
+    found = []
+    for token in range(V):
+        found += [(text, p(history)[token] * share) for text, share in texts((*history, token))]
+    return found
+
+
+def enumerate_rounds(history: tuple[int, ...], num_drafts: int) -> np.ndarray:
+    """Expected [rounds, drafted accepted at 0.., reached 0..] by following every draft and every accept decision."""
+    if history[-1] == EOS or len(history) == LIMIT + 1:
+        return np.zeros(1 + 2 * num_drafts)
+    counts = np.zeros(1 + 2 * num_drafts)
+    counts[0] = 1
+    return counts + _draft_on(history, len(history) - 1, 0, num_drafts)
+
+
+def _draft_on(history: tuple[int, ...], root: int, k: int, num_drafts: int) -> np.ndarray:
+    """Expected counts of the rest, given that k drafts of this round were accepted and `history` ends with them."""
+    ended = history[-1] == EOS or len(history) == LIMIT + 1
+    if k > 0 and ended:
+        return np.zeros(1 + 2 * num_drafts)
+    if k == num_drafts:
+        return sum(p(history)[x] * enumerate_rounds((*history, x), num_drafts) for x in range(V))
+    target, draft = p(history), q(root, history)
+    counts = np.zeros(1 + 2 * num_drafts)
+    counts[1 + num_drafts + k] += 1
+    residual = np.clip(target - draft, 0, None)
+    for x in range(V):
+        accept = min(1.0, target[x] / draft[x])
+        hit = np.zeros_like(counts)
+        hit[1 + k] = 1
+        counts += draft[x] * accept * (hit + _draft_on((*history, x), root, k + 1, num_drafts))
+        reject = draft[x] * (1 - accept)
+        for y in range(V):
+            if residual[y]:
+                counts += reject * residual[y] / residual.sum() * enumerate_rounds((*history, y), num_drafts)
+    return counts
+
+
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
+@pytest.mark.parametrize("first", [0, 1])
+def test_recursion_equals_enumeration_of_every_text_and_path(first: int, num_drafts: int) -> None:
+    expected = enumerate_rounds((first,), num_drafts)
+    found = np.zeros_like(expected)
+    mass = 0.0
+    for text, share in texts((first,)):
+        n = len(text) - 1
+        c = np.zeros((1, LIMIT, num_drafts))
+        for root, k in itertools.product(range(n), range(num_drafts)):
+            if root + 1 + k <= n:
+                before, token = text[: root + 1 + k], text[root + 1 + k]
+                c[0, root, k] = min(1.0, q(root, before)[token] / p(before)[token])
+        (tally,) = expected_tallies(c, np.array([n]), num_drafts)
+        found += share * np.array([tally.rounds, *tally.accepted_K, *tally.reached_K])
+        mass += share
+    assert mass == pytest.approx(1, abs=1e-12)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def test_wrong_recursions_would_be_noticed() -> None:
+    """Uniform roots (every position equally likely) give another number: the enumeration test can fail."""
+    num_drafts = 2
+    exact = enumerate_rounds((0,), num_drafts)[0]
+    naive = 0.0
+    for text, share in texts((0,)):
+        n = len(text) - 1
+        lengths = []
+        for root in range(n):
+            survive, length = 1.0, 1.0
+            for k in range(min(num_drafts, n - root)):
+                before, token = text[: root + 1 + k], text[root + 1 + k]
+                survive *= min(1.0, q(root, before)[token] / p(before)[token])
+                length += survive
+            lengths.append(length)
+        naive += share * (n / np.mean(lengths) if lengths else 0)
+    assert abs(naive - exact) > 0.01
+
+
+def test_answers_of_one_token_have_no_rounds() -> None:
+    (tally,) = expected_tallies(np.zeros((1, 1, 2)), np.array([0]), 2)
+    assert (tally.tokens, tally.rounds, tally.drafted) == (0, 0, 0)
+    assert tally.tau is None
+
+
+def test_decoded_tally_counts_what_was_emitted() -> None:
+    request = Request("a", "s", (1,), 10)
+    # 7 tokens: rounds accept 2, 0, then 1 of which the last token is EOS (3 drafted, 1 could still be emitted).
+    generation = Generation(request, [5, 6, 7, 8, 9, 2], "eos", [Round(0, 3, 2), Round(3, 3, 0), Round(4, 3, 1)])
+    tally = tally_generation(generation, 3)
+    assert (tally.tokens, tally.rounds) == (5, 3)
+    assert tally.drafted == 3 + 2 + 1
+    assert tally.accepted_K.tolist() == [2, 1, 0]
+    assert tally.reached_K.tolist() == [3, 1, 1]
+    assert total([tally, tally], 3).tau == tally.tau == pytest.approx(5 / 3)
+
+
+def _batch(ids: list[int], mask: list[int], document: list[int], last: torch.Tensor, head: TargetHead) -> TrainBatch:
+    logits = head.logits(last)
+    return TrainBatch(
+        torch.tensor([ids]),
+        torch.tensor([mask]).bool(),
+        torch.tensor([document]),
+        torch.arange(len(ids))[None],
+        torch.zeros(1, len(ids), 4),
+        last[None],
+        logits.argmax(-1)[None],
+        logits.logsumexp(-1)[None],
+    )
+
+
+def test_answers_are_found_at_document_borders() -> None:
+    head = TargetHead(torch.eye(4))
+    mask = [0, 1, 1, 1, 0, 1, 1, 1, 1, 0]
+    document = [0, 0, 0, 0, 1, 1, 1, 2, 2, -1]
+    batch = _batch([0] * 10, mask, document, torch.zeros(10, 4), head)
+    # Document 2 opens with a supervised token: there is no prompt that its first token could come from.
+    assert find_answers(batch) == [Answer(0, 0, 1, 3), Answer(0, 1, 5, 6)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.7, top_k=3)], ids=str)
+def test_acceptance_probabilities_are_min_1_q_over_p(sampling: Sampling) -> None:
+    """Against numbers worked out here, for a draft vocab that lacks one of the text's tokens."""
+    torch.manual_seed(0)
+    head = TargetHead(torch.eye(5))
+    ids = [0, 4, 1, 4, 3]
+    last = torch.randn(5, 5)
+    last[torch.arange(4), torch.tensor(ids[1:])] += 3  # the text is likely, also under top-k
+    batch = _batch(ids, [0, 1, 1, 1, 1], [0] * 5, last, head)
+    vocab = torch.tensor([0, 1, 4])
+    logits = torch.randn(3, 3)
+    output = HeadOutput((StepOutput(0, torch.tensor([0, 1, 2]), logits),))
+    c = chain_acceptance(output, batch, head, vocab, sampling).c_BLK[0, :, 0]
+    assert torch.isnan(c[3:]).all()
+    assert c[2] == 0, "token 3 is not in the draft vocab"
+    for row, token, column in ((0, 1, 1), (1, 4, 2)):
+        if sampling.greedy:
+            assert c[row] == float(logits[row].argmax() == column)
+            continue
+        target = last[row + 1] / sampling.temperature
+        if sampling.top_k:
+            target = target.masked_fill(target < target.topk(3).values[-1], -torch.inf)
+        ratio = (logits[row] / sampling.temperature).softmax(-1)[column] / target.softmax(-1)[token]
+        assert c[row] == pytest.approx(float(ratio.clamp(max=1)), rel=1e-5)
+    tallies = simulate(chain_acceptance(output, batch, head, vocab, sampling).c_BLK, find_answers(batch), 1)
+    assert tallies[0].tokens == 3
+
+
+def test_text_of_probability_zero_is_refused() -> None:
+    head = TargetHead(torch.eye(4))
+    last = torch.zeros(4, 4)
+    last[:, 0] = 9
+    batch = _batch([0, 1, 2, 3], [0, 1, 1, 1], [0] * 4, last, head)
+    output = HeadOutput((StepOutput(0, torch.tensor([0, 1]), torch.zeros(2, 4)),))
+    with pytest.raises(UserError, match="probability 0"):
+        chain_acceptance(output, batch, head, None, Sampling(1.0, top_k=1))

@@ -1,0 +1,183 @@
+"""DFlash and DSpark in the layouts of engines: there and back, what others' files say, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.errors import UserError
+from draftsmith.heads.export.export import convert_head, export_head
+from draftsmith.heads.formats.recognise import load_head, recognise
+from draftsmith.heads.target.target import Target
+from tests.exports import LLAMA3, VOCAB, make_dflash, make_dspark, make_target
+
+MAKE = {"dflash": make_dflash, "dspark": make_dspark}
+
+
+def edit(folder: Path, **changes: Any) -> Path:
+    """Change keys of config.json; None removes one."""
+    file = folder / "config.json"
+    config = {**json.loads(file.read_text()), **changes}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+def exported(method: str, folder: Path, target: Target, vocab: torch.Tensor | None = None, **options: Any) -> Path:
+    return export_head(MAKE[method](target, vocab), target, folder / "out", layout=method, dtype="float32", **options)
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+@pytest.mark.parametrize("vocab", [None, VOCAB], ids=["whole vocabulary", "draft vocabulary"])
+@pytest.mark.parametrize("method", MAKE)
+def test_there_and_back(method: str, vocab: torch.Tensor | None, embeddings: bool, tmp_path: Path) -> None:
+    """Every tensor bit by bit, options and layers; engines find what they look for."""
+    target = make_target()
+    head = MAKE[method](target, vocab)
+    path = export_head(head, target, tmp_path / "out", layout=method, dtype="float32", include_embeddings=embeddings)
+    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
+    assert ("embed_tokens.weight" in tensors) == embeddings
+    assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == (vocab is not None)
+    assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}
+    if vocab is not None:
+        assert torch.equal(torch.arange(len(vocab)) + tensors["d2t"], vocab)
+        assert torch.equal(tensors["lm_head.weight"], target.head.weight[vocab])
+    again = load_head(path, target)
+    ours, theirs = head.state_dict(), again.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (again.layer_ids, again.options.block_size, again.options.num_layers) == (
+        head.layer_ids,
+        head.options.block_size,
+        head.options.num_layers,
+    )
+    assert again.options.mask_token_id == head.options.mask_token_id
+    assert again.config.rope_parameters == head.config.rope_parameters
+
+
+def test_the_scaling_of_the_target_goes_to_vllm(tmp_path: Path) -> None:
+    target = make_target()
+    target.config.rope_parameters = LLAMA3
+    path = exported("dflash", tmp_path, target)
+    config = json.loads((path / "config.json").read_text())
+    assert config["rope_scaling"]["rope_type"] == "llama3"
+    assert load_head(path, target).config.rope_parameters["factor"] == 8.0
+    with pytest.raises(UserError, match=r"leaves the scaling out where it converts this draft"):
+        export_head(make_dflash(target), target, tmp_path / "other", layout="dflash_llama_cpp")
+
+
+def test_engines_are_told_the_whole_block(tmp_path: Path) -> None:
+    """Whatever number the recipe drafts: a shorter block is another one than the head was trained on."""
+    target = make_target()
+    for method, tokens in (("dflash", 3), ("dspark", 3)):
+        path = export_head(MAKE[method](target), target, tmp_path / method, layout=method, num_speculative_tokens=2)
+        text = (path / "README.md").read_text()
+        assert f'"num_speculative_tokens": {tokens}' in text
+        assert (", read from its source." in text) == (method == "dspark"), "which vLLM was not run with"
+        path = export_head(MAKE[method](target), target, tmp_path / f"{method}-c", layout=f"{method}_llama_cpp")
+        text = (path / "README.md").read_text()
+        assert f"--spec-type draft-{method}" in text
+        assert f"--spec-draft-n-max {tokens}" in text
+
+
+def test_dspark_without_a_confidence_head(tmp_path: Path) -> None:
+    target = make_target()
+    head = make_dspark(target, confidence_head=False)
+    path = export_head(head, target, tmp_path / "out", layout="dspark", dtype="float32")
+    config = json.loads((path / "config.json").read_text())
+    assert (config["enable_confidence_head"], "confidence_temperatures" in config) == (False, False)
+    assert load_head(path, target).confidence_head is None
+
+
+def test_temperatures_are_neutral_where_a_file_names_none(tmp_path: Path) -> None:
+    target = make_target()
+    path = edit(exported("dspark", tmp_path, target), confidence_temperatures=None)
+    assert load_head(path, target).temperatures.tolist() == [1.0] * 3
+
+
+def test_a_published_configuration(tmp_path: Path) -> None:
+    """Keys that the published ones leave out or place elsewhere."""
+    target = make_target()
+    path = exported("dflash", tmp_path, target)
+    edit(path, draft_vocab_size=None, torch_dtype=None, layer_types=["full_attention"] * 2, num_target_layers=8)
+    assert recognise(path).name == "a DFlash head"
+    assert torch.equal(load_head(path, target).fc.weight, make_dflash(target).fc.weight)
+    path = exported("dspark", tmp_path / "b", target)
+    edit(path, dflash_config=None, mask_token_id=3, target_layer_ids=[0, 2, 4], architectures=["DSparkDraftModel"])
+    assert load_head(path, target).layer_ids == (1, 3, 5)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("dflash", {"is_causal": True}, "causal or sliding attention"),
+    ("dflash", {"layer_types": ["sliding_attention"] * 2}, "causal or sliding attention"),
+    ("dflash", {"sample_from_anchor": True}, "with which the first slot drafts too"),
+    ("dflash", {"speculators_model_type": "dflash"}, "the format of speculators"),
+    ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0], "conv_kernel_size": 4}}, "conv_kernel"),
+    ("dflash", {"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 2, 4]}}, "says mask_token_id 160"),
+    ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2, 9]}}, "10 is out of range"),
+    ("dflash", {"hidden_size": 65}, "but the target models/tiny has 64"),
+    ("dspark", {"sample_from_anchor": False}, "whose first slot drafts nothing"),
+    ("dspark", {"markov_head_type": "rnn"}, "another Markov head"),
+    ("dspark", {"confidence_head_with_markov": False}, "a confidence that does not read the token before"),
+    ("dspark", {"markov_rank": None}, "DSpark head"),
+    ("dspark", {"confidence_temperatures": "hot"}, "list of temperatures"),
+    ("dspark", {"confidence_temperatures": [1.0]}, "numbers above 0 are needed, one for each slot"),
+    ("dspark", {"confidence_temperatures": [0.0] * 5}, "numbers above 0 are needed, one for each slot"),
+    ("dflash", {"layer_types": 2}, "list of layer_types"),
+    ("dflash", {"block_size": "8"}, "describes no block drafter"),
+    ("dflash", {"block_size": 1}, "head.block_size is 1"),
+    ("dflash", {"block_size": 257}, "head.block_size is 257, but the target models/tiny reads no more than 256 tokens"),
+]
+
+
+@pytest.mark.parametrize(("method", "changes", "words"), REFUSED)
+def test_what_is_not_computed_here_is_refused(method: str, changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    target = make_target()
+    path = edit(exported(method, tmp_path, target), **changes)
+    with pytest.raises(UserError, match=words) as caught:
+        load_head(path, target)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("vocab", [None, VOCAB], ids=["whole vocabulary", "draft vocabulary"])
+def test_a_trained_output_projection_is_refused(vocab: torch.Tensor | None, tmp_path: Path) -> None:
+    target = make_target()
+    path = exported("dflash", tmp_path, target, vocab)
+    tensors = load_file(path / "model.safetensors")
+    own = target.head.weight if vocab is None else target.head.weight[vocab]
+    save_file({**tensors, "lm_head.weight": own.clone()}, path / "model.safetensors")
+    load_head(path, target)
+    save_file({**tensors, "lm_head.weight": own + 1}, path / "model.safetensors")
+    with pytest.raises(UserError, match="an output projection that was trained with it"):
+        load_head(path, target)
+
+
+def test_a_mask_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
+    target = make_target()
+    path = exported("dflash", tmp_path, target)
+    torch.save({"mask_token_id": 3, "embedding": torch.zeros(64)}, path / "mask_embedding.pt")
+    with pytest.raises(UserError, match="an embedding of its own for the mask"):
+        load_head(path, target)
+
+
+def test_absolute_ids_are_refused(tmp_path: Path) -> None:
+    target = make_target()
+    path = exported("dflash", tmp_path, target, VOCAB)
+    tensors = load_file(path / "model.safetensors")
+    save_file({**tensors, "d2t": VOCAB + 40}, path / "model.safetensors")
+    with pytest.raises(UserError, match="d2t does not hold offsets of ascending target ids"):
+        load_head(path, target)
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_llama_cpp_gets_no_embeddings_which_it_would_draft_through(method: str) -> None:
+    """It takes them for the output projection of a draft that has none of its own."""
+    target, layout = make_target(tie_word_embeddings=False), f"{method}_llama_cpp"
+    head = MAKE[method](target, None)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(convert_head(head, target, layout=layout).tensors)
+    with pytest.raises(
+        UserError, match=f"include_embeddings is true, but the layout {layout} holds no input embeddings"
+    ):
+        convert_head(head, target, layout=layout, include_embeddings=True)

@@ -1,0 +1,196 @@
+"""README.md of an export: its lines parse, hold the real paths and numbers, leave out what cannot serve the head, and are
+those of docs/export.md."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftsmith.errors import UserError
+from draftsmith.heads.export.export import export_head
+from draftsmith.heads.formats.engines import ENGINES
+from draftsmith.heads.formats.layout import layouts
+from draftsmith.heads.formats.start import Serving
+from tests.exports import (
+    make_dflash,
+    make_draft_model,
+    make_dspark,
+    make_eagle1,
+    make_eagle3,
+    make_hydra,
+    make_medusa,
+    make_peagle,
+    make_target,
+)
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "export.md"
+MAKE = {
+    "dflash": make_dflash,
+    "dspark": make_dspark,
+    "draft_model": make_draft_model,
+    "eagle1": make_eagle1,
+    "eagle3": make_eagle3,
+    "hydra": make_hydra,
+    "medusa": make_medusa,
+    "peagle": make_peagle,
+}
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every command in the shell blocks."""
+    joined = [block.replace("\\\n", " ") for block in blocks(text, "bash")]
+    return [shlex.split(line) for block in joined for line in block.splitlines() if line]
+
+
+def after(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+def write(folder: Path, layout: str, **options) -> str:
+    """Export a plain head and return its README. The target is a folder with a space in its name."""
+    target = make_target()
+    target.path = str(folder.parent / "my target")
+    Path(target.path).mkdir(parents=True, exist_ok=True)
+    keywords = {"num_speculative_tokens": 5, "dtype": "bfloat16"} | options
+    export_head(MAKE[layouts()[layout].method](target), target, folder, layout=layout, **keywords)
+    return (folder / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
+    place, target = tmp_path / "an export's", str(tmp_path / "my target")
+    text = write(place, layout, tensor_parallel=1 if layout in ("hydra", "medusa") else 2)
+    assert not text.startswith("---"), "converters would read it as metadata"
+    found = commands(text)
+    for engine in layouts()[layout].engines:
+        assert f"### {ENGINES[engine].title}\n" in text
+        assert all(f"- {line}\n" in text for line in layouts()[layout].engines[engine].caveats)
+        assert f"- {ENGINES[engine].title}: {ENGINES[engine].counters}." in text
+    assert any(str(place) in word for words in found for word in words)
+    assert {word for words in found for word in words if "my target" in word} <= {target}
+    for words in found:
+        if "--speculative-config" in words:
+            method = {
+                "dflash": "dflash",
+                "draft_model": "draft_model",
+                "dspark": "dspark",
+                "eagle1": "eagle",
+                "eagle3": "eagle3",
+                "medusa_vllm": "medusa",
+                "peagle": "eagle3",
+            }[layout]
+            tokens = 3 if layout in ("medusa_vllm", "dflash", "dspark") else 5
+            config = json.loads(after(words, "--speculative-config"))
+            assert config.pop("parallel_drafting", False) == (layout == "peagle")
+            assert config == {"method": method, "model": str(place), "num_speculative_tokens": tokens}
+            assert words[:3] == ["vllm", "serve", target]
+            assert after(words, "--tensor-parallel-size") == "2"
+        if "--speculative-algorithm" in words:
+            assert (
+                after(words, "--speculative-algorithm")
+                == {
+                    "draft_model": "STANDALONE",
+                    "eagle1_sglang": "EAGLE",
+                    "eagle3": "EAGLE3",
+                }[layout]
+            )
+            assert after(words, "--speculative-num-steps") == "5"
+            assert after(words, "--speculative-num-draft-tokens") == "6"
+            assert after(words, "--tp-size") == "2"
+        if words[0] == "text-generation-launcher":
+            assert (after(words, "--speculate"), after(words, "--num-shard")) == ("3", "2")
+    for block in blocks(text, "yaml"):
+        own = {
+            "draft_model": {"decoding_type": "DraftTarget"},
+            "eagle3": {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 2, 4]},
+        }
+        expected = {"max_draft_len": 5, "speculative_model": str(place), **own[layout]}
+        assert yaml.safe_load(block)["speculative_config"] == expected
+    assert bool(blocks(text, "yaml")) == (layout in ("draft_model", "eagle3"))
+
+
+def test_llama_cpp_converts_both_in_the_dtype_of_the_export(tmp_path):
+    place, target = tmp_path / "out", str(tmp_path / "my target")
+    one, two, serve = commands(write(place, "eagle3_llama_cpp", dtype="float32"))
+    assert one == ["python", "convert_hf_to_gguf.py", target, "--outfile", "target.gguf", "--outtype", "f32"]
+    assert two[:5] == ["python", "convert_hf_to_gguf.py", str(place), "--target-model-dir", target]
+    assert after(serve, "--spec-type") == "draft-eagle3"
+    assert after(serve, "--spec-draft-n-max") == "5"
+    text = write(place, "eagle3_llama_cpp", dtype="bfloat16")
+    assert text.count("--outtype bf16") == 2, "an older export is replaced, README and all"
+
+
+def test_the_facts_are_those_of_the_head(tmp_path):
+    text = write(tmp_path / "out", "eagle3")
+    for line in (
+        "fingerprint abc",
+        "reads: the streams that enter layers 1, 3, 5 of 8",
+        "drafts among: 9 of 160 tokens",
+        "num_speculative_tokens: 5",
+        "weights: bfloat16",
+        "tensor parallelism: for one GPU",
+    ):
+        assert line in text
+    assert "reads: the last hidden state\n- drafts among: 160 of 160" in write(tmp_path / "other", "medusa_tgi")
+    assert "num_speculative_tokens: 3," in write(tmp_path / "more", "medusa_tgi", num_speculative_tokens=None)
+    assert "checked for 2 GPUs" in write(tmp_path / "two", "eagle3", tensor_parallel=2)
+
+
+def test_an_engine_that_cannot_serve_the_head_gets_no_lines(tmp_path):
+    target = make_target()
+    export_head(make_eagle3(target, norm_before_residual=True), target, tmp_path / "out", layout="eagle3")
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert text.count("Not with this export: ") == 2
+    assert "Not with this export: SGLang ignores it in silence and adds the raw state" in text
+    assert "Not with this export: TensorRT-LLM ignores it" in text
+    assert [words[0] for words in commands(text)] == ["vllm"]
+    assert "accept len" not in text
+
+
+@pytest.mark.parametrize("name", ["eagle3-run", "my-eagle-run", "Eagle-1", "x-DFlash"])
+def test_a_path_that_vllm_takes_for_a_method(name, tmp_path):
+    assert "move the folder first" in write(tmp_path / name / "out", "medusa_vllm")
+    assert "move the folder first" not in write(tmp_path / name / "eagle", "eagle3")
+    assert "move the folder first" not in write(tmp_path / "plain", "medusa_vllm")
+
+
+def test_a_readme_alone_is_not_replaced(tmp_path):
+    place = tmp_path / "out"
+    place.mkdir()
+    (place / "README.md").write_text("mine")
+    with pytest.raises(UserError, match=r"not a model folder .it holds .'README\.md'"):
+        write(place, "medusa_tgi")
+    assert (place / "README.md").read_text() == "mine"
+
+
+MY_MODEL, EAGLE3, FIVE = "models/my-model", "runs/eagle3-my-model/export/eagle3", 5
+SHOWN = {
+    ("vllm", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("sglang", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("tensorrt_llm", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("llama_cpp", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("transformers", "draft_model"): Serving("runs/draft-model/export/draft_model", MY_MODEL, FIVE),
+    ("vllm", "eagle1"): Serving("published/export/eagle1", MY_MODEL, FIVE),
+    ("vllm", "eagle3"): Serving(EAGLE3, MY_MODEL, FIVE),
+    ("vllm", "eagle3_speculators"): Serving(f"{EAGLE3}_speculators", MY_MODEL, FIVE),
+    ("vllm", "medusa_vllm"): Serving("runs/for-vllm/export/medusa_vllm", MY_MODEL, FIVE),
+    ("sglang", "eagle1_sglang"): Serving("published/export/eagle1_sglang", MY_MODEL, FIVE),
+    ("sglang", "eagle3"): Serving(EAGLE3, MY_MODEL, FIVE),
+    ("tensorrt_llm", "eagle3"): Serving(EAGLE3, MY_MODEL, FIVE, layer_ids=(2, 4, 5)),
+    ("llama_cpp", "eagle3_llama_cpp"): Serving(f"{EAGLE3}_llama_cpp", MY_MODEL, FIVE),
+    ("tgi", "medusa_tgi"): Serving("runs/medusa-my-model/export/medusa_tgi", MY_MODEL, FIVE),
+}
+
+
+@pytest.mark.parametrize(("engine", "layout"), SHOWN)
+def test_the_page_shows_the_same_lines(engine, layout):
+    page = PAGE.read_text(encoding="utf-8")
+    for snippet in layouts()[layout].engines[engine].start(SHOWN[engine, layout]):
+        assert snippet.text in page, f"docs/export.md should hold:\n{snippet.text}"

@@ -1,0 +1,127 @@
+"""What is wrong with a head's files is said in one sentence before anything is computed with it."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.heads.checkpoint import atomic_directory, save_head
+from draftsmith.heads.export.export import export_head
+from draftsmith.heads.files import explain_config
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.differences import compare
+from draftsmith.heads.target.identity import TargetIdentity
+from tests.exports import make_eagle3, make_medusa, make_target
+
+WEIGHTS = "model.safetensors"
+Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+
+
+def keys(**changed: Any) -> Change:
+    return lambda config, tensors: config.update(changed)
+
+
+def cast(name: str, dtype: torch.dtype) -> Change:
+    return lambda config, tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+# What is damaged: the layout ("native" for a checkpoint), the change, what is said of it.
+CASES: dict[str, tuple[str, Change, str]] = {
+    "integers in a checkpoint": ("native", cast("fc.weight", torch.int8), "fc.weight as torch.int8"),
+    "integers in vLLM's Medusa": ("medusa_vllm", cast("blocks.0.layers.0.weight", torch.int32), "as torch.int32"),
+    "floats for d2t": ("eagle3", cast("d2t", torch.float32), "d2t does not hold"),
+    "options of another method": ("native", keys(method="medusa"), "describes no medusa head"),
+    "options that are none": ("native", keys(options=3), "describes no eagle3 head"),
+    "no layer": ("native", lambda config, tensors: config.pop("layer_config"), "describes no eagle3 head"),
+    "a layer that the target lacks": ("native", keys(layer_ids=[1, 4, 99]), "99 is out of range"),
+    "layers by name": ("eagle3", keys(**{LAYERS: ["a", "b", "c"]}), "'a' is no number of a layer"),
+    "half layers": ("eagle3", keys(**{LAYERS: [1.5, 2, 4]}), "1.5 is no number of a layer"),
+    "true for a layer": ("eagle3", keys(**{LAYERS: [True, 2, 4]}), "True is no number of a layer"),
+    "one number for layers": ("eagle3", keys(**{LAYERS: 5}), "no list of aux layers"),
+    "eagle_config is a number": ("eagle3", keys(eagle_config=3), "eagle_config 3"),
+    "one number for nested layers": (
+        "eagle3",
+        keys(**{LAYERS: None}, eagle_config={LAYERS: 5}),
+        "names the layers 5 in eagle_config alone",
+    ),
+    "the text false": ("eagle3", keys(norm_output="false"), "norm_output 'false': write true or false"),
+    "a nested switch": ("eagle3", keys(eagle_config={"norm_before_fc": "no"}), "norm_before_fc 'no'"),
+    "sizes as texts": ("eagle3", keys(vocab_size="160"), "says vocab_size '160'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence(case: str, tmp_path: Path) -> None:
+    layout, change, said = CASES[case]
+    target = make_target()
+    head = make_medusa(target) if layout.startswith("medusa") else make_eagle3(target)
+    if layout == "native":
+        save_head(head, tmp_path / "head", target)
+    else:
+        export_head(head, target, tmp_path / "head", layout=layout, dtype="float32")
+    load_head(tmp_path / "head", target)
+    config, tensors = (
+        json.loads((tmp_path / "head" / "config.json").read_text()),
+        load_file(tmp_path / "head" / WEIGHTS),
+    )
+    change(config, tensors)
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "head" / WEIGHTS)
+    with pytest.raises(UserError) as raised:
+        load_head(tmp_path / "head", target)
+    assert said in str(raised.value)
+    assert str(raised.value).endswith(".")
+
+
+def test_a_record_that_is_none(tmp_path: Path) -> None:
+    target = make_target()
+    export_head(make_eagle3(target), target, tmp_path / "head")
+    (tmp_path / "head" / "draftsmith.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"draftsmith\.json is damaged: it is no record"):
+        load_head(tmp_path / "head", target)
+
+
+def test_a_sentence_is_not_wrapped_in_another(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised, explain_config(tmp_path, "head", "restore it"):
+        raise UserError("A sentence.")
+    assert str(raised.value) == "A sentence."
+
+
+def test_an_export_over_a_link_goes_where_it_points_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    target = make_target()
+    export_head(make_medusa(target), target, tmp_path / "disk" / "head", layout="medusa_vllm")
+    before = load_file(tmp_path / "disk" / "head" / WEIGHTS)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "head").symlink_to(tmp_path / "disk" / "head")
+    export_head(make_medusa(target, num_heads=2), target, tmp_path / "run" / "head", layout="medusa_vllm")
+    assert (tmp_path / "run" / "head").is_symlink()
+    assert os.listdir(tmp_path / "run") == os.listdir(tmp_path / "disk") == ["head"]
+    assert len(load_file(tmp_path / "disk" / "head" / WEIGHTS)) < len(before)
+
+
+def test_a_link_to_nowhere_yet(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "later")
+    with atomic_directory(tmp_path / "link") as folder:
+        (folder / "config.json").write_text("{}")
+    assert os.listdir(tmp_path / "later") == ["config.json"]
+
+
+def test_a_fingerprint_alone_does_not_tell_weights_from_configuration() -> None:
+    recorded, now = TargetIdentity(fingerprint="a"), TargetIdentity(fingerprint="b", weights="c", config="d")
+    assert [one.found.split(":")[0] for one in compare(recorded, now)] == ["other weights or another configuration"]
+
+
+def test_nobody_is_told_to_measure_on_a_target_of_other_sizes() -> None:
+    recorded = TargetIdentity(vocab_size=8, weights="a", embeddings="b", tokenizer="vocab.json:c")
+    now = TargetIdentity(vocab_size=9, weights="d", embeddings="e", tokenizer="vocab.json:f")
+    differences = compare(recorded, now)
+    assert [one.kind for one in differences] == ["sizes", "embeddings", "weights", "tokenizer"]
+    assert {one.remedy for one in differences[:3]} == {"give the target it was made for"}

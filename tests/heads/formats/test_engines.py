@@ -1,0 +1,309 @@
+"""Engines as data: every rule finds its head and no other, splits are what the engines' own code allows, and
+docs/export.md shows both tables as they are."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.heads.export.export import _check_split, convert_head, export_head
+from draftsmith.heads.formats.contracts import ModelFiles
+from draftsmith.heads.formats.engines import ENGINES, split_obstacle
+from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts
+from draftsmith.heads.formats.start import Serving
+from draftsmith.heads.registry import methods, served_method
+from draftsmith.heads.target.target import Target
+from tests.exports import (
+    LLAMA3,
+    VOCAB,
+    make_dflash,
+    make_draft_model,
+    make_dspark,
+    make_eagle1,
+    make_eagle3,
+    make_hydra,
+    make_medusa,
+    make_peagle,
+    make_target,
+)
+
+RULES: list[tuple[Layout, str, Rule]] = [
+    (layout, engine, rule)
+    for layout in layouts().values()
+    for engine, served in layout.engines.items()
+    for rule in served.rules
+]
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "export.md"
+
+
+def biased(target: Target) -> Target:
+    target.head.bias = torch.ones(160)
+    return target
+
+
+def scaled(target: Target) -> Target:
+    target.config.rope_parameters = LLAMA3
+    return target
+
+
+def capped(target: Target) -> Target:
+    target.head.softcap = 30.0
+    return target
+
+
+def foreign(target: Target):
+    head = make_eagle1(target)
+    head.embed_tokens.weight = torch.nn.Parameter(head.embed_tokens.weight + 1)
+    return head
+
+
+def trained_embeddings(target: Target):
+    head = make_eagle3(target, train_embeddings=True)
+    with torch.no_grad():
+        head.embed_tokens.weight += 1
+    return head
+
+
+def gelu(target: Target):
+    head = make_eagle1(target)
+    head.config.hidden_act = "gelu"
+    return head
+
+
+# What has each of the things that rules are about, by the rules' own words.
+HEADS = {
+    "head.norm_output": lambda t: make_eagle3(t, norm_output=True),
+    "head.fc_norm": lambda t: make_eagle3(t, fc_norm=True),
+    "head.norm_before_residual": lambda t: make_eagle3(t, norm_before_residual=True),
+    "other than three head.layer_ids": lambda t: make_eagle3(t, layer_ids=(1, 3)),
+    "layer 0 among head.layer_ids": lambda t: make_eagle3(t, layer_ids=(0, 3, 5)),
+    "a single layer in head.layer_ids": lambda t: make_eagle3(t, layer_ids=(3,)),
+    "input embeddings that were trained": trained_embeddings,
+    "head.num_hidden_layers above 1": lambda t: make_eagle3(t, num_hidden_layers=2),
+    "head.sliding_window": lambda t: make_eagle3(t, sliding_window=9),
+    "head.hidden_size other than the target's": lambda t: make_eagle3(t, hidden_size=32, train_embeddings=True),
+    "P-EAGLE's head.hidden_size other than the target's": lambda t: make_peagle(
+        t, hidden_size=32, train_embeddings=True
+    ),
+    "P-EAGLE's head.fc_norm": lambda t: make_peagle(t, fc_norm=True),
+    "a draft vocabulary of its own": lambda t: make_dflash(t, VOCAB),
+    "a target with another RoPE scaling than linear or YaRN, for DFlash": lambda t: make_dflash(scaled(t)),
+    "a target with another RoPE scaling than linear or YaRN, for DSpark": lambda t: make_dspark(scaled(t)),
+    "a target whose output projection has a bias, for DFlash": lambda t: make_dflash(biased(t)),
+    "a target whose output projection has a bias, a scale or a softcap, for DFlash": lambda t: make_dflash(capped(t)),
+    "a target whose output projection has a bias, a scale or a softcap, for DSpark": lambda t: make_dspark(biased(t)),
+    "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),
+    "input embeddings of its own": foreign,
+    "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),
+    "another activation than SiLU": gelu,
+    "head.num_layers above 1": lambda t: make_medusa(t, num_layers=2),
+    "head.original_lm_head": lambda t: make_medusa(t, original_lm_head=True),
+    "head.num_layers above 1 and head.original_lm_head": lambda t: make_medusa(t, num_layers=2, original_lm_head=True),
+    "head.original_lm_head, for a target whose output projection has a bias": lambda t: make_medusa(
+        biased(t), original_lm_head=True
+    ),
+    "head.num_layers above 2 without head.tie_blocks": lambda t: make_hydra(t, num_layers=3),
+    "a prefix layer of other sizes than the target's layers": lambda t: make_hydra(
+        t, prefix_attention=True, num_key_value_heads=4
+    ),
+    "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap": lambda t: (
+        make_hydra(biased(t), original_lm_head=True)
+    ),
+}
+PLAIN = {
+    "dflash": make_dflash,
+    "dspark": make_dspark,
+    "draft_model": make_draft_model,
+    "eagle1": make_eagle1,
+    "eagle3": make_eagle3,
+    "hydra": make_hydra,
+    "medusa": make_medusa,
+    "peagle": make_peagle,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "rule"), RULES, ids=[f"{engine}-{layout.name}-{rule.what}" for layout, engine, rule in RULES]
+)
+def test_every_rule_finds_its_head_and_says_what_to_do(layout, engine, rule, tmp_path):
+    target = make_target()
+    head = HEADS[rule.what](target)
+    assert layout.method == head.method
+    if rule.refused:
+        words = f"The layout {layout.name} cannot hold this head: .*{ENGINES[engine].title} .*; .+\\.$"
+        with pytest.raises(UserError, match=words) as caught:
+            export_head(head, target, tmp_path / "out", layout=layout.name, num_speculative_tokens=3)
+        assert f"{rule.why}; {rule.instead}." in str(caught.value)
+        assert not list(tmp_path.iterdir())
+    else:
+        files = convert_head(head, target, layout=layout.name, num_speculative_tokens=3)
+        assert rule in [one for one in layout.engines[engine].rules if one.found(files, target, head)]
+        assert len({*layout.engines} - {engine}) >= 1
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_engines_serve_a_plain_head(name):
+    layout, plain = layouts()[name], make_target()
+    assert layout.engines
+    head = PLAIN[layout.method](plain)
+    files = convert_head(head, plain, layout=name, num_speculative_tokens=3)
+    assert not [engine for engine in layout.engines if layout.blocking_rule(engine, files, plain, head)]
+
+
+def test_an_engine_that_is_not_known_cannot_be_named():
+    layout = layouts()["eagle3"]
+    with pytest.raises(AssertionError, match=r"the layout eagle3 names \['nowhere'\], which ENGINES does not have"):
+        replace(layout, engines={"nowhere": layout.engines["vllm"]})
+
+
+def alternatives() -> list[tuple[str, str]]:
+    return [
+        (rule.what, found) for _, _, rule in RULES for found in re.findall(r"export the layout (\w+)", rule.instead)
+    ]
+
+
+@pytest.mark.parametrize(("what", "layout"), sorted(set(alternatives())))
+def test_the_layout_that_a_rule_offers_holds_the_head(what, layout):
+    target = make_target()
+    convert_head(HEADS[what](target), target, layout=layout)
+
+
+def linear_shards(config: dict[str, int], gpus: int) -> bool:
+    """What vLLM and SGLang assert in LlamaAttention and LlamaMLP (models/llama.py)."""
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    fits = groups % gpus == 0 if groups >= gpus else gpus % groups == 0
+    return heads % gpus == 0 and fits and config["intermediate_size"] % gpus == 0
+
+
+def vocabulary_shards(rows: int, gpus: int) -> bool:
+    """VocabParallelEmbedding of vLLM: padded to a multiple of 64, then divided."""
+    return ((rows + 63) // 64 * 64) % gpus == 0
+
+
+@pytest.mark.parametrize("gpus", range(1, 9))
+@pytest.mark.parametrize("vocab", [None, "drawn"])
+def test_splits_are_what_the_engines_assert(gpus, vocab):
+    for heads, groups, width in [(4, 2, 96), (4, 4, 96), (8, 1, 128), (8, 2, 60), (4, 1, 90)]:
+        target = make_target()
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "intermediate_size": width, "head_dim": 8}
+        head = make_eagle3(target, **sizes) if vocab else make_eagle3(target, None, **sizes)
+        files = convert_head(head, target, layout="eagle3")
+        fits, rows = linear_shards(files.config, gpus), (160, files.config["draft_vocab_size"])
+        whole = gpus == 1
+        assert (split_obstacle("sglang", files, gpus) is None) == (fits or whole)
+        assert (split_obstacle("tensorrt_llm", files, gpus) is None) == (fits or whole)
+        assert (split_obstacle("vllm", files, gpus) is None) == (fits and all(vocabulary_shards(r, gpus) for r in rows))
+        assert split_obstacle("llama_cpp", files, gpus) is None
+
+
+def test_splits_of_medusa():
+    target = make_target()
+    own, shared = (make_medusa(target, original_lm_head=shared) for shared in (False, True))
+    files = convert_head(own, target, layout="medusa_tgi")
+    assert split_obstacle("tgi", files, 5) is None
+    with pytest.raises(UserError, match=r"tensor_parallel is 5, but TGI cannot .* 64 units .*original_lm_head false"):
+        convert_head(shared, target, layout="medusa_tgi", tensor_parallel=5)
+    convert_head(shared, target, layout="medusa_tgi", tensor_parallel=4)
+    with pytest.raises(UserError, match=r"vLLM cannot split this head .* pads its 160 tokens to 192 and divides them"):
+        convert_head(own, target, layout="medusa_vllm", tensor_parallel=5)
+    convert_head(own, target, layout="medusa_vllm", tensor_parallel=3)
+    with pytest.raises(UserError, match="knows no tensor parallelism"):
+        # TensorRT-LLM could split it, but cannot serve it.
+        convert_head(shared, target, layout="medusa", tensor_parallel=2)
+    convert_head(own, target, layout="medusa", tensor_parallel=2)
+    files = ModelFiles(convert_head(own, target, layout="medusa").config, {}, torch.float32)
+    assert "leave export.tensor_parallel at 1" in str(split_obstacle("medusa_original", files, 2))
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "words"),
+    [
+        ("eagle3", {"num_attention_heads": 4}, "vLLM .*divides its 4 query heads: serve on fewer GPUs, or train"),
+        ("eagle3", {"num_attention_heads": 16, "num_key_value_heads": 1, "intermediate_size": 60}, "vLLM .*60 units"),
+        ("eagle3_speculators", {"num_attention_heads": 4}, "vLLM .*query heads"),
+    ],
+)
+def test_a_head_that_cannot_be_split_is_refused(layout, options, words, tmp_path):
+    target = make_target()
+    head = make_eagle3(target, **options)
+    with pytest.raises(UserError, match=f"export.tensor_parallel is 8, but {words}"):
+        export_head(head, target, tmp_path / "out", layout=layout, tensor_parallel=8, num_speculative_tokens=3)
+    assert not list(tmp_path.iterdir())
+    convert_head(head, target, layout=layout, num_speculative_tokens=3)
+    convert_head(head, target, layout="eagle3_llama_cpp", tensor_parallel=8)
+
+
+def test_one_engine_that_can_split_is_enough():
+    """The README leaves out the other. 64 rows are no multiple of 128."""
+    target = make_target()
+    sizes = {"num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 128}
+    files = convert_head(make_eagle3(target, **sizes), target, layout="eagle3")
+    files.config.update(num_attention_heads=128)
+    assert "pads its 9 tokens to 64" in str(split_obstacle("vllm", files, 128))
+    layout = layouts()["eagle3"]
+    _check_split(layout, ["vllm", "sglang"], files, 128)
+    with pytest.raises(UserError, match="pads its 9 tokens"):
+        _check_split(layout, ["vllm"], files, 128)
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def layouts_table() -> str:
+    names = {
+        "dflash": "DFlash",
+        "dspark": "DSpark",
+        "draft_model": "draft model",
+        "eagle1": "EAGLE-1",
+        "eagle3": "EAGLE-3",
+        "peagle": "P-EAGLE",
+        "hydra": "Hydra",
+        "medusa": "Medusa",
+    }
+    rows = []
+    for name, layout in layouts().items():
+        default = " (default)" if name == default_layout(layout.method) else ""
+        rows.append((f"`{name}`", names[layout.method] + default, ", ".join(ENGINES[e].title for e in layout.engines)))
+    return table(("`export.layout`", "head", "read by"), ("---", "---", "---"), *rows)
+
+
+def rules_table(*, refused: bool) -> str:
+    """One row per thing that is refused, or left out of the README for an engine."""
+    rows: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
+    for layout, engine, rule in RULES:
+        if rule.refused == refused:
+            what = re.sub(r"head\.\w+", r"`\g<0>`", rule.what)
+            names, engines = rows.setdefault((layout.method, what, rule.why, rule.instead), ([], []))
+            names += [f"`{layout.name}`"] * (f"`{layout.name}`" not in names)
+            engines += [ENGINES[engine].title] * (ENGINES[engine].title not in engines)
+    lines = [
+        (", ".join(names), what, f"{' and '.join(engines)}: {why}", instead)
+        for (_, what, why, instead), (names, engines) in rows.items()
+    ]
+    return table(("layout", "head", "why", "instead"), ("---", "---", "---", "---"), *lines)
+
+
+def engines_table() -> str:
+    how = {"run": "run with trained heads", "read": "read from the source"}
+    rows = [(e.title, e.version, how[e.checked]) for e in ENGINES.values()]
+    return table(("engine", "version", "contract"), ("---", "---", "---"), *rows)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [layouts_table(), rules_table(refused=True), rules_table(refused=False), engines_table()],
+    ids=["layouts", "refused", "left out", "engines"],
+)
+def test_the_page_shows_the_tables_as_they_are(text):
+    assert text in PAGE.read_text(encoding="utf-8"), f"docs/export.md should hold:\n{text}"
+
+
+def test_every_method_can_be_exported_and_started():
+    assert {layout.method for layout in layouts().values()} == {served_method(name) for name in methods()} == set(PLAIN)
+    for layout in layouts().values():
+        for engine in layout.engines:
+            assert layout.engines[engine].start(Serving("draft", "target", 3, layer_ids=(1, 2, 3), heads=3))

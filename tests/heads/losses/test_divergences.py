@@ -1,0 +1,211 @@
+"""The losses of a row: against plain loops in float64, their gradients by differences, and what must hold between them."""
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.heads.losses import divergences
+from draftsmith.heads.losses.head_loss import head_loss, row_loss
+from draftsmith.heads.losses.spec import LossKind, LossSpec
+from draftsmith.heads.losses.teacher import Teacher
+from draftsmith.heads.registry import find_method, methods
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.train.optimizers import build_optimizers
+from tests.batches import documents_of, pack
+from tests.gpu.support import OPTIONS
+from tests.models import tiny_model
+
+KINDS = get_args(LossKind)
+SPECS = [LossSpec(kind=kind) for kind in KINDS]
+SPECS += [
+    LossSpec(kind="jsd", beta=0.1),
+    LossSpec(kind="jsd", beta=0.8),
+    LossSpec("lk_hybrid", lk_scale=0.7, lk_decay=1.5),
+]
+V, W, R = 9, 6, 4
+"""Tokens 0..5 are the draft vocabulary."""
+
+
+def names(spec: LossSpec) -> str:
+    return f"{spec.kind}-{spec.beta}-{spec.lk_scale}"
+
+
+def laws(dtype: torch.dtype = torch.float64, inside: int = W) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the target's law [R, V], draft logits [R, W] and the text's tokens [R], one outside the draft vocabulary.
+
+    inside: how many tokens the target's law gives anything to, where it is not all of them.
+    """
+    generator = torch.Generator().manual_seed(5)
+    p_RV = (1.5 * torch.randn(R, V, generator=generator, dtype=torch.float64)).softmax(-1)
+    if inside < W:
+        p_RV[:, inside:] = 0
+        p_RV /= p_RV.sum(-1, keepdim=True)
+    logits_RW = 1.5 * torch.randn(R, W, generator=generator, dtype=torch.float64)
+    return p_RV.to(dtype), logits_RW.to(dtype), torch.tensor([2, 8, 0, 5])
+
+
+def teacher_of(p_RV: Tensor, tokens_R: Tensor) -> Teacher:
+    """What `make_teacher` makes of the same law."""
+    p = p_RV[:, :W]
+    mass = p.sum(-1)
+    share = p / mass[:, None]
+    return Teacher(p, mass, torch.xlogy(share, share).sum(-1), torch.where(tokens_R < W, tokens_R, -1))
+
+
+def naive(spec: LossSpec, p_V: list[float], logits_W: list[float], token: int) -> float:
+    """One row by its definition, in plain loops over Python's floats."""
+    total = sum(math.exp(x) for x in logits_W)
+    q = [math.exp(x) / total for x in logits_W]
+    mass = sum(p_V[:W])
+    p = [x / mass for x in p_V[:W]]
+    m = [spec.beta * a + (1 - spec.beta) * b for a, b in zip(p, q, strict=True)]
+
+    def divergence(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
+
+    # Over all V: what the draft cannot say it says with probability 0.
+    accepted = sum(min(x, q[i] if i < W else 0.0) for i, x in enumerate(p_V))
+    lam = spec.lk_scale * math.exp(-spec.lk_decay * accepted)
+    return {
+        "kl": lambda: divergence(p, q),
+        "reverse_kl": lambda: divergence(q, [max(x, 1e-30) for x in p]),  # else infinite
+        "jsd": lambda: spec.beta * divergence(p, m) + (1 - spec.beta) * divergence(q, m),
+        "soft_ce": lambda: -sum(x * math.log(y) for x, y in zip(p, q, strict=True)),
+        "tv": lambda: 0.5 * sum(abs(x - (q[i] if i < W else 0.0)) for i, x in enumerate(p_V)),
+        "lk_alpha": lambda: -math.log(accepted),
+        "lk_hybrid": lambda: lam * divergence(p, q) + (1 - lam) * (1 - accepted),
+        "hard_ce": lambda: -math.log(q[token]) if token < W else 0.0,
+    }[spec.kind]()
+
+
+@pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])
+@pytest.mark.parametrize("spec", SPECS, ids=names)
+def test_values_are_those_of_plain_loops(spec, inside):
+    p, logits, tokens = laws(inside=inside)
+    found = row_loss(spec)(logits.log_softmax(-1), teacher_of(p, tokens))
+    expected = [naive(spec, *row) for row in zip(p.tolist(), logits.tolist(), tokens.tolist(), strict=True)]
+    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    narrow = row_loss(spec)(logits.float().log_softmax(-1), teacher_of(p.float(), tokens))
+    assert narrow.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])
+@pytest.mark.parametrize("spec", SPECS, ids=names)
+def test_gradients_are_those_of_differences(spec, inside):
+    """lk_hybrid's weight is held still by its definition, so there the differences are taken with the weight fixed."""
+    p, logits, tokens = laws(inside=inside)
+    teacher, loss = teacher_of(p, tokens), row_loss(spec)
+    if spec.kind == "lk_hybrid":
+        fixed = spec.lk_scale * torch.exp(-spec.lk_decay * divergences.acceptance(logits.log_softmax(-1), teacher))
+
+        def still(log_q: Tensor) -> Tensor:
+            return fixed * divergences.kl(log_q, teacher) + (1 - fixed) * divergences.tv(log_q, teacher)
+
+        given = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        row_loss(spec)(given[0].log_softmax(-1), teacher).sum().backward()
+        still(given[1].log_softmax(-1)).sum().backward()
+        torch.testing.assert_close(given[0].grad, given[1].grad)
+        assert torch.autograd.gradcheck(lambda x: still(x.log_softmax(-1)), logits.requires_grad_())
+    else:
+        assert torch.autograd.gradcheck(lambda x: loss(x.log_softmax(-1), teacher), logits.requires_grad_())
+
+
+def gradient(kind: str, logits: Tensor, teacher: Teacher, **options: float) -> Tensor:
+    logits = logits.detach().requires_grad_()
+    row_loss(LossSpec(kind=kind, **options))(logits.log_softmax(-1), teacher).sum().backward()
+    return logits.grad
+
+
+def test_soft_cross_entropy_is_kl_and_a_constant():
+    p, logits, tokens = laws()
+    teacher = teacher_of(p, tokens)
+    torch.testing.assert_close(gradient("kl", logits, teacher), gradient("soft_ce", logits, teacher))
+    gap = divergences.kl(logits.log_softmax(-1), teacher) - divergences.soft_ce(logits.log_softmax(-1), teacher)
+    torch.testing.assert_close(gap, teacher.negentropy)
+
+
+def test_divergences_are_zero_where_the_laws_agree_and_positive_elsewhere():
+    p, logits, tokens = laws()
+    teacher = teacher_of(p, tokens)
+    for kind in ("kl", "reverse_kl", "jsd"):
+        same = row_loss(LossSpec(kind=kind))(teacher.p.log() - teacher.mass.log()[:, None], teacher)
+        torch.testing.assert_close(same, torch.zeros(R, dtype=torch.float64), atol=1e-14, rtol=0)
+        assert (row_loss(LossSpec(kind=kind))(logits.log_softmax(-1), teacher) > 0).all()
+
+
+def test_jsd_does_not_care_which_law_is_whose():
+    """With the laws exchanged, beta becomes 1 - beta; at 0.5 it is the same, and never more than log 2."""
+    p, logits, tokens = laws()
+    ours, theirs = p[:, :W] / p[:, :W].sum(-1, keepdim=True), logits.softmax(-1)
+    forward, backward = (
+        lambda beta, a=a, b=b: divergences.jsd(b.log(), teacher_of(a, tokens), beta)
+        for a, b in ((ours, theirs), (theirs, ours))
+    )
+    torch.testing.assert_close(forward(0.5), backward(0.5))
+    torch.testing.assert_close(forward(0.2), backward(0.8))
+    assert not torch.allclose(forward(0.2), backward(0.2))
+    assert (forward(0.5) < math.log(2)).all()
+
+
+def test_jsd_has_kl_and_reverse_kl_at_its_ends():
+    p, logits, tokens = laws()
+    teacher, tiny = teacher_of(p, tokens), 1e-6
+    near_0, near_1 = (gradient("jsd", logits, teacher, beta=beta) / tiny for beta in (tiny, 1 - tiny))
+    torch.testing.assert_close(near_0, gradient("kl", logits, teacher), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(near_1, gradient("reverse_kl", logits, teacher), atol=1e-4, rtol=1e-4)
+
+
+def test_tv_is_what_acceptance_leaves_and_lk_alpha_its_logarithm():
+    p, logits, tokens = laws()
+    teacher, log_q = teacher_of(p, tokens), logits.log_softmax(-1)
+    accepted = torch.minimum(p, torch.nn.functional.pad(log_q.exp(), (0, V - W))).sum(-1)
+    torch.testing.assert_close(divergences.acceptance(log_q, teacher), accepted)
+    torch.testing.assert_close(divergences.tv(log_q, teacher), 1 - accepted)
+    torch.testing.assert_close(divergences.lk_alpha(log_q, teacher), -accepted.log())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=names)
+@pytest.mark.parametrize(
+    "logits", [[300.0] + [-300.0] * 5, [-1e4] * 3 + [1e4] * 3, [0.0] * 6], ids=["sure", "wrong", "even"]
+)
+def test_laws_with_zeros_give_finite_losses_and_gradients(spec, logits):
+    """In fp32 a law of the target's may be 0 exactly, and one of the draft's too small for a number, or both."""
+    p = torch.zeros(2, V)
+    p[0, 0], p[1, :2] = 1.0, torch.tensor([1.0 - 1e-40, 1e-40])
+    x = torch.tensor([logits, logits], requires_grad=True)
+    loss = row_loss(spec)(x.log_softmax(-1), teacher_of(p, torch.tensor([0, 1])))
+    loss.sum().backward()
+    assert loss.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama"), path="memory", fingerprint="none")
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_loss_trains_every_head(kind, method, target):
+    """A few steps on one batch bring the loss down, and move every trained parameter."""
+    torch.manual_seed(0)
+    head = find_method(method).build(OPTIONS[method], target, torch.arange(0, 160, 2) if method == "eagle3" else None)
+    batch = pack(target, documents_of(target), head.layer_ids)
+    spec, weights = (
+        LossSpec(kind=kind, decay=0.5),
+        [p for p in head.parameters() if p.requires_grad],
+    )
+    before, losses = [w.detach().clone() for w in weights], []
+    (optimizer,) = build_optimizers(head, TrainSpec(lr=3e-3))
+    for _ in range(4):
+        scored = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, spec)
+        losses.append(float(scored.loss_sum.detach() / scored.rows))
+        optimizer.zero_grad()
+        scored.loss_sum.div(scored.rows).backward()
+        optimizer.step()
+    assert losses[-1] < losses[0]
+    assert all(w.isfinite().all() and not torch.equal(w, b) for w, b in zip(weights, before, strict=True))

@@ -1,0 +1,255 @@
+"""Losses side by side, a head's confidence, the divisor of weighed steps, and samples of rows."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
+from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows, supervised_rows
+from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.losses.teacher import make_teacher
+from draftsmith.heads.medusa.head import build
+from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.heads.target.target import Target
+from tests.batches import documents_of, pack
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama"), path="memory", fingerprint="none")
+
+
+@pytest.fixture(scope="module")
+def batch(target: Target) -> TrainBatch:
+    return pack(target, documents_of(target), ())
+
+
+def random_output(batch: TrainBatch, steps: int = 3, *, confident: bool = False, every: int = 1) -> HeadOutput:
+    """Draft logits of chance over the whole vocabulary, on every so many of the rows that count."""
+    generator = torch.Generator().manual_seed(4)
+    found = []
+    for k in range(steps):
+        rows = supervised_rows(batch, k).flatten().nonzero().flatten()[::every]
+        logits = (2 * torch.randn(len(rows), 160, generator=generator)).requires_grad_()
+        sure = torch.randn(len(rows), generator=generator).requires_grad_() if confident else None
+        found.append(StepOutput(k, rows, logits, confidence=sure))
+    return HeadOutput(tuple(found))
+
+
+def test_losses_side_by_side_are_their_weighed_sum(target, batch):
+    """DSpark's: sum |q - p| is twice tv."""
+    output = random_output(batch)
+    both = LossSpec(kind="tv", weight=1.8, also={"hard_ce": 0.1}, decay=0.7)
+
+    def loss(spec: LossSpec) -> Tensor:
+        return head_loss(output, batch, target.head, None, spec).loss_sum
+
+    parts = 1.8 * loss(LossSpec(kind="tv", decay=0.7)) + 0.1 * loss(LossSpec(kind="hard_ce", decay=0.7))
+    torch.testing.assert_close(loss(both), parts)
+    torch.testing.assert_close(loss(replace(both, also={"hard_ce": 0.0})), 1.8 * loss(LossSpec(kind="tv", decay=0.7)))
+    p, q = target.head.logits(batch.last).softmax(-1).flatten(0, 1), [s.logits.softmax(-1) for s in output.steps]
+    plain = sum(
+        0.7**k
+        * (
+            0.9 * (q[k] - p[s.rows + 1 + k]).abs().sum()
+            - 0.1 * q[k].log()[range(len(q[k])), batch.ids.flatten()[s.rows + 2 + k]].sum()
+        )
+        for k, s in enumerate(output.steps)
+    )
+    torch.testing.assert_close(loss(both), plain)
+
+
+def test_confidence_learns_the_acceptance_rate_and_leaves_the_law_alone(target, batch):
+    output = random_output(batch, confident=True)
+    weights = [LossSpec(decay=0.7, confidence_weight=w) for w in (None, 1.0, 0.25, 0.0)]
+    found = [head_loss(output, batch, target.head, None, spec).loss_sum for spec in weights]
+    p = target.head.logits(batch.last).softmax(-1).flatten(0, 1)
+    expected = 0.0
+    for k, step in enumerate(output.steps):
+        assert step.confidence is not None
+        for row, logits, odds in zip(step.rows.tolist(), step.logits, step.confidence.tolist(), strict=True):
+            rate = 1 - 0.5 * float((p[row + 1 + k] - logits.detach().softmax(-1)).abs().sum())
+            chance = 1 / (1 + math.exp(-odds))
+            expected -= 0.7**k * (rate * math.log(chance) + (1 - rate) * math.log(1 - chance))
+    assert float(found[0] - found[3]) == pytest.approx(expected, rel=1e-4)
+    assert float(found[2] - found[3]) == pytest.approx(expected / 4, rel=1e-3)
+    assert torch.equal(found[0], found[1])
+    (found[0] - found[3]).backward(retain_graph=True)
+    assert all(step.logits.grad is not None and step.logits.grad.abs().max() < 1e-6 for step in output.steps)
+    # At weight 0 there is a gradient too, of nothing: processes that train together wait for all of them.
+    for step in output.steps:
+        step.confidence.grad = None
+    found[3].backward()
+    assert all(step.confidence.grad is not None and not bool(step.confidence.grad.any()) for step in output.steps)
+
+
+def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, batch):
+    """Their drafts fail, which is what a confidence is to know; their laws learn nothing."""
+    whole, vocab = random_output(batch, 1, confident=True), torch.arange(0, 160, 2)
+    output = HeadOutput(tuple(replace(s, source=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
+    (step,) = output.steps
+    dropped = batch.top1.flatten()[step.rows + 1] % 2 == 1
+    assert dropped.any()
+    assert not dropped.all()
+    head_loss(output, batch, target.head, vocab, LossSpec()).loss_sum.backward()
+    assert step.confidence is not None
+    assert step.confidence.grad is not None
+    assert step.logits.grad is not None
+    assert (step.confidence.grad != 0).all()
+    assert torch.equal(step.logits.grad.abs().sum(1) == 0, dropped)
+
+
+def test_confidence_is_best_where_it_is_the_acceptance_rate(target, batch):
+    """The loss is lowest, and flat, at the log-odds of the rate itself."""
+    step = random_output(batch, 1).steps[0]
+    teacher, log_q = make_teacher(batch, step.rows + 1, target.head, None), step.logits.detach().log_softmax(-1)
+    rate = torch.minimum(teacher.p, log_q.exp()).sum(-1)
+    odds = rate.logit().requires_grad_()
+    best = confidence_loss(odds, log_q, teacher)
+    (slope,) = torch.autograd.grad(best.sum(), odds)
+    assert slope.abs().max() < 1e-6
+    assert all((confidence_loss(odds + by, log_q, teacher) > best).all() for by in (-0.5, 0.5))
+
+
+def test_the_divisor_of_weighed_steps_is_the_sum_of_their_weights(target, batch):
+    head = build(MedusaOptions(num_heads=3), target, None)
+    spec = LossSpec(normalize="weights", depth_weights=[1.0, 0.5, 0.125])
+    rows = [int(supervised_rows(batch, k).sum()) for k in range(3)]
+    assert rows[0] > rows[1] > rows[2] > 0
+    assert float(loss_divisor(batch, spec, head)) == pytest.approx(rows[0] + rows[1] / 2 + rows[2] / 8)
+    with torch.no_grad():
+        constant = [torch.zeros_like(step.logits) for step in head(batch, 3).steps]
+    flat = HeadOutput(tuple(replace(s, source=x) for s, x in zip(head(batch, 3).steps, constant, strict=True)))
+    scored = head_loss(flat, batch, target.head, None, replace(spec, kind="hard_ce"))
+    # The mean of a loss that is the same everywhere is that loss.
+    assert float(scored.loss_sum / loss_divisor(batch, spec, head)) == pytest.approx(math.log(160), rel=1e-5)
+
+
+class Sampler:
+    """What loss_divisor asks of a head: one that learns from every other row of step 0."""
+
+    train_steps = 2
+
+    def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
+        some = torch.arange(batch.ids.numel()).view_as(batch.ids) % 2 == 0
+        for mask_BL in iterate_supervised_rows(batch):
+            yield mask_BL & some
+
+
+@pytest.mark.parametrize("normalize", ["rows", "weights", "sequence", "positions"])
+def test_a_sample_of_rows_is_divided_by_what_was_drawn(normalize, target, batch):
+    spec, head = LossSpec(normalize=normalize, kind="hard_ce", decay=1.0), cast(Any, Sampler())
+    masks = head.supervised(batch)
+    steps = [
+        StepOutput(k, rows, torch.zeros(len(rows), 160))
+        for k in range(2)
+        for rows in [next(masks).flatten().nonzero()[:, 0]]
+    ]
+    scored = head_loss(HeadOutput(tuple(steps)), batch, target.head, None, spec)
+    rows = [len(step.rows) for step in steps]
+    keys = steps[0].rows // batch.ids.shape[1] * 10 + batch.document.flatten()[steps[0].rows]
+    second = steps[1].rows // batch.ids.shape[1] * 10 + batch.document.flatten()[steps[1].rows]
+    expected = {
+        "rows": (rows[0] + rows[1]) / rows[0],
+        "weights": 1.0,
+        "sequence": 1.0
+        + sum(int((second == k).sum()) / int((keys == k).sum()) for k in keys.unique()) / len(keys.unique()),
+        "positions": (rows[0] + rows[1]) / batch.ids.numel(),
+    }[normalize]
+    assert int(scored.rows) == rows[0]
+    assert float(scored.loss_sum / loss_divisor(batch, spec, head)) == pytest.approx(expected * math.log(160), rel=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["T0", "T1"])
+def test_a_draft_that_stops_proposes_no_further(sampling, target, batch):
+    """Stopped before its k-th token everywhere, a draft of 3 is one of k."""
+    mask, output = torch.zeros_like(batch.mask), random_output(batch)
+    mask[1, 2:8] = True
+    if sampling.greedy:  # the text of the target's own choice
+        ids = batch.ids.clone()
+        for t in range(2, 8):
+            ids[1, t] = batch.top1[1, t - 1]
+        batch = replace(batch, ids=ids)
+    batch = replace(batch, mask=mask)
+    answers = find_answers(batch)
+    output = random_output(batch)
+
+    def tallies(stop: int | None, k: int) -> Any:
+        steps = [
+            s if stop is None else replace(s, stops=torch.full_like(s.rows, s.offset >= stop, dtype=torch.bool))
+            for s in output.steps
+        ]
+        found = chain_acceptance(HeadOutput(tuple(steps)), batch, target.head, None, sampling)
+        return simulate(found.c_BLK, answers, k)
+
+    assert len(answers) == 1
+    for stop in (0, 1, 2):
+        (stopped,) = tallies(stop, 3)
+        if not stop:
+            assert (stopped.rounds, stopped.drafted) == (stopped.tokens, 0)
+            continue
+        (short,) = tallies(None, stop)
+        assert stopped.drafted == pytest.approx(short.drafted)
+        assert stopped.rounds == pytest.approx(short.rounds)
+        assert stopped.accepted_K.tolist()[:stop] == pytest.approx(short.accepted_K.tolist())
+        assert not stopped.reached_K[stop:].any()
+    (whole,) = tallies(None, 3)
+    assert tallies(3, 3)[0].rounds == pytest.approx(whole.rounds)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"also": {"tv": -1.0}}, r"loss\.also\.tv is -1\.0: it must not be negative"),
+        ({"also": {"cross": 1.0}}, r"loss\.also names 'cross': choose among kl, "),
+        ({"confidence_weight": -0.5}, r"loss\.confidence_weight is -0\.5: it must not be negative"),
+    ],
+)
+def test_weights_below_zero_are_refused(changes, words):
+    with pytest.raises(UserError, match=words):
+        LossSpec(**changes)
+
+
+def test_a_decay_over_a_single_step_is_refused():
+    head = cast(
+        Any, SimpleNamespace(train_steps=1, regresses=False, confident=False, tunes=False, method="draft_model")
+    )
+    for harmless in (LossSpec(), LossSpec(decay=1.0)):
+        harmless.check_head(head)
+    with pytest.raises(
+        UserError, match=r"train\.loss\.decay is 0\.5, but draft_model heads of this recipe learn a single step"
+    ):
+        LossSpec(decay=0.5).check_head(head)
+    head.train_steps = 2
+    LossSpec(decay=0.5).check_head(head)
+
+
+def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
+    head = cast(Any, SimpleNamespace(train_steps=2, regresses=False, confident=False, tunes=False, method="medusa"))
+    LossSpec(confidence_weight=0.0).check_head(head)
+    with pytest.raises(
+        UserError, match=r"loss\.confidence_weight is 1\.0, but medusa heads of this recipe say no confidence"
+    ) as caught:
+        LossSpec(confidence_weight=1.0).check_head(head)
+    assert "\n" not in str(caught.value)
+    head.confident = True
+    LossSpec(confidence_weight=1.0).check_head(head)
+    with pytest.raises(UserError, match=r"confidence_weight is 0, which leaves .*: set head\.confidence_head to false"):
+        LossSpec(confidence_weight=0.0).check_head(head)
+
+
+def test_losses_that_are_not_used_leave_a_recipe_as_it_was():
+    assert "also" not in LossSpec().inputs
+    assert "confidence_weight" not in LossSpec().inputs
+    assert LossSpec(also={"tv": 0.5}).inputs["also"] == {"tv": 0.5}

@@ -1,0 +1,176 @@
+"""Nothing is left on the CPU: decoding, simulating and training on a pretended second device, value for value."""
+
+import pytest
+import torch
+
+from draftsmith.data.features.extract import compute_features, summarise_teacher
+from draftsmith.data.packing import collate
+from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.noise import row_key
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.selfcheck import check_decoding
+from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.decode.verify import Typical
+from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.registry import methods
+from draftsmith.heads.target.probe import check_target
+from draftsmith.heads.target.target import Target
+from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
+from tests.far_device import far_device, move_module
+from tests.gpu.support import OPTIONS, make_data, make_texts
+from tests.models import tiny_model
+
+LAYERS = (2, 4, 6)
+TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+HEADS = {
+    "eagle3": (Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3, draft_vocab_size=80), torch.arange(0, 160, 2)),
+    **{method: (options, None) for method, options in OPTIONS.items() if method != "eagle3"},
+}
+# The target that Medusa-2 tunes is another one.
+CHAINS = sorted(set(HEADS) - {"medusa2"})
+WAYS = [
+    (method, tree, sampling)
+    for method, tree in [*((method, None) for method in CHAINS), ("medusa", TREE), ("hydra", TREE)]
+    for sampling in (Sampling(), Sampling(0.8, top_k=30, top_p=0.9))
+]
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+
+
+def make_target() -> Target:
+    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
+
+
+def make_head(target: Target, method: str) -> DraftHead:
+    options, vocab = HEADS[method]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return methods()[method].build(options, target, vocab)
+
+
+def make_far_target() -> Target:
+    return Target(move_module(tiny_model("llama")), path="tiny", fingerprint="0")
+
+
+def make_far_head(target: Target, method: str) -> DraftHead:
+    """Built on the device itself, then given the weights of the CPU's head."""
+    options, vocab = HEADS[method]
+    far = methods()[method].build(options, target, vocab)
+    for name, value in make_head(make_target(), method).state_dict().items():
+        far.state_dict()[name].copy_(value)
+    return far
+
+
+def make_requests() -> list[Request]:
+    prompts = [[5, 7, 9], [5, 7, 9, 11, 30, 80]]
+    return [Request(f"p{i}", "a", tuple(ids), 5 + 3 * i, row_key(0, i)) for i, ids in enumerate(prompts)]
+
+
+def answer(target: Target, head: DraftHead, tree: StaticTree | None, sampling: Sampling, rule: Typical | None = None):
+    method = methods()[head.method]
+    drafter = method.drafter(head, 3) if tree is None else method.drafter(head, 3, tree=tree)
+    decoded = decode_batch(target, drafter, make_requests(), sampling, rule)
+    return [(g.output_ids, [(r.drafted, r.accepted) for r in g.rounds]) for g in decoded.generations]
+
+
+@pytest.mark.parametrize(("method", "tree", "sampling"), WAYS, ids=str)
+def test_decoding(method, tree, sampling):
+    target = make_target()
+    here = answer(target, make_head(target, method), tree, sampling)
+    with far_device():
+        far = make_far_target()
+        assert answer(far, make_far_head(far, method), tree, sampling) == here
+
+
+def test_typical_acceptance():
+    target, sampling = make_target(), Sampling(1.0)
+    here = answer(target, make_head(target, "medusa"), TREE, sampling, Typical(0.5, 0.9))
+    with far_device():
+        far = make_far_target()
+        assert answer(far, make_far_head(far, "medusa"), TREE, sampling, Typical(0.5, 0.9)) == here
+
+
+@pytest.mark.parametrize(("method", "tree", "sampling"), WAYS, ids=str)
+def test_simulation(method, tree, sampling):
+    texts = decode_batch(make_target(), TargetAlone(), make_requests(), sampling).generations
+
+    def simulate(target: Target, head: DraftHead) -> list[float]:
+        found = simulate_generations(target, head, texts, sampling, 3, tree=tree)
+        return [tally.rounds for by_k in found.tallies for tally in by_k]
+
+    target = make_target()
+    here = simulate(target, make_head(target, method))
+    with far_device():
+        far = make_far_target()
+        assert simulate(far, make_far_head(far, method)) == pytest.approx(here, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", HEADS)
+@pytest.mark.parametrize(
+    "spec", [LossSpec(), LossSpec("lk_hybrid", normalize="sequence"), LossSpec("hard_ce")], ids=str
+)
+def test_training_step(method, spec):
+    target = make_target()
+    features = compute_features(target, make_texts(6, 10), LAYERS, torch.float32)
+    batch = collate([features[:2], features[2:]], 100)
+
+    def step(target: Target, head: DraftHead) -> tuple[float, list[torch.Tensor]]:
+        there = batch.to(target.device)
+        loss = head_loss(head(there, 3), there, target.head, head.draft_vocab, spec)
+        loss = loss.loss_sum / loss_divisor(there, spec, head)
+        loss.backward()
+        return loss.item(), [p.grad.cpu() for p in head.parameters() if p.grad is not None]
+
+    loss, gradients = step(target, make_head(target, method))
+    with far_device():
+        far = make_far_target()
+        far_loss, far_gradients = step(far, make_far_head(far, method))
+    assert far_loss == pytest.approx(loss, rel=1e-5)
+    assert len(far_gradients) == len(gradients) > 0
+    for ours, theirs in zip(gradients, far_gradients, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-6, rtol=1e-4)
+
+
+def test_extraction_and_held_out_answers():
+    def look(target: Target, head: DraftHead) -> list[float]:
+        data = make_data(target, make_texts(8, 10))
+        plan = make_heldout_batches(data.source, data.heldout, 64, 2)
+        held = evaluate_heldout(head, data.source, plan, 64, target.head, LossSpec(), Sampling(1.0), 3)
+        return [held.loss, held.tau, held.chance, *held.accuracy, *held.acceptance]
+
+    target = make_target()
+    here = look(target, make_head(target, "eagle3"))
+    states = torch.randn(300, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    teacher = summarise_teacher(target.head, states)
+    with far_device() as device:
+        far = make_far_target()
+        assert look(far, make_far_head(far, "eagle3")) == pytest.approx(here, rel=1e-5)
+        far_teacher = summarise_teacher(far.head, states.to(device))
+        assert far_teacher.top1.device == device
+        assert torch.equal(far_teacher.top1.cpu(), teacher.top1)
+
+
+def test_self_checks():
+    with far_device():
+        check_target(make_far_target())
+        check_decoding(make_far_target())
+
+
+def test_a_tensor_left_behind_is_found():
+    with far_device() as device:
+        x = torch.arange(4, device=device)
+        with pytest.raises(RuntimeError, match="one device"):
+            x + torch.arange(4)
+        with pytest.raises(RuntimeError, match="one device"):
+            torch.arange(4)[x]
+        assert x[torch.arange(2)].tolist() == [0, 1], "a GPU's tensor takes indices from the CPU"
+        assert (x + torch.tensor(1)).device == device
+        assert x.cpu().device.type == "cpu"

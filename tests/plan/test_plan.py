@@ -1,0 +1,210 @@
+"""`draftsmith plan`: its figures against stores, caches, models and schedules, and what it says to mistakes."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from draftsmith.cli.main import main
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.features.extract import extract
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.cache import KVCache, run_draft
+from draftsmith.eval.decode.draft import Draft
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.target.shape import shape_of
+from draftsmith.heads.target.target import Target
+from draftsmith.plan.devices import DEVICES, find_device
+from draftsmith.plan.plan import Plan, assume, describe, make_plan
+from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
+from draftsmith.train.schedule import Schedule
+from tests.models import tiny_model
+
+PROMPT, ANSWER, SAMPLES = 10, 14, 12
+
+
+def target(kind: str = "llama", **changes: Any) -> Target:
+    return Target(tiny_model(kind, **changes), path="tiny", fingerprint="0")
+
+
+def plan(of: Target, **sections: Any) -> Plan:
+    recipe = Recipe(
+        **{
+            "data": DataSpec(limit=SAMPLES, max_length=48, heldout=2),
+            "answers": AnswersSpec(max_new_tokens=28, batch=4),
+            "train": TrainSpec(row_tokens=48, rows=2, accumulation=3, epochs=4),
+            "head": Eagle3Options(draft_vocab_size=80),
+            **sections,
+        }
+    )
+    shape = shape_of(of.model.config, 4)
+    given = replace(assume(recipe, shape, find_device("h100")), prompt=PROMPT, answer=ANSWER)
+    return make_plan(recipe, shape, SAMPLES, given)
+
+
+@pytest.mark.parametrize("stored", [None, [1, 3]])
+def test_the_store_has_the_bytes_foretold(tmp_path: Path, stored: list[int] | None) -> None:
+    """Beside them a shard has only its header and an offset of 8 bytes per sample."""
+    made, layers = plan(t := target(), features=FeaturesSpec(layer_ids=stored)), stored or [2, 4, 5]
+    ids = torch.randint(3, 160, (SAMPLES, PROMPT + ANSWER))
+    samples = [Tokenized(row, torch.arange(len(row)) >= PROMPT, str(i), "s") for i, row in enumerate(ids)]
+    extract(t, samples, tmp_path, layer_ids=layers, progress=False)
+    (shard,) = tmp_path.glob("*.safetensors")
+    header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
+    assert shard.stat().st_size == made.store_bytes + header + 8 * (SAMPLES + 1)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+def test_parameters_and_flops_of_a_target(kind: str) -> None:
+    """The lm_head included, norms not worth it; eager attention multiplies every pair of tokens, a causal one half."""
+    given = tiny_model(kind)
+    model = AutoModelForCausalLM.from_config(given.config, attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    shape = shape_of(given.config, 4)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.weight_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
+    length = 96
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.randint(3, 160, (1, length)))
+    attention = shape.forward_flops(length) - 2 * shape.active * length
+    assert counter.get_total_flops() == pytest.approx(2 * shape.active * length + 2 * attention, rel=0.01)
+
+
+def test_what_experts_and_windows_save() -> None:
+    mixture = shape_of(tiny_model("mixtral").config, 4)
+    assert mixture.experts == 8 * 4 * 3 * 64 * 96
+    assert mixture.expert_share == 0.5
+    assert mixture.touched_bytes(1) == 4 * mixture.active
+    assert mixture.touched_bytes(3) == 4 * (mixture.active + mixture.experts * 3 / 8)
+    window = shape_of(tiny_model("mistral").config, 4)
+    assert window.windows == (8,) * 8
+    seen = sum(min(t, 8) for t in range(1, 101))
+    attention = window.forward_flops(100) - 2 * window.active * 100
+    assert attention == pytest.approx(4 * 64 * 8 * seen, rel=0.01)
+    assert window.step_flops(50) - 2 * window.active == 4 * 64 * 8 * 8
+
+
+def test_a_tied_embedding_counts_once() -> None:
+    shape = shape_of(tiny_model("llama", tie_word_embeddings=True).config, 4)
+    assert shape.lookup == 0
+    assert shape.active == shape.parameters
+
+
+def test_a_cached_token_takes_the_bytes_foretold() -> None:
+    t = target()
+    cache = KVCache.for_target(t, 4, 48)
+    ids = torch.randint(3, 160, (4, 5))
+    run_draft(t, cache, Draft.chain(ids[:, 0], ids[:, 1:]))
+    made = plan(t)
+    assert sum(b.numel() * b.element_size() for b in cache.buffers.values()) == 4 * 48 * made.target.kv_bytes
+    assert made.answer_bytes == made.target.weight_bytes + 4 * 48 * made.target.kv_bytes
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_steps_are_those_of_the_schedule(gpus: int) -> None:
+    """Two texts of 24 tokens fill a row of 48 exactly."""
+    made = plan(target())
+    made = replace(made, given=replace(made.given, gpus=gpus))
+    lengths = [PROMPT + ANSWER] * (SAMPLES - 2)
+    schedule = Schedule(lengths, made.recipe.train, 0, gpus)
+    assert made.steps == sum(len(schedule.epoch(e)) // schedule.window for e in range(4))
+    assert made.rows == [4 * (ANSWER - 1 - k) for k in range(7)]
+    assert replace(made, recipe=replace(made.recipe, train=replace(made.recipe.train, max_steps=1))).steps == 1
+
+
+def test_times_follow_what_they_should() -> None:
+    made = plan(target())
+
+    def given(**changes: Any) -> Plan:
+        return replace(made, given=replace(made.given, **changes))
+
+    half = given(utilisation=made.given.utilisation / 2)
+    assert half.train_seconds == pytest.approx(2 * made.train_seconds)
+    assert half.answer_seconds < 1.1 * made.answer_seconds  # bound by memory
+    slow = given(device=replace(made.given.device, bandwidth=made.given.device.bandwidth / 2))
+    assert slow.answer_seconds > 1.9 * made.answer_seconds
+    assert slow.evaluate_seconds == pytest.approx(2 * made.evaluate_seconds)
+    online = replace(made, recipe=replace(made.recipe, features=FeaturesSpec(source="online")))
+    assert online.train_seconds == pytest.approx(made.train_seconds + made.seconds(made.online_flops))
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Options that name a target of which there is a config alone."""
+    tiny_model("qwen3").config.save_pretrained(tmp_path / "target")
+    return ["--target.path", str(tmp_path / "target"), "--data.limit", "1000"]
+
+
+def test_the_command_reads_a_config_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "plan of run"
+    assert [line.split(" ")[0].rstrip(":") for line in lines[1:]] == (
+        ["target", "assumed", "answers", "hidden", "training", "memory", "evaluation"]
+    )
+    assert "1000 conversations of 64 prompt and 128 answer tokens; h100" in lines[2]
+    more = ["--device=A100", "--gpus", "4", "--utilisation", "0.3", "--prompt-tokens", "70", "--answer-tokens", "30"]
+    assert main(["plan", *words, "--method", "medusa", *more]) == 0
+    text = capsys.readouterr().out
+    assert "of 70 prompt and 30 answer tokens; 4 a100, which reach 30% of 312 TFLOP/s" in text
+    assert main(["plan", *words, "--comment"]) == 0
+    assert all(line.startswith("#   ") and len(line) <= 120 for line in capsys.readouterr().out.splitlines())
+
+
+def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "talk.jsonl"
+    row = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+    path.write_text(f"{row}\n" * 3)
+    assert main(["plan", *words[:2], "--data.sources", f"[{path}]", "--data.heldout", "1"]) == 0
+    assert "assumed: 3 conversations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--device", "abacus"], "--device 'abacus' is not in the table"),
+        (["--gpus", "0"], "--gpus is '0'"),
+        (["--gpus", "two"], "--gpus is 'two'"),
+        (["--utilisation", "40"], "a share above 0"),
+        (["--utilisation", "nan"], "a share above 0"),
+        (["--prompt-tokens", "3000"], "3000 prompt and 128 answer tokens do not fit the 256"),
+        (["--data.limit", "null"], "data.limit is null"),
+        (["--data.limit", "10"], "data.heldout is 200 but there are only 10 conversations"),
+        (["--target.path", "embedded"], "needs no plan"),
+        (["--target.path", "./nowhere"], "./nowhere"),
+        (["--head.layer_ids", "[2,4,99]"], ": 99 is out of range, the target has 8 layers; choose from 0 to 7"),
+        (["--head.draft_vocab_size", "99999"], "head.draft_vocab_size is 99999, but the target has"),
+        (["--method=dflash", "--head={mask_token_id: 8192}"], "head.mask_token_id is 8192, but the target"),
+        (["--method=dflash", "--head={block_size: 4096}"], "reads no more than 256 tokens: make the block shorter"),
+        (["--export.layout", "onnx"], "export.layout is 'onnx', which is unknown: choose one of eagle3, "),
+        (["--method=draft_model", "--head.init_from=./nowhere"], "The config of the model ./nowhere cannot be read"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    extra: list[str], said: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, *extra]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert said in line
+
+
+def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 2
+    assert "plan needs a recipe" in capsys.readouterr().err
+
+
+def test_lengths_must_fit() -> None:
+    made = plan(target())
+    with pytest.raises(UserError, match="do not fit the 48"):
+        make_plan(made.recipe, made.target, SAMPLES, replace(made.given, prompt=40))
+
+
+def test_every_device_has_a_plan() -> None:
+    made = plan(target())
+    for device in DEVICES.values():
+        assert device.name in describe(replace(made, given=replace(made.given, device=device)))[1]

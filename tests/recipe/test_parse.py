@@ -1,0 +1,245 @@
+"""Recipes: every file parses, overrides reach their key, mistakes are named."""
+
+import re
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.decode.trees import DynamicTree
+from draftsmith.heads.registry import methods
+from draftsmith.recipe.parse import parse_recipe
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+RECIPE_FILES = sorted(p for p in RECIPES.glob("*/*.yaml") if p.parent.name != "accelerate")
+TINY = str(RECIPES / "eagle3" / "tiny.yaml")
+
+
+def write(folder: Path, text: str) -> list[str]:
+    path = folder / "recipe.yaml"
+    path.write_text(text)
+    return ["--recipe", str(path)]
+
+
+@pytest.mark.parametrize("path", RECIPE_FILES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_recipe_parses(path: Path) -> None:
+    recipe = parse_recipe(["--recipe", str(path)])
+    assert recipe.method == path.parent.name
+    assert recipe.name.startswith(recipe.method.replace("_", "-"))
+    assert isinstance(recipe.head, methods()[recipe.method].options_class)
+    with pytest.raises(FrozenInstanceError):
+        recipe.name = "other"  # type: ignore[misc]
+
+
+def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
+    words = write(tmp_path, "name: x\ntrain:\n  lr: 3e-4\n  betas: [0.9, 0.99]\nhead:\n  layer_ids: [1, 2]\n")
+    recipe = parse_recipe(
+        [*words, "--train.epochs", "9", "--head.ttt_steps=2", "--data.template.enable_thinking", "false"]
+    )
+    assert recipe.train.lr == 3e-4
+    assert recipe.train.betas == [0.9, 0.99]
+    assert recipe.train.epochs == 9
+    assert recipe.head.layer_ids == [1, 2]
+    assert recipe.head.ttt_steps == 2
+    assert recipe.data.template == {"enable_thinking": False}
+    assert recipe.run_dir == Path("runs/x")
+    assert parse_recipe([*words, "--output_dir", "elsewhere"]).run_dir == Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("train:\n  learning_rate: 1\n", "learning_rate"),
+        ("hed:\n  ttt_steps: 3\n", "hed"),
+        ("head:\n  steps: 3\n", "steps"),
+        ("train:\n  epochs: many\n", "epochs"),
+        ("train:\n  precision: fp4\n", "precision"),
+        ("train:\n  loss:\n    kind: mse\n", "kind"),
+        ("method: medusaa\n", "medusaa"),
+        ("train:\n  warmup: 2.0\n", "train.warmup"),
+        ("evaluate:\n  num_speculative_tokens: 20\n", "evaluate.num_speculative_tokens"),
+        ("- a\n- b\n", "not a mapping"),
+        ("a: [1\n", "cannot be read as YAML"),
+        ("name: x\n\ttarget:\n", "line 2 .* not with tabs"),
+        ("train:\n  lr: 1\nname: x\ntrain:\n  rows: 2\n", "'train' twice, in lines 1 and 4"),
+        ("target: embedded\n", "target is 'embedded', but it is a section"),
+        (
+            "evaluate:\n  drafts: [{tre: chain}]\n",
+            r"evaluate\.drafts has no key tre \(did you mean tree\?\): its keys are tree, ",
+        ),
+        (
+            "evaluate:\n  baselines: [{kin: x}]\n",
+            r"evaluate\.baselines has no key kin \(did you mean kind\?\): its keys are kind",
+        ),
+        ("evaluate: []\n", r"evaluate is \[\], but it is a section"),
+        ("train:\n  loss: kl\n", r"train\.loss is 'kl', but it is a section"),
+        ("train:\n  lr:\n", r"train\.lr is null, which it cannot be"),
+        ("name:\n", "name is null"),
+        ("method:\n", "method is null"),
+        ("head:\n  ttt_steps:\n", r"head\.ttt_steps is null"),
+        ("data:\n  template:\n", r"data\.template is null"),
+        ("evaluate:\n  drafts: [chain]\n", r"drafts holds 'chain', which is no mapping: write \[\{tree: chain\}\]"),
+        ("evaluate:\n  drafts: [{tree: [chain]}]\n", r"evaluate\.drafts\.tree is .*, which is not text"),
+        ("trian:\n  lr: 1\n", r"no key trian\.lr \(did you mean train\.lr\?\)"),
+        ("features:\n  layer_ids: 3\n", "which is not a list of whole numbers or null"),
+        ("data:\n  template: x\n", "which is not a mapping such as"),
+        ("target:\n  attn_implementation: flash\n", r"not one of \['sdpa', 'eager'\]"),
+        ("train:\n  lr: .inf\n", r"train\.lr is inf: it must be a finite number"),
+        ("train:\n  clip: .nan\n", r"train\.clip is nan: it must be a finite number"),
+        ("train:\n  final_lr: 3\n", r"train\.final_lr is 3\.0: it is a share of the peak"),
+        ("evaluate:\n  temperatures: [0, 0.0]\n", r"evaluate\.temperatures is .*the same one is named twice"),
+        ("evaluate:\n  max_new_tokens: 0\n", r"evaluate\.max_new_tokens is 0"),
+        ("evaluate:\n  max_new_tokens_by_slice: {chat: 0}\n", r"evaluate\.max_new_tokens_by_slice\.chat is 0"),
+        ("target:\n  pth: x\n", r"no key target\.pth \(did you mean target\.path\?\): `"),
+    ],
+)
+def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(UserError, match=named) as caught:
+        parse_recipe(write(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_empty_sections_are_the_defaults(tmp_path: Path) -> None:
+    sections = ("target", "data", "answers", "features", "head", "train", "evaluate", "export", "tracking")
+    empty = parse_recipe(write(tmp_path, "".join(f"{section}:\n" for section in sections)))
+    assert empty == parse_recipe([]) == parse_recipe(write(tmp_path, "train:\n  loss:\n  max_steps: null\n"))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
+        (["--recipe", TINY, "--train.epoch", "3"], "train.epoch"),
+        (["--recipe", TINY, "--train.epochs", "three"], "train.epochs"),
+        (["--recipe", TINY, "--train.epochs"], "train.epochs"),
+        (["--recipe", str(RECIPES)], "is a folder"),
+        (["--recipe", TINY, "--data.limt", "3"], r"no key data\.limt \(did you mean data\.limit\?\): `"),
+        (["--recipe", TINY, "--heldout", "3"], r"did you mean data\.heldout\?"),
+        (["--recipe", TINY, "--nodecode"], "no key nodecode: `"),
+        (["--recipe", TINY, "--data.limit", "1.5"], "data.limit is '1.5', which is not a whole number or null"),
+        (["--recipe", TINY, "--data.sources", "a.jsonl"], "data.sources is 'a.jsonl', which is not a list"),
+        (["--recipe", TINY, "--train.optimizer", "sgd"], r"not one of \['adamw', 'muon'\]"),
+        (["--recipe", TINY, "--answers.repetition_penalty", "0"], r"answers\.repetition_penalty is 0\.0"),
+        (["--recipe", TINY, "--head.ttt_step", "2"], r"`draftsmith train --method eagle3 --help` lists every key"),
+        (["--recipe", TINY, "--train.betas", "[0.9, 1.0]"], r"train\.betas is .*each from 0 to below 1"),
+        (
+            ["--recipe", TINY, "--features.source", "online", "--train.workers", "2"],
+            r"train\.workers is 2: .* set it to 0",
+        ),
+        (["--recipe", TINY, "--evaluate.min_p", "2"], r"evaluate\.min_p is 2\.0"),
+        (["--recipe", TINY, "--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperatures is -1\.0"),
+        (["--recipe", TINY, "--head", "3"], r"head is '3', but it is a section: set its keys, as in --head\.KEY"),
+        (["--recipe", TINY, "--train.loss", "kl"], r"train\.loss is 'kl', but it is a section"),
+        (["--recipe", TINY, "--evaluate.drafts", "[chain]"], r"holds 'chain', which is no mapping: write"),
+        (
+            ["--recipe", TINY, "--evaluate.baselines", "[{knd: x}]"],
+            r"evaluate\.baselines has no key knd \(did you mean kind\?\)",
+        ),
+        (["--recipe", TINY, "--evaluate.baselines", "prompt_lookup"], "is 'prompt_lookup', which is not a list"),
+    ],
+)
+def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        parse_recipe(words)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("drafts", "{tree: chain, depth: 3}", "tree chain: depth is 3: only a dynamic tree takes it"),
+        ("drafts", "{tree: medusa_63, branching: 3}", "branching is 3: only a dynamic tree takes it"),
+        ("drafts", "{tree: medusa_63, total_tokens: 9}", "total_tokens is 9: only a dynamic tree takes it"),
+        ("drafts", "{tree: dynamic, depth: 0}", "depth is 0: it must be at least 1, or null"),
+        ("drafts", "{tree: dynamic, total_tokens: 1}", "total_tokens is 1: it must be at least 2, or null"),
+        ("drafts", "{tree: dynamic, children: drawn}", "children is 'drawn': only a static tree takes it"),
+        ("drafts", "{tree: chain, children: likely}", "children is 'likely': only a static tree takes it"),
+        ("drafts", "{tree: dynamic, confidence_threshold: 0.5}", "confidence_threshold is 0.5: only a chain takes it"),
+        (
+            "drafts",
+            "{tree: chain, confidence_threshold: 1.5}",
+            "confidence_threshold is 1.5: it must be above 0 and below 1",
+        ),
+        ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
+        ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),
+        ("drafts", "{tree: chain, epsilon: 0.2}", r"epsilon is 0\.2: only acceptance: typical takes it"),
+        (
+            "drafts",
+            "{tree: chain, acceptance: typical, delta: 0.1}, {tree: chain, acceptance: typical}",
+            r"named twice \(thresholds of typical acceptance apart\)",
+        ),
+        ("baselines", "{kind: ngram}", "kind is 'ngram': choose prompt_lookup or draft_model"),
+        ("baselines", "{max_ngram: 2}", "kind is '': choose prompt_lookup or draft_model"),
+        ("baselines", "{kind: prompt_lookup, path: x}", "path is 'x': only a draft_model takes it"),
+        ("baselines", "{kind: prompt_lookup, max_ngram: 0}", "max_ngram is 0: it must be at least 1, or null"),
+        ("baselines", "{kind: draft_model}", "path is None: name the folder of the draft model"),
+        ("baselines", "{kind: draft_model, path: x, max_ngram: 2}", "max_ngram is 2: only prompt_lookup takes it"),
+        ("baselines", "{kind: prompt_lookup}, {kind: prompt_lookup}", "the same one is named twice"),
+    ],
+)
+def test_ways_to_draft_take_their_own_keys_only(key: str, value: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        parse_recipe(["--recipe", TINY, f"--evaluate.{key}", f"[{value}]"])
+    assert f"evaluate.{key}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ways_to_draft_reach_the_evaluation() -> None:
+    drafts = "[{tree: dynamic}, {tree: dynamic, depth: 3, branching: 4, total_tokens: 20}, {tree: medusa_63, children: drawn}]"
+    baselines = "[{kind: prompt_lookup, max_ngram: 4}, {kind: draft_model, path: small}]"
+    words = ["--evaluate.min_p", "0.1", "--evaluate.repetition_penalty", "1.2", "--answers.min_p", "0.3"]
+    recipe = parse_recipe(["--recipe", TINY, "--evaluate.drafts", drafts, "--evaluate.baselines", baselines, *words])
+    spec = recipe.evaluate
+    assert [draft.load() for draft in spec.drafts[:2]] == [DynamicTree(6, 8, 60), DynamicTree(3, 4, 20)]
+    assert [draft.drawn for draft in spec.drafts] == [False, False, True]
+    assert [(b.kind, b.path, b.max_ngram) for b in spec.baselines] == [
+        ("prompt_lookup", None, 4),
+        ("draft_model", "small", None),
+    ]
+    assert spec.sampling(0.5) == Sampling(0.5, min_p=0.1, repetition_penalty=1.2)
+    assert recipe.answers.sampling.min_p == 0.3
+
+
+def test_keys_that_change_nothing_leave_finished_stages_valid() -> None:
+    """What was made before there were such keys is still known as made with these settings."""
+    plain = parse_recipe(["--recipe", TINY])
+    assert not {"min_p", "repetition_penalty"} & (plain.answers.inputs.keys() | plain.evaluate.inputs.keys())
+    assert set(plain.evaluate.inputs["drafts"][0]) == {"tree", "acceptance", "epsilon", "delta"}
+    words = [
+        "--answers.min_p",
+        "0.3",
+        "--evaluate.repetition_penalty",
+        "1.2",
+        "--evaluate.drafts",
+        "[{tree: dynamic, depth: 3}]",
+    ]
+    other = parse_recipe(["--recipe", TINY, *words])
+    assert other.answers.inputs["min_p"] == 0.3
+    assert other.evaluate.inputs["repetition_penalty"] == 1.2
+    assert other.evaluate.inputs["drafts"][0]["depth"] == 3
+
+
+def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_recipe(["--help"], "draftsmith train", "train the head")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "--train.muon_lr" in text
+    assert "Peak learning rate of Muon" in text
+    assert "--head.ttt_steps" in text
+    assert "Step k weighs decay**k" in text
+
+
+def test_the_table_of_switches_is_that_of_the_options() -> None:
+    text = (RECIPES.parent / "docs" / "drafters.md").read_text(encoding="utf-8")
+    section = text.split("## What shapes a head")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    options = {name: {field.name for field in fields(method.options)} for name, method in methods().items()}
+    told: dict[str, set[str]] = {}
+    for keys, drafters in rows:
+        named = set(re.findall(r"`(\w+)`", drafters))
+        for key in re.findall(r"`(\w+)`", keys):
+            told[key] = named
+    assert len(told) >= 15
+    assert told == {key: {name for name, has in options.items() if key in has} for key in told}

@@ -1,0 +1,237 @@
+"""The baselines and the line-up of an evaluation: what is made of a recipe, and what is refused in a sentence."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.drafters.draft_model import DraftModel
+from draftsmith.eval.drafters.prompt_lookup import PromptLookup
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3.head import build as build_eagle
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.medusa.head import build as build_medusa
+from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.lineup import at_temperature, make_lineup
+from draftsmith.stages.session import Session
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+from tests.workplace import make_workplace, options
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The miniature with a draft model of the same tokenizer, a padded one, and one with another token."""
+    folder = make_workplace(tmp_path_factory.mktemp("baselines"))
+    for name, extra, padding, context in (
+        ("small", 0, 0, 256),
+        ("padded", 0, 24, 256),
+        ("short", 0, 0, 64),
+        ("other", 1, 1, 256),
+    ):
+        tokenizer = tiny_tokenizer()
+        size = len(tokenizer)
+        tokenizer.add_tokens([f"new{i}" for i in range(extra)])
+        model = tiny_model("llama", num_hidden_layers=2, vocab_size=size + padding, max_position_embeddings=context)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(workplace: Path) -> Session:
+    return Session(parse_recipe(options(workplace, workplace / "run")))
+
+
+@pytest.fixture(scope="module")
+def heads(session: Session) -> dict[str, DraftHead]:
+    torch.manual_seed(0)
+    eagle = build_eagle(Eagle3Options(layer_ids=[2, 4, 6]), session.target, None)
+    return {"eagle3": eagle, "medusa": build_medusa(MedusaOptions(num_heads=3), session.target, None)}
+
+
+@pytest.fixture
+def bush(workplace: Path) -> str:
+    (workplace / "bush.json").write_text("[[0], [1], [0, 0]]")
+    return str(workplace / "bush.json")
+
+
+def asking(session: Session, workplace: Path, *words: str) -> Session:
+    """The same session with another recipe, which gathers its warnings; the target is loaded once."""
+    recipe = parse_recipe([*options(workplace, workplace / "run"), *words])
+    warnings: list[str] = []
+    fake = SimpleNamespace(
+        recipe=recipe,
+        target_path=session.target_path,
+        device=session.device,
+        tokenizer=session.tokenizer,
+        warnings=warnings,
+        warn=warnings.append,
+    )
+    return cast(Session, fake)
+
+
+def lineup(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], drafts: str, baselines: str = ""
+) -> list[Any]:
+    words = ["--evaluate.drafts", f"[{drafts}]", "--evaluate.baselines", f"[{baselines}]"]
+    return make_lineup(asking(session, workplace, *words), heads, session.target, 100)
+
+
+def test_baselines_stand_beside_the_heads(session: Session, workplace: Path, heads: dict[str, DraftHead]) -> None:
+    wanted = f"{{kind: prompt_lookup}}, {{kind: prompt_lookup, max_ngram: 5}}, {{kind: draft_model, path: {workplace / 'padded'}}}"
+    found = lineup(session, workplace, heads, "{tree: chain}", wanted)
+    assert [c.name for c in found] == [
+        "eagle3",
+        "medusa",
+        "prompt lookup",
+        "prompt lookup, 5-grams",
+        "draft model padded",
+    ]
+    lookup, longer, draft = found[2:]
+    assert [(c.method, c.lossless, c.steady, c.head) for c in (lookup, draft)] == [
+        ("prompt_lookup", True, False, None),
+        ("draft_model", True, True, None),
+    ]
+    assert all(c.simulate is not None for c in found)
+    assert [d.max_ngram for d in (lookup.make(2), longer.make(2)) if isinstance(d, PromptLookup)] == [3, 5]
+    drafter = draft.make(4)
+    assert isinstance(drafter, DraftModel)
+    assert (drafter.num_speculative_tokens, drafter.width) == (4, session.target.vocab_size)
+    assert draft.info.parameters == sum(p.numel() for p in drafter.model.model.parameters())
+    assert draft.fingerprint == drafter.model.fingerprint
+
+
+def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str
+) -> None:
+    drafts = f"{{tree: chain}}, {{tree: {bush}}}, {{tree: {bush}, children: drawn}}, {{tree: dynamic, depth: 3, total_tokens: 20}}"
+    found = lineup(session, workplace, heads, f"{drafts}, {{tree: {bush}, acceptance: typical}}")
+    simulated = {c.name: c.simulate is not None for c in found}
+    assert simulated == {
+        "eagle3": True,
+        "eagle3 bush": True,
+        "eagle3 bush, drawn": False,
+        "eagle3 dynamic 3x8, 20 tokens": False,
+        "eagle3 bush, typical (lossy)": False,
+        "medusa": True,
+        "medusa bush": True,
+        "medusa bush, drawn": False,
+        "medusa bush, typical (lossy)": False,
+    }
+    dynamic = found[3]
+    assert (dynamic.info.tree, dynamic.info.nodes, dynamic.info.num_speculative_tokens) == (
+        "dynamic 3x8, 20 tokens",
+        19,
+        3,
+    )
+    assert [dynamic.nodes(k) for k in (1, 2, 3)] == [9, 20, 20]
+    assert dynamic.make(1).max_nodes == 9
+    drawn = found[2]
+    assert (drawn.info.tree, drawn.nodes(2), drawn.make(2).drawn) == ("bush, drawn", 4, True)
+    # At temperature 0 drawn children are the likely ones, and the lossy rule is the exact one.
+    greedy = [c.name for c in at_temperature(found, Sampling())]
+    assert greedy == ["eagle3", "eagle3 bush", "eagle3 dynamic 3x8, 20 tokens", "medusa", "medusa bush"]
+    assert [c.name for c in at_temperature(found[::-1], Sampling())] == greedy[::-1], "whatever comes first"
+    assert at_temperature(found, Sampling(1.0)) == found
+    alone = [c for c in found if c.name == "medusa bush, drawn"]
+    assert at_temperature(alone, Sampling()) == alone, "what repeats nothing stays"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "said"),
+    [
+        (
+            "{tree: dynamic}, {tree: chain}",
+            "dynamic 6x8, 60 tokens, but none of the heads .medusa. drafts dynamic trees",
+        ),
+        ("{tree: dynamic}", "names only trees that medusa heads do not draft: add {tree: chain}"),
+        ("{tree: BUSH}, {tree: OTHER/bush.json}", "two drafters of the name 'medusa bush'"),
+    ],
+)
+def test_drafts_that_do_not_fit_the_heads_are_refused(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str, drafts: str, said: str
+) -> None:
+    (workplace / "elsewhere").mkdir(exist_ok=True)
+    (workplace / "elsewhere" / "bush.json").write_text("[[0], [1]]")
+    drafts = drafts.replace("BUSH", bush).replace("OTHER", str(workplace / "elsewhere"))
+    with pytest.raises(UserError, match=said):
+        lineup(session, workplace, {"medusa": heads["medusa"]}, drafts)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("nowhere", "nowhere, but there is no such folder"),
+        ("chat.jsonl", "but there is no such folder"),
+        ("empty", "cannot be used: No tokenizer could be loaded from .*empty"),
+        ("target", "names the target .* as its own draft model"),
+        ("other", r"other has another tokenizer than the target: id \d+ is 'new0' there and no token in the target"),
+        ("short", "short reads at most 64 tokens, but the longest text with its draft has 104"),
+        ("bare", "names a draft model that cannot be used: .* has no weights"),
+    ],
+)
+def test_draft_models_that_do_not_fit_the_target_are_refused(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], path: str, said: str
+) -> None:
+    (workplace / "empty").mkdir(exist_ok=True)
+    bare = workplace / "bare"
+    bare.mkdir(exist_ok=True)
+    tiny_tokenizer().save_pretrained(bare)
+    (bare / "config.json").write_bytes((workplace / "small" / "config.json").read_bytes())
+    with pytest.raises(UserError, match=said) as caught:
+        lineup(session, workplace, heads, "{tree: chain}", f"{{kind: draft_model, path: {workplace / path}}}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_head_that_reads_less_than_the_longest_text_is_refused(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    small = load_head(workplace / "short", session.target)
+    assert (small.context_length, heads["medusa"].context_length) == (64, None)
+    asked = asking(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
+    both = heads | {"draft_model": small}
+    assert [c.name for c in make_lineup(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]
+    with pytest.raises(UserError, match=r"The head draft_model reads at most 64 tokens, but .* its draft has 65"):
+        make_lineup(asked, both, session.target, 61)
+
+
+def test_two_draft_models_of_one_name_are_refused(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    (workplace / "again").mkdir(exist_ok=True)
+    link = workplace / "again" / "small"
+    if not link.exists():
+        link.symlink_to(workplace / "small")
+    both = ", ".join(f"{{kind: draft_model, path: {path}}}" for path in (workplace / "small", link))
+    with pytest.raises(UserError, match="two drafters of the name 'draft model small'"):
+        lineup(session, workplace, heads, "{tree: chain}", both)
+
+
+def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    words = ["--evaluate.num_speculative_tokens", "4", "--evaluate.max_k", "6"]
+    asked = asking(session, workplace, *words)
+    found = make_lineup(asked, heads, session.target, 100)
+    assert cast(Any, asked).warnings == [
+        "evaluate.num_speculative_tokens is 4, but medusa drafts 3 tokens at most: its chains are measured with 3."
+    ]
+    assert [(c.num_speculative_tokens, c.lengths) for c in found] == [(4, (1, 2, 3, 4, 5, 6)), (3, (1, 2, 3))]
+    assert replace(found[0], simulate=None).lengths == (4,)
+
+
+def test_a_way_to_draft_can_be_kept_to_some_heads(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str
+) -> None:
+    found = lineup(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [medusa]}}")
+    assert [c.name for c in found] == ["eagle3", "medusa", "medusa bush"]
+    with pytest.raises(UserError, match=r"heads names 'hydra', but the heads measured are eagle3, medusa"):
+        lineup(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [hydra]}}")

@@ -1,0 +1,260 @@
+"""What is refused before hours of work, and what is only said."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.errors import UserError
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.initialisation import start_head
+from draftsmith.stages.preflight import preflight
+from draftsmith.stages.session import Session
+from draftsmith.stages.stages import train_inputs
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+from tests.workplace import make_workplace
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The miniature, with a draft model of a short context."""
+    folder = make_workplace(tmp_path_factory.mktemp("preflight"))
+    tokenizer = tiny_tokenizer()
+    short = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=64)
+    short.save_pretrained(folder / "short")
+    tokenizer.save_pretrained(folder / "short")
+    return folder
+
+
+def session_of(workplace: Path, tmp_path: Path, method: str, head: dict[str, Any], *words: str) -> Session:
+    """A session of the miniature's recipe with another head."""
+    recipe = yaml.safe_load((workplace / "recipe.yaml").read_text()) | {"method": method, "head": head}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return Session(
+        parse_recipe(["--recipe", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", *words])
+    )
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "peagle"])
+def test_a_mask_token_that_texts_hold_is_said(
+    method: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samples = [Tokenized(torch.tensor([5, 7, 9]), torch.ones(3, dtype=torch.bool), "line 4", "chat")]
+    for token, said in ((7, True), (8, False)):
+        session = session_of(workplace, tmp_path, method, {"mask_token_id": token})
+        start_head(session, None, None, samples)
+        assert ("head.mask_token_id is 7, which texts have (line 4 for one)" in capsys.readouterr().err) == said
+
+
+def test_chains_shorter_than_asked_for_are_said(workplace: Path, tmp_path: Path) -> None:
+    session = session_of(workplace, tmp_path, "medusa", {"num_heads": 2}, "--evaluate.drafts", "[{tree: chain}]")
+    preflight(session, "run")
+    asked = session.recipe.evaluate.num_speculative_tokens
+    assert session.warnings == [
+        f"evaluate.num_speculative_tokens is {asked}, but medusa drafts 2 tokens at most: its chains are measured with 2."
+    ]
+
+
+def test_samples_that_are_longer_than_the_head_reads(workplace: Path, tmp_path: Path) -> None:
+    head = {"init_from": str(workplace / "short")}
+    with pytest.raises(
+        UserError, match=r"lets samples of 128 tokens through, but the head reads at most 64: set data\."
+    ):
+        preflight(session_of(workplace, tmp_path, "draft_model", head), "train")
+    preflight(session_of(workplace, tmp_path, "draft_model", head, "--data.max_length=64"), "train")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_that_no_engine_serves_is_trained_but_not_run(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Untied blocks that are still equal count, too: training makes them differ."""
+    head = {"num_heads": 2, "num_layers": 4}
+    for command, words in (("run", ()), ("train", ("--export.layout=hydra",))):
+        with pytest.raises(UserError, match=r"cannot hold this head: it has head\.num_layers above 2 without"):
+            preflight(session_of(workplace, tmp_path, "hydra", head, *words), command)
+    preflight(session_of(workplace, tmp_path, "hydra", head), "train")
+    assert "warning: such heads can be trained and measured, but not exported: The layout" in capsys.readouterr().err
+    preflight(session_of(workplace, tmp_path, "hydra", head | {"tie_blocks": True}), "train")
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_layers_to_store_and_a_draft_vocabulary_that_cannot_be(workplace: Path, tmp_path: Path) -> None:
+    for layers, said in (("[3,1]", "in ascending order"), ("[1,3,5,77]", "77 is out of range")):
+        session = session_of(
+            workplace, tmp_path, "medusa", {}, "--features.source=store", f"--features.layer_ids={layers}"
+        )
+        with pytest.raises(UserError, match=rf"^features\.layer_ids .*{said}"):
+            preflight(session, "train")
+    with pytest.raises(UserError, match="draft_vocab_size"):
+        preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": 1}), "train")
+    vocab = len(tiny_tokenizer())
+    preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": vocab}), "train")
+    assert not (tmp_path / "run").exists()
+
+
+def test_sampling_that_the_datas_own_answers_do_not_follow(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in ((("--answers.top_p=0.9",), True), ((), False)):
+        session = session_of(workplace, tmp_path, "eagle3", {}, "--answers.regenerate=false", *words)
+        preflight(session, "train")
+        assert ("warning: answers.top_p is set, but answers.regenerate is false" in capsys.readouterr().err) == said
+
+
+def test_a_seed_that_no_generator_takes(workplace: Path, tmp_path: Path) -> None:
+    for seed in (-1, 2**32):
+        with pytest.raises(UserError, match=f"seed is {seed}: it must be from 0 to 4294967295"):
+            session_of(workplace, tmp_path, "eagle3", {}, f"--seed={seed}")
+
+
+def test_a_model_to_start_from_counts_by_its_weights_and_not_by_its_place(workplace: Path, tmp_path: Path) -> None:
+    def inputs(name: str) -> dict[str, Any]:
+        words = ("--answers.regenerate=false", "--features.source=online")
+        return train_inputs(
+            session_of(workplace, tmp_path, "draft_model", {"init_from": str(workplace / name)}, *words)
+        )
+
+    shutil.copytree(workplace / "short", workplace / "moved")
+    assert inputs("moved") == inputs("short")
+    weights = load_file(workplace / "moved" / "model.safetensors")
+    save_file(
+        weights | {"model.norm.weight": weights["model.norm.weight"] + 1}, workplace / "moved" / "model.safetensors"
+    )
+    assert inputs("moved")["head"] != inputs("short")["head"]
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("longrope", 100), ("dynamic", 120)])
+def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
+    kind: str, limit: int, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rope = {"rope_theta": 10000.0, "rope_type": kind, "original_max_position_embeddings": 100, "factor": 2.0}
+    own = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    tokenizer = tiny_tokenizer()
+    model = tiny_model(
+        "llama",
+        vocab_size=len(tokenizer),
+        head_dim=16,
+        max_position_embeddings=200 if kind == "longrope" else 120,
+        rope_parameters=rope | own,
+    )
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    for longest, warned in ((limit - 4, False), (limit - 3, True)):
+        words = (f"--target.path={tmp_path / 'target'}", f"--data.max_length={longest}")
+        session = session_of(workplace, tmp_path, "medusa", {"num_heads": 4}, *words)
+        preflight(session, "train")
+        assert (
+            f"change for all texts of a pass that is longer than {limit} tokens" in capsys.readouterr().err
+        ) == warned
+
+
+def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for key in ("output_dir", "data_dir"):
+        session = session_of(workplace, tmp_path, "eagle3", {}, f"--{key}={tmp_path / 'file' / 'run'}")
+        with pytest.raises(UserError, match=rf"^{key} is .*, but .*file is a file: name a folder\.$"):
+            preflight(session, "train")
+
+
+def test_prompts_without_room_for_an_answer(workplace: Path, tmp_path: Path) -> None:
+    """Told before the training that they would be measured after."""
+    session = session_of(workplace, tmp_path, "eagle3", {}, "--evaluate.max_k=5000")
+    words = (
+        "tokens that the target's context leaves beside a draft of 5000: give shorter prompts, or lower evaluate.max_k"
+    )
+    with pytest.raises(UserError, match=words):
+        preflight(session, "run")
+
+
+def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [json.loads(line) for line in (workplace / "prompts.jsonl").read_text().splitlines()]
+    prompts[0]["messages"][0]["content"] *= 2000
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
+    preflight(session, "run")
+    requests, _ = make_requests(session, session.target)
+    said = f"1 of {len(prompts)} prompts are too long for the target and are left out."
+    assert len(requests) == len(prompts) - 1
+    assert session.warnings == [said]
+    assert capsys.readouterr().err.count(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--data.template={enable_thinking: false}",
+            "data.template names 'enable_thinking', which the chat template of",
+        ),
+        ("--target.device=gpu", "target.device is 'gpu': it is auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_what_the_target_does_not_know(words: str, said: str, workplace: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        preflight(session_of(workplace, tmp_path, "eagle3", {}, words), "train")
+
+
+def test_a_slice_by_the_name_of_all_slices(workplace: Path, tmp_path: Path) -> None:
+    line = {"id": "p1", "slice": "overall", "messages": [{"role": "user", "content": "ab"}]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(line) + "\n")
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
+    with pytest.raises(UserError, match="the prompt p1 is in a slice named overall"):
+        preflight(session, "run")
+
+
+@pytest.mark.parametrize(
+    ("capability", "words", "expected"),
+    [
+        ("AVX2", ("--train.precision=bf16",), 'set train.precision to "no".'),
+        ("AVX2", ("--train.precision=no", "--target.dtype=bfloat16"), "set target.dtype to float32."),
+        (
+            "AVX2",
+            ("--train.precision=bf16", "--evaluate.dtype=bfloat16"),
+            'set train.precision to "no" and evaluate.dtype to float32.',
+        ),
+        ("AVX2", ("--train.precision=no",), ""),
+        ("AVX512", ("--train.precision=bf16",), ""),
+    ],
+)
+def test_bf16_on_a_processor_without_it_is_warned_of(
+    workplace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capability: str,
+    words: tuple[str, ...],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    preflight(session_of(workplace, tmp_path, "medusa", {}, "--target.device=cpu", *words), "run")
+    found = [line for line in capsys.readouterr().err.splitlines() if "emulates bf16" in line]
+    assert [line.rsplit("or more: ")[-1] for line in found] == ([expected] if expected else [])
+
+
+def test_settings_of_a_store_are_warned_of_where_there_is_none(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for source, size, said in (("online", 1, True), ("store", 1, False), ("online", 512, False)):
+        words = (f"--features.source={source}", f"--features.shard_mb={size}")
+        preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
+        assert ("features.shard_mb is 1, but features.source is online" in capsys.readouterr().err) == said
+
+
+@pytest.mark.parametrize(("optimizer", "warned"), [("adamw", True), ("muon", False)])
+def test_a_rate_of_the_other_optimizer_is_warned_of(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, warned: bool
+) -> None:
+    words = (f"--train.optimizer={optimizer}", "--train.muon_lr=0.5")
+    preflight(session_of(workplace, tmp_path, "medusa", {}, *words), "train")
+    assert ("train.muon_lr is 0.5, but train.optimizer is adamw" in capsys.readouterr().err) == warned

@@ -1,0 +1,326 @@
+"""The whole way on a miniature target: every stage, reuse, refusals, and kill -9 at each stage."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.cli.main import main
+from draftsmith.eval.measure.result import read_result
+from draftsmith.heads.eagle3.formats import load_eagle3_directory
+from draftsmith.heads.target.target import load_target
+from draftsmith.train import loop
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+from tests.workplace import digests, make_workplace, options
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_workplace(tmp_path_factory.mktemp("pipeline"))
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path) -> Path:
+    """A run directory with every stage done, in this process."""
+    run = workplace / "finished"
+    torch.set_num_threads(1)
+    assert main(["run", *options(workplace, run)]) == 0
+    return run
+
+
+def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -> None:
+    for temperature in ("t0", "t1"):
+        result = read_result(finished / "evaluation" / temperature / "result.json")
+        measures = result.drafters["eagle3"].overall
+        assert set(result.drafters["eagle3"].slices) == {"chat", "code"}
+        assert measures.prompts == 4
+        assert measures.speedup is not None
+        assert len(measures.k_sweep or ()) == 4
+        assert sum(m.tokens or 0 for m in result.drafters["eagle3"].slices.values()) == measures.tokens
+    greedy = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    assert greedy.tau == pytest.approx(greedy.tau_simulated, abs=1e-9)
+    assert greedy.lossless is not None
+    assert greedy.lossless.dtype == "float32"
+    assert greedy.lossless.equal == greedy.lossless.checked == 4
+    assert greedy.lossless.tau == pytest.approx(greedy.lossless.tau_simulated, abs=1e-9)
+    assert (finished / "evaluation" / "report.html").exists()
+    assert (finished / "evaluation" / "report.md").exists()
+    target = load_target(str(workplace / "target"))
+    assert load_eagle3_directory(finished / "export" / "eagle3", target).layer_ids == (2, 4, 6)
+
+
+def test_answers_keep_their_ids_and_metrics_their_steps(finished: Path) -> None:
+    rows = [json.loads(line) for line in (finished / "answers.jsonl").read_text().splitlines()]
+    assert len(rows) == 80
+    assert all(row["prompt_ids"] and row["output_ids"] and row["finish_reason"] in ("eos", "length") for row in rows)
+    lines = [json.loads(line) for line in (finished / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert sum("tau" in line for line in lines) == 3
+    assert set(lines[-1]["tau"]["slices"]) == {"chat", "code"}
+
+
+def test_second_run_reuses_every_stage(workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = digests(finished)
+    assert main(["run", *options(workplace, finished)]) == 0
+    assert digests(finished) == before
+    told = capsys.readouterr()
+    for stage in ("answers", "features", "train", "evaluate", "export"):
+        assert f"{stage}: reusing" in told.err
+    assert "result.json" in told.out
+
+
+def test_changed_settings_are_refused_by_name(
+    workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(finished)
+    assert main(["train", *options(workplace, finished), "--answers.temperature", "0.5"]) == 2
+    message = capsys.readouterr().err
+    assert "answers.temperature was 1.0, is 0.5" in message
+    assert "--redo answers" in message
+    assert digests(finished) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evaluate"], "target was"),
+        (["export"], "trained for"),
+        (["export", "--redo", "export"], "trained for"),
+    ],
+    ids=" ".join,
+)
+def test_changed_target_is_refused(
+    words: list[str], said: str, workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation of another target may be asked for (tests/test_fit.py), but does not replace this one by itself."""
+    other = tmp_path / "other"
+    shutil.copytree(workplace / "target", other)
+    tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer())).save_pretrained(other)
+    before = digests(finished)
+    assert main([words[0], *options(workplace, finished), *words[1:], "--target.path", str(other)]) == 2
+    assert said in capsys.readouterr().err
+    assert digests(finished) == before, "a mistake changes nothing"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        ["train", "--redo", "train", "--data.heldout", "100000"],
+        ["train", "--redo", "features", "--head.layer_ids", "[2,4,99]"],
+        ["train", "--features.layer_ids", "[1,3]", "--redo", "features"],
+        ["train", "--head.draft_vocab_size", "99999", "--redo", "train"],
+        ["train", "--train.lr", "-1", "--redo", "train"],
+        ["train", "--train.loss.depth_weights", "[1.0]", "--redo", "train"],
+        ["train", "--train.loss.depth_weights", "[1.0,-1.0,1.0]", "--redo", "train"],
+        ["evaluate", "--redo", "evaluate", "--evaluate.prompts", "[nowhere.jsonl]"],
+        ["export", "--redo", "export", "--head", "nowhere"],
+        ["export", "--redo", "export", "--export.layout", "onnx"],
+        ["run", "--export.layout", "onnx"],
+        ["run", "--launch", "nowhere.yaml"],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_removes_nothing(
+    mistake: list[str], workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(finished)
+    assert main([mistake[0], *options(workplace, finished), *mistake[1:]]) == 2
+    assert capsys.readouterr().err.count("draftsmith: ") == 1
+    assert digests(finished) == before
+
+
+def test_what_a_result_depends_on_is_noticed(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other prompts and another head are other results, although no setting changed."""
+    run = tmp_path / "copy"
+    shutil.copytree(finished, run)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text((workplace / "prompts.jsonl").read_text().replace("number 3", "number 4"))
+    assert main(["evaluate", *options(workplace, run), "--evaluate.prompts", f"[{prompts}]"]) == 2
+    assert "prompts was" in capsys.readouterr().err
+    weights = run / "train" / "best" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: value + 1 if name == "norm.weight" else value for name, value in tensors.items()}, weights)
+    for stage in ("evaluate", "export"):
+        assert main([stage, *options(workplace, run)]) == 2
+        assert "head was" in capsys.readouterr().err
+
+
+def test_what_a_target_holds_besides_its_weights_is_noticed(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its end tokens end answers elsewhere; its name and its dtype are in what is exported."""
+    other, run = tmp_path / "other", tmp_path / "copy"
+    shutil.copytree(workplace / "target", other)
+    shutil.copytree(finished, run)
+    moved = ["--target.path", str(other)]
+    assert main(["evaluate", *options(workplace, run), *moved]) == 0
+    assert "evaluate: reusing" in capsys.readouterr().err, "where a target lies says nothing about what was measured"
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
+    for words, said in (
+        (["evaluate", *moved], "eos was"),
+        (["export", *moved], "target.reference was"),
+        (["export", "--target.dtype", "bfloat16"], "target.dtype was 'float32', is 'bfloat16'"),
+    ):
+        before = digests(run)
+        assert main([words[0], *options(workplace, run), *words[1:]]) == 2
+        assert said in capsys.readouterr().err
+        assert digests(run) == before, "a mistake changes nothing"
+    assert main(["export", *options(workplace, run), *moved, "--export.dtype", "bfloat16", "--redo", "export"]) == 0
+    config = json.loads((run / "export" / "eagle3" / "config.json").read_text())
+    assert "bfloat16" in (config.get("torch_dtype"), config.get("dtype"))
+
+
+def test_lost_files_are_made_again(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / "features")
+    shutil.rmtree(run / "export")
+    assert main(["run", *options(workplace, run)]) == 0
+    kept = {name: value for name, value in digests(finished).items() if not name.startswith("evaluation")}
+    found = digests(run)
+    # The README of the export names the folder it is in.
+    readme = "export/eagle3/README.md"
+    assert {n: found[n] for n in kept if n not in ("run.json", readme)} == {
+        n: kept[n] for n in kept if n not in ("run.json", readme)
+    }
+    assert (run / readme).read_text().replace(str(run), str(finished)) == (finished / readme).read_text()
+
+
+def test_a_destination_with_other_files_is_refused_before_anything_changes(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run, foreign = tmp_path / "elsewhere", tmp_path / "elsewhere" / "export" / "eagle3" / "notes.txt"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
+    words = ["--head", str(finished / "train" / "best")]
+    assert main(["export", *options(workplace, run), *words]) == 2
+    assert "is not a model folder (it holds ['notes.txt'])" in capsys.readouterr().err
+    assert [path for path in run.rglob("*") if path.is_file()] == [foreign]
+
+
+def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(finished, run)
+    marker = run / "train" / "best" / "model.safetensors"
+    before = marker.stat().st_mtime_ns
+    assert main(["train", *options(workplace, run), "--redo", "train"]) == 0
+    assert marker.stat().st_mtime_ns != before
+    assert digests(run)["train/best/model.safetensors"] == digests(finished)["train/best/model.safetensors"]
+    assert (run / "answers.jsonl").stat().st_mtime_ns == (finished / "answers.jsonl").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["evaluate", "--redo", "train"], "`draftsmith evaluate` does not make that stage here, only evaluate"),
+        (["evaluate", "--no-decode", "--redo", "evaluate"], "only simulate: leave --redo evaluate out"),
+        (["inspect", "--redo", "answers"], "nor any other"),
+        (["train", "--features.source", "online", "--redo", "features"], "only answers, train"),
+        (["run", "--answers.regenerate", "false", "--redo", "answers"], "only features, train, evaluate, export"),
+    ],
+)
+def test_redo_of_what_the_command_does_not_make_is_refused(
+    words: list[str], message: str, workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(finished)
+    assert main([words[0], *options(workplace, finished), *words[1:]]) == 2
+    assert message in capsys.readouterr().err
+    assert digests(finished) == before
+
+
+@pytest.mark.parametrize(("command", "redo"), [("run", False), ("train", True)])
+def test_training_is_launched_in_processes_of_their_own(
+    command: str, redo: bool, workplace: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--launch` goes through accelerate and leaves the same head, and the launched processes are the ones that train."""
+    run = tmp_path / "launched"
+    dropped = ("evaluation", "export") if redo else ("train", "evaluation", "export")
+    shutil.copytree(finished, run, ignore=shutil.ignore_patterns(*dropped))
+    config = str(ROOT / "recipes" / "accelerate" / "cpu.yaml")
+    words = ["--launch", config, "--evaluate.repeats", "1", "--evaluate.temperatures", "[0.0]"]
+    marker = finished / "train" / "best" / "model.safetensors"
+    monkeypatch.setattr(loop, "train", None)  # of this process
+    assert main([command, *options(workplace, run), *words, *(["--redo", "train"] if redo else [])]) == 0
+    assert (run / "evaluation").exists() == (command == "run")
+    assert (run / marker.relative_to(finished)).stat().st_mtime_ns > marker.stat().st_mtime_ns
+    assert digests(run)["train/metrics.jsonl"] == digests(finished)["train/metrics.jsonl"]
+
+
+def test_no_decode_simulates_only(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    head = str(finished / "train" / "best")
+    assert main(["evaluate", *options(workplace, tmp_path / "sim"), "--no-decode", "--head", head]) == 0
+    measures = read_result(tmp_path / "sim" / "simulation" / "t0" / "result.json").drafters["eagle3"].overall
+    decoded = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    assert measures.decode_tok_s is None
+    assert measures.tau_simulated == pytest.approx(decoded.tau, abs=1e-9)
+
+
+def test_online_features_train_the_same_head(workplace: Path, finished: Path) -> None:
+    """The target in memory and the store on disk are one source to training."""
+    run = workplace / "online"
+    assert main(["train", *options(workplace, run), "--features.source", "online"]) == 0
+    stored = [json.loads(x) for x in (finished / "train" / "metrics.jsonl").read_text().splitlines()]
+    online = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [x["loss"] for x in online] == pytest.approx([x["loss"] for x in stored], rel=1e-4)
+
+
+def test_accumulation_and_batch_size_give_one_trajectory(workplace: Path, finished: Path) -> None:
+    """4 rows at once, and 2 + 2 or 1 + 1 + 1 + 1 accumulated, are the same steps."""
+    losses = []
+    for rows, accumulation in ((4, 1), (2, 2), (1, 4)):
+        run = workplace / f"accumulate-{rows}"
+        shutil.copytree(finished, run, ignore=shutil.ignore_patterns("train", "evaluation", "export"))
+        entries = json.loads((run / "run.json").read_text())
+        (run / "run.json").write_text(json.dumps({k: entries[k] for k in ("answers", "features")}))
+        sizes = ["--train.rows", str(rows), "--train.accumulation", str(accumulation)]
+        # Muon blows up the rounding of small singular values.
+        sizes += ["--train.optimizer", "adamw", "--train.lr", "1e-3"]
+        assert main(["train", *options(workplace, run), *sizes]) == 0
+        lines = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([x["loss"] for x in lines])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-5)
+    assert losses[2] == pytest.approx(losses[0], rel=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "trigger"),
+    [
+        ("regenerate", "answers.jsonl.partial"),
+        ("extract", "features/shard-00000.safetensors"),
+        ("train", "train/step_*/DONE"),
+    ],
+)
+def test_kill_9_then_resume_gives_the_same_files(workplace: Path, finished: Path, stage: str, trigger: str) -> None:
+    run = workplace / f"killed-{stage}"
+    command = [sys.executable, "-m", "draftsmith.cli.main", stage, *options(workplace, run)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while (not any(path.stat().st_size for path in run.glob(trigger)) and "DONE" not in trigger) or not list(
+        run.glob(trigger)
+    ):
+        assert process.poll() is None, "the stage ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    torch.set_num_threads(1)
+    assert main([stage, *options(workplace, run)]) == 0
+    names = {"regenerate": ["answers.jsonl"], "extract": ["features"], "train": ["train/best", "train/metrics.jsonl"]}
+    expected, found = digests(finished), digests(run)
+    compared = [n for n in expected if any(n == p or n.startswith(p + "/") for p in names[stage])]
+    assert compared
+    assert {n: found[n] for n in compared} == {n: expected[n] for n in compared}

@@ -1,0 +1,115 @@
+"""--fail-under through `draftsmith evaluate`: refused before decoding, or held against what was written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.cli.main import main
+from draftsmith.eval.measure.result import read_result
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle1 import head as eagle1
+from draftsmith.heads.eagle1.options import Eagle1Options
+from draftsmith.heads.eagle3 import head as eagle3
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.export.export import export_head
+from draftsmith.heads.target.target import load_target
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that evaluate an untrained head on two slices of two prompts."""
+    folder = tmp_path_factory.mktemp("gating")
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    target = load_target(str(folder / "target"))
+    torch.manual_seed(0)
+    save_head(eagle3.build(Eagle3Options([2, 4, 6]), target, None), folder / "head", target)
+    rows = [
+        {"id": f"{name}{i}", "slice": name, "messages": [{"role": "user", "content": f"{name} {i}?"}]}
+        for name in ("chat", "code")
+        for i in range(2)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "target.path": folder / "target",
+        "target.device": "cpu",
+        "head.layer_ids": "[2,4,6]",
+        "evaluate.prompts": f"[{folder / 'prompts.jsonl'}]",
+        "evaluate.temperatures": "[0.0]",
+        "evaluate.max_new_tokens": 8,
+        "evaluate.repeats": 1,
+        "evaluate.num_speculative_tokens": 1,
+        "evaluate.max_k": 1,
+        "evaluate.generate": "false",
+        "output_dir": folder / "run",
+    }
+    return ["evaluate", "--head", str(folder / "head"), *(w for k, v in options.items() for w in (f"--{k}", str(v)))]
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--fail-under", "cod.tau=2"], "no slice cod; there are overall, chat, code"),
+        (["--fail-under", "medusa:tau=2"], "no drafter medusa; there is eagle3"),
+        (["--fail-under", "tau@T1=2"], "no temperature 1; there is 0"),
+        (["--fail-under", "tau=2", "--no-decode"], "use tau_simulated"),
+        (["--fail-under", "tau=two"], "not a number"),
+        (["--fail-under"], "--fail-under needs a value"),
+    ],
+)
+def test_refused_before_anything_is_decoded(
+    extra: list[str], said: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, *extra]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
+    assert said in line
+    assert not list(Path(words[-1]).rglob("result.json"))
+
+
+def test_a_published_head_of_another_method_than_the_recipes(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names are those of the head that is given; what the recipe exports and trains does not concern it."""
+    head, target = tmp_path / "eagle1", load_target(words[words.index("--target.path") + 1])
+    export_head(eagle1.build(Eagle1Options(), target, None), target, head)
+    given = [*words, "--head", str(head), "--output_dir", str(tmp_path / "run"), "--export.layout", "eagle3_llama_cpp"]
+    given += ["--head.draft_vocab_size", "999999", "--evaluate.beside.ours", words[words.index("--head") + 1]]
+    assert main([*given, "--no-decode", "--fail-under", "eagle3:tau_simulated=7.5"]) == 2
+    assert "no drafter eagle3; there are eagle1, ours" in capsys.readouterr().err
+    assert main([*given, "--no-decode", "--fail-under", "eagle1:code.tau_simulated=7.5"]) == 3
+    result = read_result(tmp_path / "run" / "simulation" / "t0" / "result.json")
+    assert set(result.drafters) == {"eagle1", "ours"}
+    assert main([*given, "--no-decode"]) == 0
+    assert "simulate: reusing" in capsys.readouterr().err
+    (head / "config.json").write_text(
+        (head / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
+    )
+    assert main([*given, "--no-decode"]) == 2
+    assert "head was" in capsys.readouterr().err
+
+
+def test_decoded_and_simulated_results_are_written_before_the_gate(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(words[-1])
+    drafts = ["--evaluate.drafts", "[{tree: chain}, {tree: dynamic, depth: 2, branching: 2, total_tokens: 4}]"]
+    lines = "eagle3 dynamic 2x2, 4 tokens"
+    assert main([*words, *drafts, "--no-decode", "--fail-under", f"{lines}:tau_simulated=1.5"]) == 2
+    assert f"{lines} cannot be simulated, so --no-decode leaves it out" in capsys.readouterr().err
+    gates = ["--fail-under", "tau=7.5,code.tau=7.5", "--fail-under", "eagle3:chat.tau_simulated=7.5"]
+    assert main([*words, *gates]) == 3
+    missed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
+    overall = read_result(run / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    assert overall.tau is not None
+    assert missed[0].startswith(f"draftsmith: eagle3 at T=0: tau {overall.tau:.4g} is below the threshold 7.5 (")
+    assert [line.split(": ")[2].split(" ")[0] for line in missed] == ["tau", "code.tau", "chat.tau_simulated"]
+    assert (run / "evaluation" / "report.html").exists()
+    assert main([*words, "--fail-under", "speedup=0.001"]) == 0
+    assert "gate: passed (checks: 1)" in capsys.readouterr().err
+    assert main([*words, "--no-decode", "--fail-under", "code.tau_simulated=7.5"]) == 3
+    assert (run / "simulation" / "t0" / "result.json").exists()

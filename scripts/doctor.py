@@ -27,5 +27,5 @@ def check_fit(words: list[str]) -> int:
 if __name__ == "__main__":
     if sys.argv[1:]:
         sys.exit(check_fit(sys.argv[1:]))
-    doctor = ROOT / "draftsmith" / "doctor.py"
+    doctor = ROOT / "draftsmith" / "cli" / "doctor.py"
     sys.exit(runpy.run_path(str(doctor), run_name="draftsmith_doctor")["run_doctor"]())

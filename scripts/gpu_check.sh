@@ -16,7 +16,7 @@ holds='import sys; from importlib.util import find_spec as find
 sys.exit(sys.version_info < (3, 11) or not (find("torch") and find("transformers")))'
 for python in python3 python3.12 python3.13 python3.11; do
     if "$python" -c "$holds" >/dev/null 2>&1; then
-        exec "$python" -m scripts.bench.gpu.check "$@"
+        exec "$python" -m scripts.bench.gpu "$@"
     fi
 done
 printf '%s\n' "$0: no python3 on PATH is 3.11 or newer and has torch and transformers: activate the environment" \

@@ -88,4 +88,4 @@ if asked_for vllm && [ ! -e "$VLLM_HOME/finished" ]; then
 fi
 if asked_for llama.cpp && [ ! -e "$LLAMA_HOME/finished" ]; then make_llama_cpp; fi
 if [ -n "$vllm_job" ]; then wait "$vllm_job"; fi
-exec "$VENV/bin/python" -m scripts.bench.engines.check --work "$ENGINES/work" --vllm "$VLLM_HOME" --llama-cpp "$LLAMA_HOME" "$@"
+exec "$VENV/bin/python" -m scripts.bench.engines --work "$ENGINES/work" --vllm "$VLLM_HOME" --llama-cpp "$LLAMA_HOME" "$@"

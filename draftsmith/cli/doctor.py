@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-PACKAGE = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
 ROOMS = ("data", "heads", "train", "eval", "recipes")
 TESTED_TRANSFORMERS = ((5, 17), (5, 23))

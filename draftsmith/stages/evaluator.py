@@ -33,7 +33,7 @@ from draftsmith.eval.measure.result import (
     TargetInfo,
     environment,
 )
-from draftsmith.eval.measure.statistics import Text, is_looping
+from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.lineup import at_temperature

@@ -24,7 +24,7 @@ from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure.generate_baseline import GenerateTiming
 from draftsmith.eval.measure.quality import compare_targets, perplexities
 from draftsmith.eval.measure.result import Costs, Drafter, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
-from draftsmith.eval.measure.statistics import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.heads.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")

@@ -27,6 +27,7 @@ SECTION = "dflash_config"
 
 
 def block_sizes(config: Config) -> dict[str, int]:
+    """Return what the symbols of shapes stand for."""
     return {
         "H": config["hidden_size"],
         "V": config["vocab_size"],
@@ -113,6 +114,7 @@ FORBIDDEN = {"quantization_config": "the weights are plain", "is_causal": "block
 
 
 def without_tensors(contract: Contract, *names: str) -> tuple[TensorRule, ...]:
+    """Return the rules of a contract less those of these tensors."""
     return tuple(rule for rule in contract.tensors if rule.name not in names)
 
 

@@ -76,6 +76,7 @@ def read_block_config(path: Path, target: Target) -> dict[str, Any]:
 
 
 def block_options(path: Path, config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Return the options that both block drafters have, from a configuration that was read."""
     with explain_config(path, "block drafter", "fetch the head again"):
         layer_ids = [k + 1 for k in config["target_layer_ids"]]
         token, size = config["mask_token_id"], operator.index(config.get("block_size", 16))
@@ -90,6 +91,7 @@ def block_options(path: Path, config: Mapping[str, Any], target: Target) -> dict
 
 
 def load_block(path: Path, config: Mapping[str, Any], target: Target, kind: type[Head], options: Any) -> Head:
+    """Return the head of that kind with the tensors in the folder `path`."""
     check_block(options.block_size, target.context_length, target.path)
     file, found = read_weights(path, target.device)
     tensors = tidy(found, file, target)
@@ -124,6 +126,7 @@ def _check_projection(path: Path, held: Tensor | None, vocab: Tensor | None, tar
 
 
 def not_computed(path: Path, what: str) -> UserError:
+    """Return the sentence for a block drafter with something that draftsmith does not compute."""
     return UserError(
         f"{path} is a block drafter with {what}, which is not computed here: serve it with the engine that it was made for, or "
         "train one."

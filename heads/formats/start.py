@@ -60,6 +60,8 @@ def _shell(*lines: list[str]) -> Snippet:
 
 
 def start_vllm(method: str, **more: bool) -> Callable[[Serving], list[Snippet]]:
+    """vLLM with the method of that name; more: further keys of its configuration."""
+
     def lines(serving: Serving) -> list[Snippet]:
         config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
         words = ["vllm", "serve", serving.target, *_option("--tensor-parallel-size", serving.gpus)]
@@ -79,15 +81,19 @@ def _vllm_adapter(adapter: Adapter) -> list[str]:
 
 
 def start_vllm_speculators(serving: Serving) -> list[Snippet]:
+    """vLLM started on the draft, which names the target."""
     return [_shell(["vllm", "serve", serving.draft, *_option("--tensor-parallel-size", serving.gpus)])]
 
 
 def start_speculators(serving: Serving) -> list[Snippet]:
+    """The speculators package."""
     code = f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({serving.draft!r})"
     return [_shell(["python", "-c", code])]
 
 
 def start_sglang(algorithm: str) -> Callable[[Serving], list[Snippet]]:
+    """SGLang with the algorithm of that name."""
+
     def lines(serving: Serving) -> list[Snippet]:
         K = serving.tokens
         server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
@@ -104,6 +110,7 @@ def start_sglang(algorithm: str) -> Callable[[Serving], list[Snippet]]:
 
 
 def start_tensorrt_llm(serving: Serving) -> list[Snippet]:
+    """TensorRT-LLM with an EAGLE-3 head."""
     layers = ", ".join(str(k - 1) for k in serving.layer_ids)
     text = (
         "speculative_config:\n"
@@ -117,6 +124,7 @@ def start_tensorrt_llm(serving: Serving) -> list[Snippet]:
 
 
 def start_tensorrt_llm_draft_model(serving: Serving) -> list[Snippet]:
+    """TensorRT-LLM with a draft model."""
     text = (
         "speculative_config:\n"
         "  decoding_type: DraftTarget\n"
@@ -128,6 +136,7 @@ def start_tensorrt_llm_draft_model(serving: Serving) -> list[Snippet]:
 
 
 def start_tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
+    """TensorRT-LLM with Medusa heads, which its converter builds in."""
     return [
         _shell(
             ["python", "examples/medusa/convert_checkpoint.py", "--model_dir", serving.target],
@@ -138,6 +147,8 @@ def start_tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
 
 
 def start_llama_cpp(spec_type: str) -> Callable[[Serving], list[Snippet]]:
+    """llama.cpp with the `--spec-type` of that name."""
+
     def lines(serving: Serving) -> list[Snippet]:
         kind = ["--outtype", GGUF_TYPES[serving.dtype]]
         convert = ["python", "convert_hf_to_gguf.py"]
@@ -152,6 +163,7 @@ def start_llama_cpp(spec_type: str) -> Callable[[Serving], list[Snippet]]:
 
 
 def start_llama_cpp_draft_model(serving: Serving) -> list[Snippet]:
+    """llama.cpp with a draft model."""
     kind = ["--outtype", GGUF_TYPES[serving.dtype]]
     convert = ["python", "convert_hf_to_gguf.py"]
     server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", "draft-simple"]
@@ -163,6 +175,7 @@ def start_llama_cpp_draft_model(serving: Serving) -> list[Snippet]:
 
 
 def start_transformers(serving: Serving) -> list[Snippet]:
+    """transformers' assisted generation."""
     text = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"target = {json.dumps(serving.target)}\n"
@@ -179,15 +192,18 @@ def start_transformers(serving: Serving) -> list[Snippet]:
 
 
 def start_tgi(serving: Serving) -> list[Snippet]:
+    """TGI, which loads the target that the export names."""
     words = ["text-generation-launcher", "--model-id", serving.draft, "--speculate", f"{serving.tokens}"]
     return [_shell([*words, *_option("--num-shard", serving.gpus)])]
 
 
 def start_medusa_original(serving: Serving) -> list[Snippet]:
+    """Medusa's own code."""
     return [_shell(["python", "-m", "medusa.inference.cli", "--model", serving.draft])]
 
 
 def start_hydra_original(serving: Serving) -> list[Snippet]:
+    """Hydra's own code."""
     return [_shell(["python", "-m", "hydra.inference.cli", "--model", serving.draft])]
 
 

@@ -305,7 +305,7 @@ def _other_prefix_sizes(files: ModelFiles, target: Target, head: DraftHead) -> b
 
 
 def _shares_more_than_a_matrix(files: ModelFiles, target: Target, head: DraftHead) -> bool:
-    return files.sizes.get("projections") == 0 and more_than_a_matrix(files, target, head)
+    return bool(files.config.get("original_lm_head")) and more_than_a_matrix(files, target, head)
 
 
 LAYOUTS = (

@@ -1,13 +1,11 @@
-"""The contracts of the Medusa layouts: the original one, that of TGI and that of vLLM (up to 0.32).
+"""Medusa heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised.
 
-Symbols in shapes: H target hidden, V target vocab, heads, layers (blocks per head), projections (output projections
+The layouts are the original one, that of TGI and that of vLLM (up to 0.32). Symbols in shapes: H target hidden, V target vocab, heads, layers (blocks per head), projections (output projections
 in the file). The first two layouts name neither sizes nor dtype: their readers take them from the target.
-
-Medusa heads in and out of the layouts that engines read.
 
 Engines draft the tokens that rank first, so the target's scale and softcap, which change no rank, are none of theirs
 where heads share its projection; a bias is, and only the original layout, whose reader calls the target's own module,
-can hold heads on such a projection. Shapes: H target hidden, V target vocab.
+can hold heads on such a projection.
 """
 
 import re

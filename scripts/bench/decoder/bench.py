@@ -1,4 +1,4 @@
-"""The decoder beside other decoders, in one run: `python scripts/bench_decoding.py --recipe R --output FOLDER`.
+"""The decoder beside other decoders, in one run: `python -m scripts.bench.decoder --recipe R --output FOLDER`.
 
 Measured are the target alone, every drafter of the recipe's `evaluate` section, and transformers' own decoding
 (`generate`, prompt lookup, assisted generation where the recipe names a draft model). Systems take turns on every prompt,

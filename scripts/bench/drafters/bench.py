@@ -1,4 +1,4 @@
-"""Every drafter on the same target, data and budget: `python scripts/bench_drafters.py --store FOLDER --runs FOLDER`.
+"""Every drafter on the same target, data and budget: `python -m scripts.bench.drafters --store FOLDER --runs FOLDER`.
 
 Trains each drafter of scripts/bench/drafters/table.py that is not yet trained, simulates its acceptance on the shared prompts,
 decodes them with it and with the target alone in turns, and writes a result file per drafter and a page of tables.
@@ -200,5 +200,5 @@ def _facts() -> dict[str, Any]:
     facts, words = environment(), sys.argv[1:]
     for place in ("--store", "--runs", "--output"):
         take(words, place)
-    command = shlex.join(["python", "scripts/bench_drafters.py", *words])
+    command = shlex.join(["python", "-m", "scripts.bench.drafters", *words])
     return {"command": command, **facts, "hardware": asdict(facts["hardware"])}

@@ -21,7 +21,7 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.drafters.contender import Contender, make_contender
-from draftsmith.eval.measure.statistics import Text, bootstrap_tau
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau
 from draftsmith.files import fingerprint, write_json
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.evaluation import make_requests

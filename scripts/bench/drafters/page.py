@@ -16,7 +16,7 @@ _AGAIN = """
 ## Making it again
 
 ```bash
-python scripts/bench_drafters.py --store runs/drafters/store --runs runs/drafters
+python -m scripts.bench.drafters --store runs/drafters/store --runs runs/drafters
 ```
 
 It trains what is not trained yet, and goes on where it was stopped; `--only NAME`, `--no-train` and `--no-decode` do a part.
@@ -27,7 +27,7 @@ It trains what is not trained yet, and goes on where it was stopped; `--only NAM
 python -m venv rival
 rival/bin/pip install torch transformers openai datasets httpx -c constraints.txt
 rival/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings python-dotenv
-python scripts/bench_drafters.py --store runs/drafters/store --runs runs/drafters --rival-jobs
+python -m scripts.bench.drafters --store runs/drafters/store --runs runs/drafters --rival-jobs
 for job in runs/drafters/speculators-eagle3-*/job.json; do
     OMP_NUM_THREADS=1 rival/bin/python scripts/bench/rivals/speculators_eagle3.py "$job"
 done
@@ -44,7 +44,7 @@ _INTRO = """# Drafters side by side
 
 Every drafter learned from answers of the same target, with the same number of supervised tokens (one that is trained in two
 stages has them in both together), and is measured on the same prompts; where one is not quite to be held against the first, it
-is said under the overview. Made by `scripts/bench_drafters.py`, which writes this page from the result files beside it.
+is said under the overview. Made by `python -m scripts.bench.drafters`, which writes this page from the result files beside it.
 
 - `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"

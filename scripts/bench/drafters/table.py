@@ -1,4 +1,4 @@
-"""The drafters of the comparison (`scripts/bench_drafters.py`), one line each."""
+"""The drafters of the comparison (`python -m scripts.bench.drafters`), one line each."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
@@ -8,7 +8,7 @@ import yaml
 
 from draftsmith.heads.registry import method_names
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)

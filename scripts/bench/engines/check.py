@@ -159,7 +159,3 @@ def show(rows: Sequence[AgreementRow]) -> None:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

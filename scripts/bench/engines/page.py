@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 PAGE, RESULTS = ROOT / "docs" / "engines.md", ROOT / "docs" / "results" / "engines"
 BLOCK = re.compile(r"(<!-- engines: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TITLES = {"vllm": "vLLM", "llama.cpp": "llama.cpp"}

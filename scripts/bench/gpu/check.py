@@ -26,7 +26,7 @@ from draftsmith.files import write_json
 from scripts.bench.gpu.figures import read_stages, read_tests, summarize_result
 from scripts.bench.gpu.wheels import install_wheels
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 HEADS = ("eagle3", "medusa")
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
@@ -243,7 +243,3 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / "scripts" / "gpu_wheels.txt"
 
 

@@ -481,7 +481,7 @@ def test_more_repeats_are_decoded_again(asked: str, again: bool) -> None:
 
 def test_the_command_in_the_files_names_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/here/bench.py", "--store", "/here/s", "--only", "eagle3", "--runs=/here/r"])
-    assert drafters_bench._facts()["command"] == "python scripts/bench_drafters.py --only eagle3"
+    assert drafters_bench._facts()["command"] == "python -m scripts.bench.drafters --only eagle3"
 
 
 def test_what_is_left_of_the_words_overrides_every_recipe() -> None:

@@ -20,7 +20,7 @@ from draftsmith.eval.measure.generate_baseline import GenerateTiming, time_gener
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.measure.result import Costs
-from draftsmith.eval.measure.statistics import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 from tests.models import KINDS, tiny_model

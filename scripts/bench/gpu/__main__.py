@@ -1,0 +1,8 @@
+"""The check of a CUDA machine: `bash scripts/gpu_check.sh` finds a Python and runs it."""
+
+import sys
+
+from scripts.bench.gpu.check import main
+
+if __name__ == "__main__":
+    sys.exit(main())

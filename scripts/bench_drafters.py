@@ -1,8 +1,0 @@
-"""Every drafter on the same target, data and budget: `python scripts/bench_drafters.py --store DIR --runs DIR`."""
-
-import sys
-
-from scripts.bench.drafters.bench import main
-
-if __name__ == "__main__":
-    sys.exit(main())

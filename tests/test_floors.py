@@ -1,0 +1,141 @@
+"""The folders stand on floors: imports go down or stay on a floor, and never round. docs/architecture.md draws them."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("data", "heads", "train", "eval", "draftsmith", "scripts/bench")
+
+FLOORS = (
+    ("draftsmith", "data"),  # the ground: errors, files, typed JSON; batches and packing
+    ("heads/target", "data/conversations"),
+    ("eval/decode", "data/features"),
+    ("heads", "heads/layers", "heads/losses", "heads/formats"),
+    ("eval/simulate",),
+    ("eval/drafters",),
+    ("heads/eagle", "heads/block"),
+    ("heads/*",),  # the methods: every folder of heads/ that registers one
+    ("heads/export", "data/answers"),
+    ("heads/conformance", "data/embedded"),
+    ("eval/measure",),
+    ("eval/tree_search", "eval/report", "eval/engines"),
+    ("draftsmith/recipe",),
+    ("train",),
+    ("draftsmith/plan",),
+    ("draftsmith/stages",),
+    ("draftsmith/cli",),
+    ("launchables of train",),
+    ("scripts/bench/*",),
+)
+"""From the ground up. A folder may import from its own floor and from those below."""
+
+LAUNCHABLES = {"train/eagle.py", "train/head.py", "train/medusa.py"}
+"""They stand in train/ for `accelerate launch`, on top of the command line."""
+
+PUBLIC = "draftsmith/__init__.py"
+"""What users import: it names parts of every floor, and loads them when they are asked for."""
+
+
+def sources() -> Iterator[Path]:
+    """Yield the product's Python files, links not followed."""
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            inside = path.relative_to(ROOT)
+            if "__pycache__" not in inside.parts and not (room == "draftsmith" and is_link(inside)):
+                yield inside
+
+
+def is_link(path: Path) -> bool:
+    return (ROOT / path.parts[0] / path.parts[1]).is_symlink()
+
+
+def module_of(path: Path) -> str:
+    """Return the name that a file is imported under."""
+    parts = path.with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] in ("draftsmith", "scripts") else ("draftsmith", *parts))
+
+
+def folder_of(path: Path) -> str:
+    return "launchables of train" if path.as_posix() in LAUNCHABLES else path.parent.as_posix()
+
+
+def floor_of(folder: str) -> int:
+    """Return the floor of a folder; a method's is that of "heads/*"."""
+    for number, names in enumerate(FLOORS):
+        if folder in names:
+            return number
+    family = f"{Path(folder).parent.as_posix()}/*"
+    found = [number for number, names in enumerate(FLOORS) if family in names]
+    assert found, f"{folder} stands on no floor: name it in FLOORS of {Path(__file__).name}"
+    return found[0]
+
+
+FILES = {module_of(path): path for path in sources()}
+
+
+def imports(path: Path) -> Iterator[Path]:
+    """Yield the product's files that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (FILES[name] if name in FILES else FILES[node.module] for name in names if node.module in FILES)
+        elif isinstance(node, ast.Import):
+            yield from (FILES[alias.name] for alias in node.names if alias.name in FILES)
+
+
+def arrows() -> dict[tuple[str, str], set[str]]:
+    """Return folder -> folder with the files that draw each arrow."""
+    found = defaultdict(set)
+    for path in FILES.values():
+        if path.as_posix() == PUBLIC:
+            continue
+        for other in imports(path):
+            if folder_of(path) != folder_of(other):
+                found[folder_of(path), folder_of(other)].add(f"{path.as_posix()} -> {other.as_posix()}")
+    return found
+
+
+ARROWS = arrows()
+
+
+def test_there_are_arrows_to_judge() -> None:
+    assert ("draftsmith/cli", "draftsmith/stages") in ARROWS
+    assert ("eval/decode", "heads/target") in ARROWS
+    assert len(ARROWS) > 100
+
+
+def test_imports_go_down() -> None:
+    up = {f"{a} -> {b}": files for (a, b), files in ARROWS.items() if floor_of(b) > floor_of(a)}
+    assert not up
+
+
+def test_no_imports_go_round() -> None:
+    below: dict[str, set[str]] = defaultdict(set)
+    for a, b in ARROWS:
+        below[a].add(b)
+    done: set[str] = set()
+
+    def visit(folder: str, way: list[str]) -> None:
+        if folder in way:
+            pytest.fail(f"a circle of folders: {' -> '.join([*way[way.index(folder) :], folder])}")
+        if folder not in done:
+            for other in sorted(below[folder]):
+                visit(other, [*way, folder])
+            done.add(folder)
+
+    for folder in sorted(below):
+        visit(folder, [])
+
+
+def test_what_finds_methods_imports_none() -> None:
+    """Registry, formats, export and conformance suite find methods by their registration, as they find another package's."""
+    from draftsmith.heads.registry import methods
+
+    finders = ("heads", "heads/formats", "heads/export", "heads/conformance")
+    named = [(a, b) for a, b in ARROWS if a in finders and b.removeprefix("heads/") in methods()]
+    assert not named

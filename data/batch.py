@@ -32,7 +32,7 @@ class Features:
 
     aux: [L, A*Ht] residual streams entering the aux layers, concatenated in layer order.
     last: [L, Ht] post-final-norm states. top1: [L] int32 argmax and logsumexp: [L] float32 of the
-    target's full-vocabulary logits at each position (both describe the law of the *next* token).
+    target's full-vocabulary logits at each position (both describe the distribution of the *next* token).
     """
 
     ids: Tensor

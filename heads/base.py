@@ -33,7 +33,7 @@ Piece = Tensor | slice
 class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa).
 
-    Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's law at position t+1+offset.
+    Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's distribution at position t+1+offset.
     rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or what computes those of some rows, where all
     of them at once would be too many to hold (see `logits_of`). feature: [R, H] what the head took for the target's
     last state at position t+1+offset, where it has such an output and the logits are made from it (EAGLE-1).
@@ -68,7 +68,7 @@ class StepOutput:
 class HeadOutput:
     """Everything a head computed for one TrainBatch, one StepOutput per step or head.
 
-    tuned: the law of the target that the head tunes (Medusa-2), at offset -1: row t predicts x_{t+1}, over all V.
+    tuned: the distribution of the target that the head tunes (Medusa-2), at offset -1: row t predicts x_{t+1}, over all V.
     """
 
     steps: tuple[StepOutput, ...]
@@ -136,7 +136,7 @@ class DraftHead(nn.Module, ABC):
     stream entering decoder layer k). draft_vocab: [W] int64 sorted target ids that its logits stand for
     (a buffer), or None when the head predicts the whole target vocabulary. train_steps: steps (or heads) that its
     training loss sums over. regresses: its outputs carry a `feature`. confident: they carry a `confidence`. tunes:
-    training tunes the target too, and the outputs carry the law of the `tuned` one.
+    training tunes the target too, and the outputs carry the distribution of the `tuned` one.
     max_speculative_tokens: the longest draft, None where there is no limit. reads_target: it reads states of the target,
     not the text alone. served_tokens: how many tokens an engine must be told to draft, None where it may be any number up
     to the longest. outer: parts of the names of matrices that are no weights inside the head, which Muon leaves to AdamW.

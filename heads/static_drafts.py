@@ -1,4 +1,4 @@
-"""How drafters propose whose laws of all depths are there at once: a token's law depends on its depth alone.
+"""How drafters propose whose distributions of all depths are there at once: a token's distribution depends on its depth alone.
 
 Shapes: B rows, K drafted tokens, N nodes, W draft vocab.
 
@@ -15,40 +15,40 @@ from torch import Tensor
 from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
 from draftsmith.eval.decode.growth import child_uniforms, growth
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, draw_children, law
+from draftsmith.eval.decode.sampling import draw, draw_children, probs
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.base import DraftHead
 
 
 def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
-    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each law."""
+    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each distribution."""
     count_B = state.limit_B.clamp(0, logits_BKW.shape[1])
     if greedy or state.sampling.greedy:
         return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), count_B)
-    laws_BKW = law(logits_BKW, state.sampling)
+    draft_probs_BKW = probs(logits_BKW, state.sampling)
     uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, logits_BKW.shape[1])
-    drawn_BK = draw(laws_BKW.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)
-    return Draft.chain(state.root_B, head.target_ids(drawn_BK), count_B, laws_BKW, head.draft_vocab)
+    drawn_BK = draw(draft_probs_BKW.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)
+    return Draft.chain(state.root_B, head.target_ids(drawn_BK), count_B, draft_probs_BKW, head.draft_vocab)
 
 
 def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
-    """Return a static tree, no deeper than K: each depth's most likely tokens, or (drawn) those drawn from its law anew for
+    """Return a static tree, no deeper than K: each depth's most likely tokens, or (drawn) those drawn from its distribution anew for
     each node, without replacement.
 
     whole: the tree however deep this round drafts, which the random numbers go by.
     """
     tree = whole.cut(logits_BKW.shape[1])
     if drawn and not state.sampling.greedy:
-        return _drawn(state, law(logits_BKW, state.sampling), head, whole, tree)
+        return _drawn(state, probs(logits_BKW, state.sampling), head, whole, tree)
     shape = tree.on(logits_BKW.device)
     best_BKR = logits_BKW.topk(min(tree.ranks, logits_BKW.shape[-1]), -1).indices
     chosen_BN = best_BKR[:, shape.depth_N[1:] - 1, shape.rank_N[1:]]
     return Draft.static(state.root_B, head.target_ids(chosen_BN), tree, state.limit_B)
 
 
-def _drawn(state: DecodeState, laws_BKW: Tensor, head: DraftHead, whole: StaticTree, tree: StaticTree) -> Draft:
-    plan, shape = growth(tree, laws_BKW.device), tree.on(laws_BKW.device)
-    inner_BTW = laws_BKW[:, shape.depth_N[plan.inner_T]]
+def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: StaticTree, tree: StaticTree) -> Draft:
+    plan, shape = growth(tree, draft_probs_BKW.device), tree.on(draft_probs_BKW.device)
+    inner_BTW = draft_probs_BKW[:, shape.depth_N[plan.inner_T]]
     child_BTC = draw_children(inner_BTW, child_uniforms(state, whole, plan.inner_T))
     first, drafted = 0, []
     for level in plan.levels:
@@ -56,13 +56,13 @@ def _drawn(state: DecodeState, laws_BKW: Tensor, head: DraftHead, whole: StaticT
         first += level.above
     tokens_BN = head.target_ids(torch.cat(drafted, 1))
     draft = Draft.static(state.root_B, tokens_BN, tree, state.limit_B)
-    return draft.drawn_from(inner_BTW[:, plan.law_M], head.draft_vocab)
+    return draft.drawn_from(inner_BTW[:, plan.probs_M], head.draft_vocab)
 
 
 class StaticDrafter:
     """A drafter of chains and static trees.
 
-    num_speculative_tokens: heads used. tree: at most that deep. drawn: a tree's tokens are drawn from their laws without
+    num_speculative_tokens: heads used. tree: at most that deep. drawn: a tree's tokens are drawn from their distributions without
     replacement instead of being the most likely ones. greedy_drafts: a chain of argmaxes at every temperature (as vLLM
     drafts).
     """

@@ -50,14 +50,14 @@ def restart(head: DraftHead, options: Any, target: Target, method: str | None = 
     None for that of `head`; what a head of another method does not have starts as in a new one."""
     method = method or head.method
     spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.layer_ids)}
-    fresh = find_method(method).load(spec, target, head.draft_vocab)
+    new_tokens = find_method(method).load(spec, target, head.draft_vocab)
     tensors = head.state_dict()
-    for name, parameter in fresh.named_parameters():
+    for name, parameter in new_tokens.named_parameters():
         if name == EMBEDDING and parameter.requires_grad:
             # A shared one would be trained in the target, too.
             tensors[name] = tensors[name].to(parameter.dtype, copy=True)
-    fresh.load_state_dict(tensors, assign=True, strict=head.method == method)
-    return fresh
+    new_tokens.load_state_dict(tensors, assign=True, strict=head.method == method)
+    return new_tokens
 
 
 def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:

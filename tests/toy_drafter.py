@@ -11,7 +11,7 @@ import torch
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, law
+from draftsmith.eval.decode.sampling import draw, probs
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.registry import Method
 from draftsmith.heads.target.target import Target
@@ -79,16 +79,16 @@ class BigramDrafter:
     def propose(self, state: DecodeState) -> Draft:
         depth = min(self.num_speculative_tokens, state.room)
         uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        tokens, laws = [state.root_B], []
+        tokens, draft_probs = [state.root_B], []
         for k in range(depth):
             logits_BV = self.head.table[tokens[-1]]
             if state.sampling.greedy:
                 tokens.append(logits_BV.argmax(-1))
             else:
-                laws.append(law(logits_BV, state.sampling))
-                tokens.append(draw(laws[-1], uniform_BK[:, k]))
-        count_B, laws_BKV = state.limit_B.clamp(0, depth), torch.stack(laws, 1) if laws else None
-        return Draft.chain(state.root_B, torch.stack(tokens[1:], 1), count_B, laws_BKV)
+                draft_probs.append(probs(logits_BV, state.sampling))
+                tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
+        count_B, draft_probs_BKV = state.limit_B.clamp(0, depth), torch.stack(draft_probs, 1) if draft_probs else None
+        return Draft.chain(state.root_B, torch.stack(tokens[1:], 1), count_B, draft_probs_BKV)
 
 
 METHOD = Method(__name__, options=":BigramOptions", drafter=":BigramDrafter", head="")

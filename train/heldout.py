@@ -25,7 +25,7 @@ class HeldOut:
     """loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
     the target's most common choice. tuned: "tuned" -> how far a target that is tuned with the head is from the original
-    (see `tuned_facts`), where one is. Its drafts are held against its own law, but tau is an approximation, since the
+    (see `tuned_facts`), where one is. Its drafts are held against its own distribution, but tau is an approximation, since the
     answers are the original's."""
 
     loss: float

@@ -59,15 +59,15 @@ class TrainingPass(nn.Module):
     def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[Any, ...], ...]:
         """Return the fields of every StepOutput, that of a tuned target last."""
         output = self.head(batch, num_steps)
-        laws = output.steps if output.tuned is None else (*output.steps, output.tuned)
-        return tuple(tuple(getattr(law, field.name) for field in fields(StepOutput)) for law in laws)
+        draft_probs = output.steps if output.tuned is None else (*output.steps, output.tuned)
+        return tuple(tuple(getattr(probs, field.name) for field in fields(StepOutput)) for probs in draft_probs)
 
 
 def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
     """Call a prepared TrainingPass."""
-    laws = tuple(StepOutput(*law) for law in model(batch, num_steps))
-    tuned = [law for law in laws if law.offset < 0]
-    return HeadOutput(laws[: len(laws) - len(tuned)], tuned[0] if tuned else None)
+    draft_probs = tuple(StepOutput(*probs) for probs in model(batch, num_steps))
+    tuned = [probs for probs in draft_probs if probs.offset < 0]
+    return HeadOutput(draft_probs[: len(draft_probs) - len(tuned)], tuned[0] if tuned else None)
 
 
 def launch_settings(config: Path | None = None) -> dict[str, str]:

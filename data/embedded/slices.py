@@ -47,7 +47,7 @@ def expand(rng: Random, template: str, bound: dict[str, str]) -> str:
     return template
 
 
-# Question, then answers. Slots in capitals are drawn once and shared by the two.
+# Question, then answers. WriteRange in capitals are drawn once and shared by the two.
 _CHAT_TOPICS: list[tuple[str, list[str]]] = [
     (
         "Tell me a {MOOD} story about a {ADJ} {ANIMAL}.",

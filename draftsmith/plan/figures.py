@@ -188,7 +188,7 @@ def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:
     return rows if sampled is None else sampled(rows)
 
 
-# Counted in [R, W] of fp32: the teacher's law, a copy of it for the step at hand, and what the loss makes of the two laws.
+# Counted in [R, W] of fp32: the teacher's distribution, a copy of it for the step at hand, and what the loss makes of the two distributions.
 _WORKING = {"kl": 2, "soft_ce": 2, "hard_ce": 3, "tv": 3, "lk_alpha": 3, "lk_hybrid": 4, "reverse_kl": 4, "jsd": 7}
 
 
@@ -196,7 +196,7 @@ def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], lo
     """Bytes at the end of the loss, where a training pass takes most.
 
     What the head keeps; and per row and step the draft logits, their fp32 log-softmax, and, but for hard
-    cross-entropy, the teacher's fp32 law. Then the teacher's law on all R rows, and what the loss of one step works with.
+    cross-entropy, the teacher's fp32 distribution. Then the teacher's distribution on all R rows, and what the loss of one step works with.
     """
     kinds = {loss.kind, *loss.also}
     hard = kinds == {"hard_ce"}

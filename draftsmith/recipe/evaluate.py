@@ -18,7 +18,7 @@ class DraftSpec:
     """chain; medusa_63, the published tree; a JSON file with a list of paths such as [[0], [1], [0, 0]]; or dynamic,
     EAGLE-2's tree, which grows where the draft is sure of itself."""
     children: Literal["likely", "drawn"] | None = None
-    """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its law."""
+    """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its distribution."""
     depth: int | None = None
     """dynamic: levels of the tree; null is 6."""
     branching: int | None = None
@@ -31,7 +31,7 @@ class DraftSpec:
     heads: list[str] = field(default_factory=list)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
-    """typical is Medusa's LOSSY rule: the text no longer follows the target's law (above temperature 0)."""
+    """typical is Medusa's LOSSY rule: the text no longer follows the target's distribution (above temperature 0)."""
     epsilon: float = 0.09
     """typical: a token more likely than this is always accepted."""
     delta: float = 0.3
@@ -44,7 +44,7 @@ class DraftSpec:
 
     @property
     def drawn(self) -> bool:
-        """Whether children are drawn from the head's law."""
+        """Whether children are drawn from the head's distribution."""
         return self.children == "drawn"
 
     def load(self) -> StaticTree | DynamicTree | None:

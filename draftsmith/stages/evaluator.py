@@ -17,6 +17,7 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import total
 from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import time_generate
 from draftsmith.eval.measure.lossless import compare_texts
@@ -33,7 +34,6 @@ from draftsmith.eval.measure.result import (
     TargetInfo,
     environment,
 )
-from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.lineup import at_temperature

@@ -26,7 +26,7 @@ from draftsmith.heads.target.target import Target, TargetOutput
 
 
 @dataclass(frozen=True)
-class Slots:
+class WriteRange:
     """Where the next `count` entries of each row go: behind its first `lengths_B` + `skip`. longest: the most of these.
 
     rows_b: the rows of the buffers that are written to; None for all of them."""
@@ -39,7 +39,7 @@ class Slots:
 
     @property
     def visible(self) -> int:
-        """Slots in use by the longest row."""
+        """WriteRange in use by the longest row."""
         return self.longest + self.count
 
     @property
@@ -166,7 +166,7 @@ class KVCache(Cache):
         self.capacity = capacity
         self.shapes = tuple(shapes)
         self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
-        self.staged = Slots(self.lengths_B, 0, 0)
+        self.staged = WriteRange(self.lengths_B, 0, 0)
         super().__init__(layers=[_Layer(self) for _ in shapes])
         tensors = [tensor for shape in self.shapes if shape is not None for tensor in shape]
         self.buffers: dict[TensorShape, Tensor] = {
@@ -189,13 +189,13 @@ class KVCache(Cache):
             layer.keys = None if shape is None else next(views[shape.keys])
             layer.values = None if shape is None else next(views[shape.values])
 
-    def stage(self, nodes: int, rows_b: Tensor | None = None, longest: int | None = None) -> Slots:
+    def stage(self, nodes: int, rows_b: Tensor | None = None, longest: int | None = None) -> WriteRange:
         """Reserve slots length .. length+nodes-1 for the next forward, over all rows or over the rows `rows_b`.
 
         longest: the largest length of a row that matters, where it is known."""
         lengths_B = self.lengths_B if rows_b is None else self.lengths_B[rows_b]
         longest = int(lengths_B.max()) if longest is None else longest
-        self.staged = Slots(lengths_B, nodes, longest, rows_b)
+        self.staged = WriteRange(lengths_B, nodes, longest, rows_b)
         assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
         return self.staged
 

@@ -21,9 +21,9 @@ class Draft:
     tokens_BN: node 0 is the root, the last committed token, which the target has not read yet.
     parents_BN: index of each node's parent, -1 for the root; parents come before their children.
     count_B: valid nodes per row, the root included; nodes from there on are padding.
-    laws_BMW: entry i is the law that the children of node i were drawn from, in the order of their numbers and without
+    draft_probs_BMW: entry i is the distribution that the children of node i were drawn from, in the order of their numbers and without
     replacement; nodes from M on have no children. None where the tokens were chosen deterministically. A child drawn
-    when no mass was left is never accepted. vocab_W: the target ids of a law's columns; None if they are the same.
+    when no mass was left is never accepted. vocab_W: the target ids of a distribution's columns; None if they are the same.
     tree: the static tree that every row has; linear: whether every row is a chain, None where it is not known. Both spare
     working out the shape in every round (and, on a GPU, waiting for it).
     """
@@ -31,7 +31,7 @@ class Draft:
     tokens_BN: Tensor
     parents_BN: Tensor
     count_B: Tensor
-    laws_BMW: Tensor | None = None
+    draft_probs_BMW: Tensor | None = None
     vocab_W: Tensor | None = None
     tree: StaticTree | None = None
     linear: bool | None = None
@@ -50,7 +50,7 @@ class Draft:
         root_B: Tensor,
         drafted_BK: Tensor,
         count_B: Tensor | None = None,
-        laws_BMW: Tensor | None = None,
+        draft_probs_BMW: Tensor | None = None,
         vocab_W: Tensor | None = None,
     ) -> "Draft":
         """Build a chain from its root and its drafted tokens; `count_B` drafted tokens are valid (all by default)."""
@@ -58,11 +58,11 @@ class Draft:
         tokens_BN = torch.cat([root_B[:, None], drafted_BK], 1)
         parents_BN = numbers(-1, length, root_B.device).expand(rows, -1)
         valid_B = torch.full_like(root_B, length) if count_B is None else count_B
-        return cls(tokens_BN, parents_BN, valid_B + 1, laws_BMW, vocab_W, linear=True)
+        return cls(tokens_BN, parents_BN, valid_B + 1, draft_probs_BMW, vocab_W, linear=True)
 
-    def drawn_from(self, laws_BMW: Tensor, vocab_W: Tensor | None) -> "Draft":
-        """Return the same draft with the laws that its tokens were drawn from."""
-        return replace(self, laws_BMW=laws_BMW, vocab_W=vocab_W)
+    def drawn_from(self, draft_probs_BMW: Tensor, vocab_W: Tensor | None) -> "Draft":
+        """Return the same draft with the distributions that its tokens were drawn from."""
+        return replace(self, draft_probs_BMW=draft_probs_BMW, vocab_W=vocab_W)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -133,7 +133,7 @@ def numbers(first: int, last: int, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Fresh:
+class NewTokens:
     """Tokens committed since the last proposal, paired as heads read them: token x_{t+1} with the target's state at t.
 
     tokens_Bn: x_{t+1}. aux_BnF: aux features of t, last_BnD: post-final-norm state of t.
@@ -145,11 +145,11 @@ class Fresh:
     last_BnD: Tensor
     count_B: Tensor
 
-    def select(self, rows: Tensor) -> "Fresh":
+    def select(self, rows: Tensor) -> "NewTokens":
         """Return the same for some of the rows, without padding that none of them needs."""
         count_B = self.count_B[rows]
         width = max(1, int(count_B.max()))
-        return Fresh(self.tokens_Bn[rows, :width], self.aux_BnF[rows, :width], self.last_BnD[rows, :width], count_B)
+        return NewTokens(self.tokens_Bn[rows, :width], self.aux_BnF[rows, :width], self.last_BnD[rows, :width], count_B)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Prompts:
     rows_b: Tensor
     ids_bL: Tensor
     length_b: Tensor
-    fresh: Fresh
+    new_tokens: NewTokens
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class DecodeState:
     length_B: Tensor
     limit_B: Tensor
     keys_B: Tensor
-    fresh: Fresh
+    new_tokens: NewTokens
     sampling: Sampling
     lengths: tuple[int, ...] = ()
     limits: tuple[int, ...] = ()
@@ -202,7 +202,7 @@ class DecodeState:
             length_B=self.length_B[rows],
             limit_B=self.limit_B[rows],
             keys_B=self.keys_B[rows],
-            fresh=self.fresh.select(rows),
+            new_tokens=self.new_tokens.select(rows),
         )
 
 

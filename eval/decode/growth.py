@@ -47,7 +47,7 @@ class Growth:
 
     levels: tuple[Level, ...]
     inner_T: Tensor
-    law_M: Tensor
+    probs_M: Tensor
     children: int
     ranks: int
 
@@ -77,10 +77,10 @@ def growth(tree: StaticTree, device: torch.device) -> Growth:
             )
         )
     numbers = [paths.index(path) for path in inner]
-    law = [numbers.index(node) if node in numbers else 0 for node in range(numbers[-1] + 1)]
+    probs = [numbers.index(node) if node in numbers else 0 for node in range(numbers[-1] + 1)]
     children = max(int(level.sibling_n.max()) + 1 for level in levels)
     return Growth(
-        tuple(levels), torch.tensor(numbers, device=device), torch.tensor(law, device=device), children, tree.ranks
+        tuple(levels), torch.tensor(numbers, device=device), torch.tensor(probs, device=device), children, tree.ranks
     )
 
 

@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation, Request, Round
 from draftsmith.eval.decode.cache import KVCache, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, Fresh, Prompts
+from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Noise, NotFinite, Typical, Verdict, verify
 from draftsmith.heads.target.target import Target, TargetOutput
@@ -55,8 +55,8 @@ class Loop:
         drafter.start(rows, capacity)
         zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         nothing_B10 = torch.zeros(rows, 1, 0, device=target.device)
-        fresh = Fresh(zeros_B[:, None], nothing_B10, nothing_B10, zeros_B)
-        self.state = DecodeState(zeros_B, zeros_B, zeros_B, zeros_B, fresh, sampling)
+        new_tokens = NewTokens(zeros_B[:, None], nothing_B10, nothing_B10, zeros_B)
+        self.state = DecodeState(zeros_B, zeros_B, zeros_B, zeros_B, new_tokens, sampling)
         # Which tokens a repetition penalty is for.
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
@@ -124,7 +124,7 @@ class Loop:
         output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, None if everyone else rows_b)
         self.cache.lengths_B = self.cache.lengths_B.index_copy(0, rows_b, length_b)
         last_b1 = (length_b - 1)[:, None]
-        at_end = Fresh(ids_bL[:, :1], _along(output.aux, last_b1, 1), _along(output.last, last_b1, 1), length_b)
+        at_end = NewTokens(ids_bL[:, :1], _along(output.aux, last_b1, 1), _along(output.last, last_b1, 1), length_b)
         seen_bV = None if self.seen_BV is None else _seen(ids_bL, length_b, self.target.vocab_size)
         root_b = self._first(answers, at_end.last_BnD, Noise(keys_b, length_b - 1), seen_bV)
         following_bL = torch.cat([ids_bL[:, 1:], root_b[:, None]], 1).scatter(1, last_b1, root_b[:, None])
@@ -134,7 +134,9 @@ class Loop:
         self.watch.lap("ttft")
         for answer in answers:
             answer.ttft_s = self.watch.last
-        self.drafter.admit(Prompts(rows_b, ids_bL, length_b, Fresh(following_bL, output.aux, output.last, length_b)))
+        self.drafter.admit(
+            Prompts(rows_b, ids_bL, length_b, NewTokens(following_bL, output.aux, output.last, length_b))
+        )
         self.watch.lap("draft")
         self._enter(rows_b, root_b, length_b, keys_b, at_end, seen_bV)
 
@@ -149,22 +151,28 @@ class Loop:
             raise explain(self.target, prompt.sample_id, list(prompt.prompt_ids)) from found
 
     def _enter(
-        self, rows_b: Tensor, root_b: Tensor, length_b: Tensor, keys_b: Tensor, at_end: Fresh, seen_bV: Tensor | None
+        self,
+        rows_b: Tensor,
+        root_b: Tensor,
+        length_b: Tensor,
+        keys_b: Tensor,
+        at_end: NewTokens,
+        seen_bV: Tensor | None,
     ) -> None:
         """Put what is known of admitted rows into the state of the batch."""
-        state, fresh = self.state, self.state.fresh
-        pair = Fresh(root_b[:, None], at_end.aux_BnF, at_end.last_BnD, torch.ones_like(length_b))
+        state, new_tokens = self.state, self.state.new_tokens
+        pair = NewTokens(root_b[:, None], at_end.aux_BnF, at_end.last_BnD, torch.ones_like(length_b))
         if len(rows_b) < len(self.places):
-            if fresh.last_BnD.shape[-1] != pair.last_BnD.shape[-1]:
+            if new_tokens.last_BnD.shape[-1] != pair.last_BnD.shape[-1]:
                 # The first prompts of a batch that reads them in several passes.
                 kinds = (pair.tokens_Bn, pair.aux_BnF, pair.last_BnD)
                 tokens, aux, last = (x.new_zeros(len(self.places), *x.shape[1:]) for x in kinds)
-                fresh = Fresh(tokens, aux, last, fresh.count_B)
-            pair = Fresh(
-                _put(fresh.tokens_Bn, rows_b, pair.tokens_Bn),
-                _put(fresh.aux_BnF, rows_b, pair.aux_BnF),
-                _put(fresh.last_BnD, rows_b, pair.last_BnD),
-                fresh.count_B.index_copy(0, rows_b, pair.count_B),
+                new_tokens = NewTokens(tokens, aux, last, new_tokens.count_B)
+            pair = NewTokens(
+                _put(new_tokens.tokens_Bn, rows_b, pair.tokens_Bn),
+                _put(new_tokens.aux_BnF, rows_b, pair.aux_BnF),
+                _put(new_tokens.last_BnD, rows_b, pair.last_BnD),
+                new_tokens.count_B.index_copy(0, rows_b, pair.count_B),
             )
         self.state = DecodeState(
             state.root_B.index_copy(0, rows_b, root_b),
@@ -226,7 +234,7 @@ class Loop:
         if sum(not answer.finish_reason for answer in self.places) < sum(running):
             # What was accepted past the end is forgotten, so that a row which waits stays within its context.
             self.cache.rollback(torch.tensor([self._length(a) for a in self.places], device=kept_B.device))
-        fresh = Fresh(
+        new_tokens = NewTokens(
             tokens_BD[:, :deepest],
             _along(output.aux, None if node_BD is None else node_BD[:, :deepest], deepest),
             _along(output.last, None if node_BD is None else node_BD[:, :deepest], deepest),
@@ -235,7 +243,7 @@ class Loop:
         state = self.state
         lengths_B, limit_B = self.cache.lengths_B, self._limits()
         self.state = DecodeState(
-            verdict.next_B, lengths_B, limit_B, state.keys_B, fresh, self.sampling, *self._running()
+            verdict.next_B, lengths_B, limit_B, state.keys_B, new_tokens, self.sampling, *self._running()
         )
 
     def _limits(self) -> Tensor:

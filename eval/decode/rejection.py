@@ -24,7 +24,7 @@ class Children(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """child_B: the accepted node, -1 for none. p_BV: the law of the next token where none was. broken_B: the draft's law
+    """child_B: the accepted node, -1 for none. p_BV: the distribution of the next token where none was. broken_B: the draft's distribution
     is none (see `is_broken`)."""
 
     child_B: Tensor
@@ -33,7 +33,7 @@ class Tried(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """Where a token stands in a draft law: its column, and its probability, 0 outside the draft vocabulary (whose column
+    """Where a token stands in a draft distribution: its column, and its probability, 0 outside the draft vocabulary (whose column
     means nothing)."""
 
     column: Tensor
@@ -41,38 +41,38 @@ class Drafted(NamedTuple):
     known: Tensor
 
 
-def look_up(law: Tensor, token: Tensor, vocab_W: Tensor | None) -> Drafted:
-    """Return the columns and probabilities of tokens [...] in `law` [..., W]."""
+def look_up(probs: Tensor, token: Tensor, vocab_W: Tensor | None) -> Drafted:
+    """Return the columns and probabilities of tokens [...] in `distribution` [..., W]."""
     if vocab_W is None:
         column, known = token, torch.ones_like(token, dtype=torch.bool)
     else:
         column = torch.searchsorted(vocab_W, token.contiguous()).clamp(max=len(vocab_W) - 1)
         known = vocab_W[column] == token
-    q = law.gather(-1, column[..., None])[..., 0]
+    q = probs.gather(-1, column[..., None])[..., 0]
     return Drafted(column, q.masked_fill(~known, 0), known)
 
 
 def is_broken(drafted: Drafted, first: bool) -> Tensor:
-    """Where tokens were drafted that `law` cannot give: NaN or infinite, or 0 for the first child of a node. Later ones
+    """Where tokens were drafted that `distribution` cannot give: NaN or infinite, or 0 for the first child of a node. Later ones
     may have 0: they were drawn when no mass was left, and are skipped."""
     possible = drafted.q > 0 if first else drafted.q >= 0
     return drafted.known & ~(possible & (drafted.q < torch.inf))
 
 
 def refuse_broken(depth_B: Tensor) -> None:
-    """Raise UserError if a draft law is broken; depth_B: the depth of the first one in each row, 0 where none is.
+    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first one in each row, 0 where none is.
 
     Going on would be silent and wrong: every comparison with NaN is false, and so would the residual be.
     """
     if bool((depth_B > 0).any()):
         raise UserError(
-            f"The draft head's law of the token at depth {int(depth_B[depth_B > 0].min())} is no law (NaN, infinite, or 0 "
+            f"The draft head's distribution of the token at depth {int(depth_B[depth_B > 0].min())} is no distribution (NaN, infinite, or 0 "
             "for the token it drafted): its weights are damaged or it overflows; draft in float32, or train it again."
         )
 
 
 def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
-    """Return norm((p - q)+), the law of the next token once a token x ~ q is rejected; NaN everywhere if q has any.
+    """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; NaN everywhere if q has any.
 
     p == q up to rounding leaves nothing; then the rejection itself had probability ~0, and p stays as it was.
     """

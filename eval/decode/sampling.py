@@ -1,4 +1,4 @@
-"""From logits to the law that tokens are drawn from.
+"""From logits to the distribution that tokens are drawn from.
 
 Shapes: B rows, V vocabulary (of target or draft).
 """
@@ -61,12 +61,12 @@ def weaken(logits: Tensor, penalty: float) -> Tensor:
     return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
-def law(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the float32 law [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this order.
+def probs(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the float32 distribution [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this order.
 
     Ties at the k-th place are all kept; top-p keeps the smallest set of most likely tokens whose
     mass reaches top_p; min-p keeps those at least min_p times as likely as the most likely one. Needs temperature > 0:
-    a greedy choice is an argmax, not a law.
+    a greedy choice is an argmax, not a distribution.
     """
     assert not sampling.greedy
     scores = logits.float()
@@ -112,20 +112,20 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.searchsorted(cdf_BV, point_B1, right=True)[:, 0].clamp_(max=weights_BV.shape[-1] - 1)
 
 
-def without(law: Tensor, index: Tensor) -> Tensor:
-    """Return `law` [..., W] once `index` [...] is drawn from it and not put back; all zeros when no mass is left."""
-    rest = law.scatter(-1, index[..., None], 0)
+def without(probs: Tensor, index: Tensor) -> Tensor:
+    """Return `distribution` [..., W] once `index` [...] is drawn from it and not put back; all zeros when no mass is left."""
+    rest = probs.scatter(-1, index[..., None], 0)
     mass = rest.sum(-1, keepdim=True)
     return rest / mass.where(mass != 0, 1)
 
 
-def draw_children(law: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw indices [..., C] from `law` [..., W] one after the other and without replacement, one uniform [..., C] each.
+def draw_children(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw indices [..., C] from `distribution` [..., W] one after the other and without replacement, one uniform [..., C] each.
 
     The order is part of the result: the verifier tries the children in it, and only the last ones may be dropped. Once
     no mass is left an index means nothing, and the verifier skips it.
     """
-    rest, uniform = law.reshape(-1, law.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
+    rest, uniform = probs.reshape(-1, probs.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
     drawn = [draw(rest, uniform[:, 0])]
     for child in range(1, uniform.shape[1]):
         rest = without(rest, drawn[-1])

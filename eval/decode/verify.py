@@ -1,8 +1,8 @@
 """Which drafted tokens the target accepts, as a pure function of tensors.
 
 One way for every draft: decide at a node which child is the target's token, follow it, and emit a token of the target's
-own where no child is. Children that were chosen deterministically need no law: draw t ~ p, descend if a child holds t.
-Children that were drawn from a law are accepted or rejected by it (rejection.py). Both leave the target's law unchanged.
+own where no child is. Children that were chosen deterministically need no distribution: draw t ~ p, descend if a child holds t.
+Children that were drawn from a distribution are accepted or rejected by it (rejection.py). Both leave the target's distribution unchanged.
 Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
 Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D depth levels, V target vocab, W draft vocab.
 """
@@ -19,7 +19,7 @@ from draftsmith.eval.decode.draft import Draft, numbers
 from draftsmith.eval.decode.noise import ACCEPT, EMIT, uniforms
 from draftsmith.eval.decode.penalty import penalize_nodes
 from draftsmith.eval.decode.rejection import Children, is_broken, look_up, refuse_broken, residual, try_children
-from draftsmith.eval.decode.sampling import Sampling, draw, law, penalize, top1
+from draftsmith.eval.decode.sampling import Sampling, draw, penalize, probs, top1
 
 
 class NotFinite(UserError):  # noqa: N818 - what was found, not what was done wrong
@@ -79,11 +79,11 @@ def verify(
     typical: Typical | None = None,
     seen_BV: Tensor | None = None,
 ) -> Verdict:
-    """Verify a draft against the target's logits at every node (the law of the token after the node).
+    """Verify a draft against the target's logits at every node (the distribution of the token after the node).
 
     typical: accept by this rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root among
     them; needed for a repetition penalty, which also sees the tokens on the path to each node.
-    Raises NotFinite at any node of the draft, also one that would not be accepted, and UserError where the draft's laws are
+    Raises NotFinite at any node of the draft, also one that would not be accepted, and UserError where the draft's distributions are
     none.
     """
     penalty = sampling.repetition_penalty
@@ -104,7 +104,7 @@ def verify(
         return _typical(draft, logits_BNV, sampling, rule)
     if sampling.greedy:
         return _matching(draft, top1(logits_BNV)[1])
-    if draft.laws_BMW is None:
+    if draft.draft_probs_BMW is None:
         return _matching(draft, _choose(logits_BNV, sampling, noise))
     return _sampled_chain(draft, logits_BNV, sampling, noise)
 
@@ -120,7 +120,7 @@ def _check_finite(draft: Draft, largest_BN: Tensor) -> None:
 def _choose(logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
     """Draw the target's token at every node at once."""
     uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
-    return draw(law(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten()).view(uniform_BN.shape)
+    return draw(probs(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten()).view(uniform_BN.shape)
 
 
 def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
@@ -138,13 +138,13 @@ def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
 
 def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
     """Accept x ~ q if u q(x) < p(x), at all positions at once; at the first rejection sample the residual, else p."""
-    assert draft.laws_BMW is not None
+    assert draft.draft_probs_BMW is not None
     rows, nodes = draft.tokens_BN.shape
     row = torch.arange(rows, device=logits_BNV.device)
-    p_BNV = law(logits_BNV, sampling)
+    p_BNV = probs(logits_BNV, sampling)
     token_BK, valid_BK = draft.tokens_BN[:, 1:], draft.valid_BN[:, 1:]
-    laws_BKW = draft.laws_BMW[:, : nodes - 1]
-    drafted = look_up(laws_BKW, token_BK, draft.vocab_W)
+    draft_probs_BKW = draft.draft_probs_BMW[:, : nodes - 1]
+    drafted = look_up(draft_probs_BKW, token_BK, draft.vocab_W)
     p_BK = p_BNV[:, :-1].gather(2, token_BK[..., None])[..., 0]
     drawn_BK = valid_BK & (drafted.q > 0)
     accept_BK = drawn_BK & (noise.draw(ACCEPT, nodes)[:, 1:] * drafted.q < p_BK)
@@ -155,7 +155,7 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
     depth_K = torch.arange(1, nodes, device=row.device)
     broken_BK = valid_BK & is_broken(drafted, first=True)
     if bool(rejected_B.any()):
-        q_BW = laws_BKW[row, end.node_B.clamp(max=nodes - 2)]
+        q_BW = draft_probs_BKW[row, end.node_B.clamp(max=nodes - 2)]
         left_BV = residual(weights_BV, q_BW, draft.vocab_W)
         weights_BV = torch.where(rejected_B[:, None], left_BV, weights_BV)
         broken_BK |= (depth_K == end.node_B[:, None] + 1) & weights_BV[:, :1].isnan()
@@ -166,7 +166,7 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
 def _sampled_tree(
     draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, seen_BV: Tensor | None
 ) -> Verdict:
-    """Walk down from the root, one level of all rows at a time, so that laws are made of the nodes on the way alone."""
+    """Walk down from the root, one level of all rows at a time, so that distributions are made of the nodes on the way alone."""
     rows, nodes = draft.tokens_BN.shape
     row = torch.arange(rows, device=logits_BNV.device)
     node_B = torch.zeros_like(row)
@@ -178,13 +178,13 @@ def _sampled_tree(
         logits_BV = logits_BNV[row, node_B]
         if seen_BV is not None:
             logits_BV = penalize(logits_BV, seen_BV, sampling.repetition_penalty)
-        p_BV = law(logits_BV, sampling)
+        p_BV = probs(logits_BV, sampling)
         child_BN = draft.valid_BN & (draft.parents_BN == node_B[:, None]) & walking_B[:, None]
-        if draft.laws_BMW is None:
+        if draft.draft_probs_BMW is None:
             token_B = draw(p_BV, emit_BN[row, node_B])
             child_B = _holder(draft, child_BN, token_B)
         else:
-            q_BW = draft.laws_BMW[row, node_B.clamp(max=draft.laws_BMW.shape[1] - 1)]
+            q_BW = draft.draft_probs_BMW[row, node_B.clamp(max=draft.draft_probs_BMW.shape[1] - 1)]
             tried = try_children(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
             child_B, token_B = tried.child_B, draw(tried.p_BV, emit_BN[:, 0])
             broken_B = torch.where(tried.broken_B & (broken_B == 0), depth, broken_B)
@@ -219,7 +219,7 @@ def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor) -> Children:
 def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical) -> Verdict:
     """Take the longest path of typical tokens, of equals the one with the largest sum of log p; then the argmax."""
     row = torch.arange(len(logits_BNV), device=logits_BNV.device)
-    p_BNV = law(logits_BNV, sampling)
+    p_BNV = probs(logits_BNV, sampling)
     entropy_BN = torch.special.entr(p_BNV).sum(-1)
     threshold_BN = (rule.delta * torch.exp(-entropy_BN)).clamp(max=rule.epsilon)
     parent_BN = draft.parents_BN.clamp(min=0)

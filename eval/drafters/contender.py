@@ -35,8 +35,8 @@ class DraftInfo:
 
     method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
     of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
-    target's law. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that
-    was tuned with it verifies its drafts, so that its texts follow the law of that one.
+    target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that
+    was tuned with it verifies its drafts, so that its texts follow the distribution of that one.
     """
 
     method: str
@@ -54,7 +54,7 @@ class Contender:
 
     method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
     num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
-    the head's law. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be
+    the head's distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be
     computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a round costs.
     parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model. head: None for
     a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the evaluation's own.
@@ -85,7 +85,7 @@ class Contender:
 
     @property
     def lossless(self) -> bool:
-        """Whether its texts follow the law of the target that verifies its drafts."""
+        """Whether its texts follow the distribution of the target that verifies its drafts."""
         return self.typical is None
 
     def verified_by(self, target: Target) -> Target:

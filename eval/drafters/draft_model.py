@@ -3,7 +3,7 @@
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Both models read the same ids, so
 they must have the same tokens (draftsmith.heads.target.tokens).
 Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R supervised rows, K drafted tokens,
-D hidden, W ids of the law, V target vocab.
+D hidden, W ids of the distribution, V target vocab.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.decode.cache import KVCache, run_draft
 from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import Sampling, draw, law
+from draftsmith.eval.decode.sampling import Sampling, draw, probs
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance
 from draftsmith.eval.simulate.texts import Simulation, simulate_texts
 from draftsmith.heads.base import HeadOutput, StepOutput, supervised_rows
@@ -28,7 +28,7 @@ from draftsmith.heads.target.target import Target
 class DraftModel:
     """Drafts chains of `num_speculative_tokens` tokens, sampled under the target's sampling settings.
 
-    vocab_size: V of the target. Where the two models pad their vocabularies differently, the draft's law is that over
+    vocab_size: V of the target. Where the two models pad their vocabularies differently, the draft's distribution is that over
     the ids which both have. greedy_drafts: draft the argmax at every temperature.
     """
 
@@ -72,14 +72,14 @@ class DraftModel:
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
         last_BD = self._read(state)
-        tokens, laws = [], []
+        tokens, draft_probs = [], []
         for k in range(length):
             logits_BW = self.model.head.logits(last_BD)[:, : self.width]
             if uniform_BK is None:
                 tokens.append(logits_BW.argmax(-1))
             else:
-                laws.append(law(logits_BW, state.sampling))
-                tokens.append(draw(laws[-1], uniform_BK[:, k]))
+                draft_probs.append(probs(logits_BW, state.sampling))
+                tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
             if k + 1 < length:
                 last_BD = self._pass(tokens[-1][:, None])[:, 0]
                 self.cache.lengths_B = self.cache.lengths_B + 1
@@ -87,8 +87,8 @@ class DraftModel:
             state.root_B,
             torch.stack(tokens, 1),
             state.limit_B.clamp(0, length),
-            torch.stack(laws, 1) if laws else None,
-            self.vocab_W if laws else None,
+            torch.stack(draft_probs, 1) if draft_probs else None,
+            self.vocab_W if draft_probs else None,
         )
 
     def _read(self, state: DecodeState) -> Tensor:
@@ -97,15 +97,15 @@ class DraftModel:
         Accepted drafts are in the cache already, except for the last of a draft that was accepted to its end; what was
         rejected is forgotten. So every row lacks the root and at most one token before it.
         """
-        cache, fresh = self.cache, state.fresh
+        cache, new_tokens = self.cache, state.new_tokens
         # A row that has finished may be longer than a text can be; whatever it drafts is ignored.
         length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
         cache.rollback(length_B)
         lacks_B = length_B + 1 - cache.lengths_B
         place_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
-        # Fresh tokens end with the root.
-        place_Bn = ((fresh.count_B - lacks_B)[:, None] + place_n).clamp(0, fresh.tokens_Bn.shape[1] - 1)
-        states_BnD = self._pass(fresh.tokens_Bn.gather(1, place_Bn))
+        # NewTokens tokens end with the root.
+        place_Bn = ((new_tokens.count_B - lacks_B)[:, None] + place_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
+        states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, place_Bn))
         cache.lengths_B = length_B + 1
         return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
 
@@ -157,7 +157,7 @@ def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:
 
 def readable(model: Target, tokens: Tensor) -> Tensor:
     """Return token ids that a draft model can read: for one that stands for padding in the target and is beyond its own
-    vocabulary, its last one. That costs acceptance at most, as any law may be drafted from."""
+    vocabulary, its last one. That costs acceptance at most, as any distribution may be drafted from."""
     return tokens.clamp(max=model.vocab_size - 1)
 
 

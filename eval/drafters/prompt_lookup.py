@@ -68,9 +68,9 @@ class PromptLookup:
 
     def propose(self, state: DecodeState) -> Draft:
         """Look up every row's last tokens; a row in which they are new drafts nothing."""
-        fresh = state.fresh
-        facts_B3 = torch.stack([state.length_B, fresh.count_B, state.limit_B], 1)
-        facts = torch.cat([facts_B3, fresh.tokens_Bn], 1).cpu().numpy()
+        new_tokens = state.new_tokens
+        facts_B3 = torch.stack([state.length_B, new_tokens.count_B, state.limit_B], 1)
+        facts = torch.cat([facts_B3, new_tokens.tokens_Bn], 1).cpu().numpy()
         found = [self._look_up(text_L, row) for text_L, row in zip(self._texts_BL, facts, strict=True)]
         drafted_BK = np.zeros((len(found), max(map(len, found))), dtype=np.int64)
         for row_K, tokens in zip(drafted_BK, found, strict=True):
@@ -81,11 +81,11 @@ class PromptLookup:
 
     def _look_up(self, text_L: np.ndarray, facts: np.ndarray) -> np.ndarray:
         """Write a row's fresh tokens down and return what is proposed after them."""
-        length, fresh, limit = facts[:3]
+        length, new_tokens, limit = facts[:3]
         # The last fresh token is the root, at position `length`.
-        text_L[length + 1 - fresh : length + 1] = facts[3 : 3 + fresh]
+        text_L[length + 1 - new_tokens : length + 1] = facts[3 : 3 + new_tokens]
         most = min(self.num_speculative_tokens, limit)
-        if not fresh or most <= 0:
+        if not new_tokens or most <= 0:
             return text_L[:0]
         known_L = text_L[: length + 1]
         start = find_continuation(known_L, self.max_ngram)

@@ -11,7 +11,7 @@ import torch
 
 from draftsmith.eval.decode.cache import KVCache, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, Fresh, Prompts
+from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure.result import Costs
@@ -64,8 +64,8 @@ def _prefill(
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
     output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
     cache.lengths_B = torch.full_like(cache.lengths_B, ids_BL.shape[1])
-    fresh = Fresh(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
-    return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, fresh)
+    new_tokens = NewTokens(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
+    return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, new_tokens)
 
 
 def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: int) -> Callable[[], object]:
@@ -86,10 +86,13 @@ def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Callab
     rows, length = prompts.ids_bL.shape
     drafter.start(rows, length)
     drafter.admit(prompts)
-    fresh = prompts.fresh
-    last_two = Fresh(
-        fresh.tokens_Bn[:, -2:], fresh.aux_BnF[:, -2:], fresh.last_BnD[:, -2:], torch.full_like(fresh.count_B, 2)
+    new_tokens = prompts.new_tokens
+    last_two = NewTokens(
+        new_tokens.tokens_Bn[:, -2:],
+        new_tokens.aux_BnF[:, -2:],
+        new_tokens.last_BnD[:, -2:],
+        torch.full_like(new_tokens.count_B, 2),
     )
     zeros_B = torch.zeros_like(prompts.length_b)
-    state = DecodeState(fresh.tokens_Bn[:, -1], prompts.length_b, zeros_B + 10_000, zeros_B, last_two, sampling)
+    state = DecodeState(new_tokens.tokens_Bn[:, -1], prompts.length_b, zeros_B + 10_000, zeros_B, last_two, sampling)
     return lambda: drafter.propose(state)

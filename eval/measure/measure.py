@@ -21,10 +21,10 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import Tally, tally_generation, total
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.generate_baseline import GenerateTiming
 from draftsmith.eval.measure.quality import compare_targets, perplexities
 from draftsmith.eval.measure.result import Costs, Drafter, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
-from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.heads.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
@@ -94,7 +94,7 @@ def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
 class Texts:
     """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`.
 
-    judged: of texts that do not follow the target's law, see `judge`.
+    judged: of texts that do not follow the target's distribution, see `judge`.
     """
 
     texts: list[Text]
@@ -104,7 +104,7 @@ class Texts:
 
 def collect_texts(target: Target, contender: Contender, timings: Mapping[str, Timings], sampling: Sampling) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them; those that do not follow the law of `target` are judged by it, too."""
+    verifies them; those that do not follow the distribution of `target` are judged by it, too."""
     c = contender
     generations = _distinct(timings[c.name], sampling)
     tallies = [tally_generation(g, c.num_speculative_tokens) for g in generations]

@@ -1,5 +1,5 @@
 """What a lossy decoder, or a tuned target, did to the text: its perplexity under the target, beside that of the target's
-own text, and how far two targets' laws are apart.
+own text, and how far two targets' distributions are apart.
 
 Shapes: B rows, L tokens, R answer tokens, V target vocab.
 """
@@ -31,7 +31,7 @@ class Change:
 
 
 def perplexities(target: Target, generations: Sequence[Generation]) -> dict[str, float]:
-    """Return exp of the mean -log p per answer token, per slice and as "overall"; p is the target's law at temperature 1.
+    """Return exp of the mean -log p per answer token, per slice and as "overall"; p is the target's distribution at temperature 1.
 
     A repetitive text has a low perplexity too: compare with the target's own texts at the same sampling setting.
     """
@@ -44,7 +44,7 @@ def perplexities(target: Target, generations: Sequence[Generation]) -> dict[str,
 
 
 def compare_targets(original: Target, tuned: Target, generations: Sequence[Generation]) -> dict[str, Change]:
-    """Let both targets read the same answers; return how their laws of each answer token differ, per slice and as
+    """Let both targets read the same answers; return how their distributions of each answer token differ, per slice and as
     "overall"."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     pairs = zip(_answer_logits(original, generations), _answer_logits(tuned, generations), strict=True)

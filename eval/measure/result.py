@@ -240,7 +240,7 @@ class Settings:
 
     @property
     def filters(self) -> dict[str, float | None]:
-        """What shapes the target's law beside the temperature, by the name a report gives it."""
+        """What shapes the target's distribution beside the temperature, by the name a report gives it."""
         return {
             "top-k": self.top_k,
             "top-p": self.top_p,

@@ -146,8 +146,8 @@ def setting_labels(results: Sequence[Result]) -> list[str]:
 
 def _traits(result: Result) -> list[str]:
     s = result.settings
-    law = [f"T={s.temperature:g}", *(f"{name} {off(value)}" for name, value in s.filters.items())]
-    sampling = [*law, f"K={s.num_speculative_tokens}"]
+    probs = [f"T={s.temperature:g}", *(f"{name} {off(value)}" for name, value in s.filters.items())]
+    sampling = [*probs, f"K={s.num_speculative_tokens}"]
     run = [s.dtype, f"batch {s.batch}", result.target.path, f"seed {s.seed}"]
     return [*sampling, *run, (result.commit or "no commit")[:9], result.date]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.penalty import seen_in_text
-from draftsmith.eval.decode.sampling import Sampling, law, penalize
+from draftsmith.eval.decode.sampling import Sampling, penalize, probs
 from draftsmith.eval.decode.tally import Tally
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.base import HeadOutput, StepOutput
@@ -82,7 +82,7 @@ def tree_acceptance(
     The children of a node are tried at any temperature, and given the text it is certain which one was accepted.
     """
     ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
-    _, off_text = _text_law(batch, target_head, output.steps[0].rows + 1, sampling)
+    _, off_text = _text_probs(batch, target_head, output.steps[0].rows + 1, sampling)
     child_NR = _children(tree, ids.device)
     node = torch.zeros_like(ids)
     c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
@@ -108,7 +108,7 @@ def _children(tree: StaticTree, device: torch.device) -> Tensor:
     return child_NR
 
 
-def _text_law(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
+def _text_probs(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
     """Return the text's own probabilities where they are needed (None when greedy), and the tokens off the target's choice."""
     if not sampling.greedy:
         return _text_probabilities(batch, target_head, places, sampling)
@@ -152,7 +152,7 @@ def chain_acceptance(
     c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     places = output.steps[0].rows + 1
-    p, off_text = _text_law(batch, target_head, places, sampling)
+    p, off_text = _text_probs(batch, target_head, places, sampling)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
@@ -163,7 +163,7 @@ def chain_acceptance(
                 choice_R = choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
                 c[at, step.offset] = (choice_R == token_R).double()
             else:
-                q_R = _draft_probability(law(logits_RW, sampling), token_R, draft_vocab_W)
+                q_R = _draft_probability(probs(logits_RW, sampling), token_R, draft_vocab_W)
                 c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
             if step.stops is not None:
                 c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
@@ -171,7 +171,7 @@ def chain_acceptance(
 
 
 def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:
-    """Hold drafts against the law p of the target that is tuned with the head and will verify them. The text is the original's,
+    """Hold drafts against the distribution p of the target that is tuned with the head and will verify them. The text is the original's,
     so its tokens decide nothing: a draft is accepted with sum_x min(p(x), q(x)), exact place by place, not along the text."""
     tuned, shape = cast(StepOutput, output.tuned), (*batch.ids.shape, len(output.steps))
     c = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.ids.device).flatten(0, 1)
@@ -179,14 +179,14 @@ def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling,
         for piece in torch.arange(len(step.rows), device=c.device).split(_CHUNK_ROWS):
             places, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
             p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, places)), places, sampling)
-            p_RV = _certain(p_RV) if sampling.greedy else law(p_RV, sampling)
-            q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else law(q_RV, sampling)
+            p_RV = _certain(p_RV) if sampling.greedy else probs(p_RV, sampling)
+            q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else probs(q_RV, sampling)
             c[step.rows[piece], step.offset] = torch.minimum(p_RV, q_RV).sum(-1).double()
     return Acceptance(c.view(shape), 0)
 
 
 def _certain(logits_RV: Tensor) -> Tensor:
-    """Return the law that always says the likeliest token."""
+    """Return the distribution that always says the likeliest token."""
     return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
 
 
@@ -214,7 +214,7 @@ def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tens
     for at in places.split(_CHUNK_ROWS):
         logits_RV = _text_logits(batch, target_head, at, sampling)
         token_R1 = ids[at + 1][:, None]
-        p_RV = law(logits_RV, sampling)
+        p_RV = probs(logits_RV, sampling)
         logits_RV = logits_RV / sampling.temperature
         p_R = p_RV.gather(1, token_R1)[:, 0].double()
         out_R = p_R <= 0

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import Slots, build_mask
-from draftsmith.eval.decode.draft import DecodeState, Draft, Fresh, Prompts, numbers
+from draftsmith.eval.decode.cache import WriteRange, build_mask
+from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.block.base import BlockHead, CacheUpdate
 from draftsmith.heads.static_drafts import draft_chain, draft_tree
@@ -33,20 +33,20 @@ class BlockCache:
         """Keep only these batch rows."""
         self._keys, self._values = self._keys[:, rows], self._values[:, rows]
 
-    def read(self, fresh: Fresh, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> None:
+    def read(self, new_tokens: NewTokens, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> None:
         """Store fresh tokens, the last of which are at position length - 1.
 
         first: no row's fresh tokens begin behind this slot; a single row's begin there. rows_b: the rows that are read,
         None for all."""
-        base_B, count = length_B - fresh.count_B, fresh.tokens_Bn.shape[1]
-        at = Slots(base_B, count, first, rows_b)
-        self._head.read(fresh.aux_BnF, self._rotation(base_B, count), self._update(at))
+        base_B, count = length_B - new_tokens.count_B, new_tokens.tokens_Bn.shape[1]
+        at = WriteRange(base_B, count, first, rows_b)
+        self._head.read(new_tokens.aux_BnF, self._rotation(base_B, count), self._update(at))
 
     def fill(self, root_B: Tensor, length_B: Tensor, longest: int) -> Tensor:
         """Return the states [B, S, H] of the blocks that begin with the roots at position length. longest: the largest
         length of a row that matters."""
         rows, size = len(root_B), self._head.options.block_size
-        at = Slots(length_B, size, longest)
+        at = WriteRange(length_B, size, longest)
         # A single row's block sees every slot in use, which takes no mask.
         block_BSS = None if at.single else torch.ones(rows, size, size, dtype=torch.bool, device=root_B.device)
         mask = None if block_BSS is None else build_mask(length_B, block_BSS, at.visible)
@@ -60,7 +60,7 @@ class BlockCache:
             return self._head.rotary_emb(self._keys, position_Bn)
         return self._table[0][position_Bn], self._table[1][position_Bn]
 
-    def _update(self, at: Slots) -> CacheUpdate:
+    def _update(self, at: WriteRange) -> CacheUpdate:
         def update(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             return at.store(self._keys[layer], keys), at.store(self._values[layer], values)
 
@@ -99,16 +99,16 @@ class BlockDrafter:
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
         """Read new prompts; the next proposal reads their last token again."""
-        if prompts.fresh.tokens_Bn.shape[1] > 1:
-            self.cache.read(prompts.fresh, prompts.length_b, 0, prompts.rows_b)
+        if prompts.new_tokens.tokens_Bn.shape[1] > 1:
+            self.cache.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Read the fresh tokens, fill in a block, and propose no more of it than any row may still emit."""
-        rows, count = state.fresh.tokens_Bn.shape
+        rows, count = state.new_tokens.tokens_Bn.shape
         # A single row has no padding, so it begins where its fresh tokens fit; of several that is no more than a bound.
         first = state.longest - count if rows == 1 else state.longest
-        self.cache.read(state.fresh, state.length_B, first)
+        self.cache.read(state.new_tokens, state.length_B, first)
         states_BSH = self.cache.fill(state.root_B, state.length_B, state.longest)
         depth = min(self.num_speculative_tokens, state.room)
         first_slot = self.head.first_slot

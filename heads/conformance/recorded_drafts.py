@@ -18,18 +18,18 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.heads.target.target import Target
 
 Draw = tuple[Tensor, int]
-"""A law [W] and the column that was drawn from it."""
+"""A distribution [W] and the column that was drawn from it."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A round of one answer: the text up to the root, the tokens drafted after it, and the laws [k, W] that they were
+    """A round of one answer: the text up to the root, the tokens drafted after it, and the distributions [k, W] that they were
     drawn from over the target ids `vocab_W`; None where they were chosen deterministically, and where W is the target's
     vocabulary."""
 
     text: tuple[int, ...]
     tokens: tuple[int, ...]
-    laws_kW: Tensor | None
+    probs_kW: Tensor | None
     vocab_W: Tensor | None
 
     @property
@@ -39,28 +39,30 @@ class Drafted:
         return Tokenized(ids, torch.arange(len(ids)) >= len(self.text) - 1, "", "")
 
     def draws(self) -> list[Draw]:
-        """Return the laws and what was drawn from them."""
-        assert self.laws_kW is not None
-        return [(law_W, _column(self.vocab_W, token)) for law_W, token in zip(self.laws_kW, self.tokens, strict=True)]
+        """Return the distributions and what was drawn from them."""
+        assert self.probs_kW is not None
+        return [
+            (probs_W, _column(self.vocab_W, token)) for probs_W, token in zip(self.probs_kW, self.tokens, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
 class DraftedTree:
     """A tree that was drawn in a round of one answer: the text up to the root, the nodes' tokens and parents (node 0 is the
-    root), and the laws [M, W] that the children of each node were drawn from."""
+    root), and the distributions [M, W] that the children of each node were drawn from."""
 
     text: tuple[int, ...]
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
-    laws_MW: Tensor
+    probs_MW: Tensor
     vocab_W: Tensor | None
 
     def draws(self) -> list[Draw]:
-        """Return the law of every node, without the siblings before it, and what was drawn from it. Children that were
+        """Return the distribution of every node, without the siblings before it, and what was drawn from it. Children that were
         drawn when no mass was left are never accepted, and left out."""
         found = []
-        for node in range(len(self.laws_MW)):
-            left_W = self.laws_MW[node].double()
+        for node in range(len(self.probs_MW)):
+            left_W = self.probs_MW[node].double()
             for child in self._children(node):
                 if float(left_W.sum()) < 1e-4:
                     break
@@ -81,7 +83,7 @@ class DraftedTree:
                 path.insert(0, self.parents[path[0]])
             above = [self.parents[node] for node in path]
             chains.append(
-                Drafted(self.text, tuple(self.tokens[node] for node in path), self.laws_MW[above], self.vocab_W)
+                Drafted(self.text, tuple(self.tokens[node] for node in path), self.probs_MW[above], self.vocab_W)
             )
         return chains
 
@@ -124,9 +126,9 @@ class Recorder:
         draft = self.drafter.propose(state)
         for row, prompt in enumerate(self._prompts):
             nodes = int(draft.count_B[row])
-            laws = None if draft.laws_BMW is None else draft.laws_BMW[row : row + 1].float().cpu()
+            draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW[row : row + 1].float().cpu()
             tokens, parents = (x[row : row + 1, :nodes].cpu() for x in (draft.tokens_BN, draft.parents_BN))
-            kept = Draft(tokens, parents, torch.tensor([nodes]), laws, draft.vocab_W, linear=draft.is_chain)
+            kept = Draft(tokens, parents, torch.tensor([nodes]), draft_probs, draft.vocab_W, linear=draft.is_chain)
             self.found.setdefault(prompt, []).append(kept)
         return draft
 
@@ -143,8 +145,8 @@ def record(
             if not draft.is_chain:
                 raise AssertionError(f"Without a tree {drafter.name} drafts something else than a chain.")
             tokens = tuple(draft.tokens_BN[0, 1:].tolist())
-            laws = None if draft.laws_BMW is None else draft.laws_BMW[0, : len(tokens)]
-            chains[-1].append(Drafted(text, tokens, laws, draft.vocab_W))
+            draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW[0, : len(tokens)]
+            chains[-1].append(Drafted(text, tokens, draft_probs, draft.vocab_W))
     return decoded, chains
 
 
@@ -155,10 +157,10 @@ def record_trees(
     trees = []
     for text, draft in (found for answer in _record(target, drafter, requests, sampling, rows)[1] for found in answer):
         tokens, parents = (tuple(x[0].tolist()) for x in (draft.tokens_BN, draft.parents_BN))
-        if draft.laws_BMW is None:
-            raise AssertionError(f"The drawn trees of {drafter.name} name no laws that they are drawn from.")
+        if draft.draft_probs_BMW is None:
+            raise AssertionError(f"The drawn trees of {drafter.name} name no distributions that they are drawn from.")
         if len(tokens) > 1:
-            trees.append(DraftedTree(text, tokens, parents, draft.laws_BMW[0], draft.vocab_W))
+            trees.append(DraftedTree(text, tokens, parents, draft.draft_probs_BMW[0], draft.vocab_W))
     return trees
 
 

@@ -39,7 +39,7 @@ from draftsmith.heads.conformance.tools import (
     equal,
     figures,
     require,
-    require_training_laws,
+    require_training_probs,
 )
 from draftsmith.heads.conformance.trees import check_drawn_trees, check_trees
 from draftsmith.heads.export.export import export_head
@@ -52,20 +52,20 @@ __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
 
 
 def check_decoding_equals_training(spec: Spec) -> None:
-    """What is drafted in the middle of an answer follows the training pass's laws for the same text, row by row."""
+    """What is drafted in the middle of an answer follows the training pass's distributions for the same text, row by row."""
     for sampling in (GREEDY, SAMPLED):
         _, answers = record(spec.verifier, spec.drafter(), spec.requests[:10], sampling, rows=4)
         rounds = [drafted for answer in answers for drafted in answer if drafted.tokens]
         require(len(rounds) >= FEW, f"only {len(rounds)} rounds drafted anything at {sampling}{LEARN}")
-        require_training_laws(spec, rounds, sampling)
+        require_training_probs(spec, rounds, sampling)
 
 
-def check_drawn_from_its_law(spec: Spec) -> None:
-    """Sampled drafts are drawn from the laws they name: losslessness above temperature 0 rests on it."""
+def check_drawn_from_its_distribution(spec: Spec) -> None:
+    """Sampled drafts are drawn from the distributions they name: losslessness above temperature 0 rests on it."""
     _, answers = record(spec.verifier, spec.drafter(), spec.requests, SAMPLED)
-    drafts = [drafted for answer in answers for drafted in answer if drafted.laws_kW is not None and drafted.tokens]
+    drafts = [drafted for answer in answers for drafted in answer if drafted.probs_kW is not None and drafted.tokens]
     draws = [draw for drafted in drafts for draw in drafted.draws()]
-    require(not draws or drawn_from(draws), "the sampled drafts are not drawn from the laws they name")
+    require(not draws or drawn_from(draws), "the sampled drafts are not drawn from the distributions they name")
 
 
 def check_simulation(spec: Spec) -> None:
@@ -205,7 +205,7 @@ def check_layouts(spec: Spec) -> list[str]:
 
 
 def check_rows_are_independent(spec: Spec) -> None:
-    """A row drafts in a batch what it drafts alone: tokens, laws and answers, also where rows come and go."""
+    """A row drafts in a batch what it drafts alone: tokens, distributions and answers, also where rows come and go."""
     requests = spec.requests[:5]
     for sampling in (GREEDY, SAMPLED):
         together, drafted = record(spec.verifier, spec.drafter(), requests, sampling, rows=2)
@@ -215,9 +215,11 @@ def check_rows_are_independent(spec: Spec) -> None:
             require(same, f"an answer at {sampling} is another one in a batch than alone")
             for ours, theirs in zip(drafted[place], drafted_alone, strict=True):
                 require(ours.tokens == theirs.tokens, f"a draft at {sampling} is another one in a batch than alone")
-                if ours.laws_kW is not None and theirs.laws_kW is not None:
-                    apart = float((ours.laws_kW - theirs.laws_kW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
-                    require(apart < CLOSE, f"a draft's law is another one in a batch than alone, {apart:.3g} off")
+                if ours.probs_kW is not None and theirs.probs_kW is not None:
+                    apart = float((ours.probs_kW - theirs.probs_kW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
+                    require(
+                        apart < CLOSE, f"a draft's distribution is another one in a batch than alone, {apart:.3g} off"
+                    )
 
 
 def check_greedy_text(spec: Spec) -> None:
@@ -230,7 +232,7 @@ def check_greedy_text(spec: Spec) -> None:
 
 CHECKS: dict[str, Callable[[Spec], None]] = {
     "decoding equals training": check_decoding_equals_training,
-    "drafts are drawn from their laws": check_drawn_from_its_law,
+    "drafts are drawn from their distributions": check_drawn_from_its_distribution,
     "simulated equals decoded": check_simulation,
     "drafts end where the confidence says": check_confidence,
     "packed equals alone": check_packing,
@@ -241,7 +243,7 @@ CHECKS: dict[str, Callable[[Spec], None]] = {
     "rows are independent": check_rows_are_independent,
     "greedy text is the target's": check_greedy_text,
     "trees are as the method says": check_trees,
-    "drawn trees are drawn from their laws": check_drawn_trees,
+    "drawn trees are drawn from their distributions": check_drawn_trees,
 }
 
 

@@ -9,7 +9,15 @@ from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.heads.conformance.recorded_drafts import record_trees
 from draftsmith.heads.conformance.spec import Spec
-from draftsmith.heads.conformance.tools import FEW, GREEDY, SAMPLED, drawn_from, figures, require, require_training_laws
+from draftsmith.heads.conformance.tools import (
+    FEW,
+    GREEDY,
+    SAMPLED,
+    drawn_from,
+    figures,
+    require,
+    require_training_probs,
+)
 from draftsmith.heads.registry import find_method
 
 _TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
@@ -40,7 +48,7 @@ def check_trees(spec: Spec) -> None:
 
 def check_drawn_trees(spec: Spec) -> None:
     """Above temperature 0 the children of a drawn tree's node are drawn, in their order and without replacement, from the
-    law that the training pass has for the text and the node's path; a dynamic tree drafts there too."""
+    distribution that the training pass has for the text and the node's path; a dynamic tree drafts there too."""
     trees, depth = find_method(spec.method).trees, min(2, spec.length)
     if "dynamic" in trees:
         dynamic = make_contender("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)
@@ -52,5 +60,5 @@ def check_drawn_trees(spec: Spec) -> None:
     found = record_trees(spec.verifier, drafter, spec.requests, SAMPLED, rows=8)
     require(len(found) >= FEW, f"only {len(found)} drawn trees were drafted")
     draws = [draw for tree in found for draw in tree.draws()]
-    require(drawn_from(draws), "the nodes of drawn trees are not drawn from the laws they name")
-    require_training_laws(spec, [branch for tree in found[: 3 * FEW] for branch in tree.branches()], SAMPLED)
+    require(drawn_from(draws), "the nodes of drawn trees are not drawn from the distributions they name")
+    require_training_probs(spec, [branch for tree in found[: 3 * FEW] for branch in tree.branches()], SAMPLED)

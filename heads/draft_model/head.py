@@ -1,7 +1,7 @@
 """A small stand-alone language model as the drafter, distilled from the target's answers.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023), draft with one; Zhou et al.,
-"DistillSpec" (2024), train it on the target's own answers and laws.
+"DistillSpec" (2024), train it on the target's own answers and distributions.
 
 Shapes: B batch rows, L tokens, T tokens that are read, R positions with logits, H hidden, V target vocab, N query heads,
 G key/value heads, D head size.

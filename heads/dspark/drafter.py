@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftsmith.eval.decode.draft import DecodeState, Draft
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, law
+from draftsmith.eval.decode.sampling import draw, probs
 from draftsmith.heads.block.drafter import BlockDrafter
 from draftsmith.heads.dspark.head import DSparkHead
 
@@ -16,7 +16,7 @@ from draftsmith.heads.dspark.head import DSparkHead
 class DSparkDrafter(BlockDrafter):
     """Drafts a chain from left to right, which ends early where the head's threshold says so.
 
-    Whether a token is proposed depends on those before it, never on itself: the law of what is emitted stays the target's.
+    Whether a token is proposed depends on those before it, never on itself: the distribution of what is emitted stays the target's.
     """
 
     head: DSparkHead
@@ -27,15 +27,15 @@ class DSparkDrafter(BlockDrafter):
         base_BKW = head.logits(states_BKH)
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        before_B, tokens, laws, survival = state.root_B, [], [], []
+        before_B, tokens, draft_probs, survival = state.root_B, [], [], []
         for k in range(depth):
             before_Br = head.markov_head.markov_w1(before_B)
             logits_BW = base_BKW[:, k] + head.bias(before_Br)
             if uniform_BK is None:
                 choice_B = logits_BW.argmax(-1)
             else:
-                laws.append(law(logits_BW, state.sampling))
-                choice_B = draw(laws[-1], uniform_BK[:, k])
+                draft_probs.append(probs(logits_BW, state.sampling))
+                choice_B = draw(draft_probs[-1], uniform_BK[:, k])
             before_B = head.target_ids(choice_B)
             tokens.append(before_B)
             if head.threshold is not None:
@@ -44,6 +44,6 @@ class DSparkDrafter(BlockDrafter):
         if head.threshold is not None:
             lasting_BK = torch.stack(survival, 1).cumprod(1) >= head.threshold
             count_B = torch.minimum(count_B, lasting_BK.int().cumprod(1).sum(1))
-        laws_BKW = torch.stack(laws, 1) if laws else None
-        vocab_W = head.draft_vocab if laws else None
-        return Draft.chain(state.root_B, torch.stack(tokens, 1), count_B, laws_BKW, vocab_W)
+        draft_probs_BKW = torch.stack(draft_probs, 1) if draft_probs else None
+        vocab_W = head.draft_vocab if draft_probs else None
+        return Draft.chain(state.root_B, torch.stack(tokens, 1), count_B, draft_probs_BKW, vocab_W)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.draft import Fresh
+from draftsmith.eval.decode.draft import NewTokens
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary, attend, rotate
 from draftsmith.heads.layers.row_plan import plan_rows
@@ -99,9 +99,9 @@ class EagleHead(DraftHead):
         # Entered anew: what the few rows need is less to keep than what all tokens had.
         return passing.first(*self.enter(self._embed(tokens_BL.flatten()[rows]), hidden_BLH.flatten(0, 1)[rows]))
 
-    def begin(self, fresh: Fresh) -> Tensor:
+    def begin(self, new_tokens: NewTokens) -> Tensor:
         """Return the hidden states [B, n, H] of rows whose states the target has computed, for `layer`."""
-        return self.first_hidden(fresh.aux_BnF, fresh.last_BnD)
+        return self.first_hidden(new_tokens.aux_BnF, new_tokens.last_BnD)
 
     def layer(
         self,

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import Slots, build_mask
-from draftsmith.eval.decode.draft import DecodeState, Draft, Fresh, Prompts, chain_above, numbers
+from draftsmith.eval.decode.cache import WriteRange, build_mask
+from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
 from draftsmith.eval.decode.growth import child_uniforms, growth, start_beam
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, draw_children, law
+from draftsmith.eval.decode.sampling import draw, draw_children, probs
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle.base import EagleHead
 
@@ -24,7 +24,7 @@ from draftsmith.heads.eagle.base import EagleHead
 class EagleDrafter:
     """Drafts a chain of `num_speculative_tokens` tokens sampled under the target's settings, or a tree.
 
-    tree: a static one, its nodes the most likely tokens of each law, or (drawn) sampled from it without replacement; or a
+    tree: a static one, its nodes the most likely tokens of each distribution, or (drawn) sampled from it without replacement; or a
     dynamic one. greedy_drafts: a chain of argmaxes at every temperature (as vLLM does by default); lossless too, but
     accepted less often above temperature 0.
     """
@@ -83,16 +83,16 @@ class EagleDrafter:
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
         """Run the rows of new prompts; the next proposal runs the last one again, to draft from it."""
-        if prompts.fresh.tokens_Bn.shape[1] > 1:
-            self._read(prompts.fresh, prompts.length_b, 0, prompts.rows_b)
+        if prompts.new_tokens.tokens_Bn.shape[1] > 1:
+            self._read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Read the fresh tokens, then draft no deeper than any row may still emit."""
         self._longest = state.longest
-        rows, count = state.fresh.tokens_Bn.shape
+        rows, count = state.new_tokens.tokens_Bn.shape
         # A single row has no padding, so it begins where its fresh tokens fit; of several that is no more than a bound.
-        out_BH = self._read(state.fresh, state.length_B, state.longest - count if rows == 1 else state.longest)
+        out_BH = self._read(state.new_tokens, state.length_B, state.longest - count if rows == 1 else state.longest)
         depth = min(self.num_speculative_tokens, state.room)
         if self.tree is None:
             return self._chain(state, out_BH, depth)
@@ -103,14 +103,14 @@ class EagleDrafter:
     def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        tokens, laws = [], []
+        tokens, draft_probs = [], []
         for k in range(depth):
             logits_BW = self.head.logits(out_BH)
             if uniform_BK is None:
                 choice_B = logits_BW.argmax(-1)
             else:
-                laws.append(law(logits_BW, state.sampling))
-                choice_B = draw(laws[-1], uniform_BK[:, k])
+                draft_probs.append(probs(logits_BW, state.sampling))
+                choice_B = draw(draft_probs[-1], uniform_BK[:, k])
             tokens.append(self.head.target_ids(choice_B))
             if k + 1 < depth:
                 hidden_B1H = self.head.feedback(out_BH)[:, None]
@@ -125,8 +125,8 @@ class EagleDrafter:
             state.root_B,
             torch.stack(tokens, 1),
             state.limit_B.clamp(0, depth),
-            torch.stack(laws, 1) if laws else None,
-            self.head.draft_vocab if laws else None,
+            torch.stack(draft_probs, 1) if draft_probs else None,
+            self.head.draft_vocab if draft_probs else None,
         )
 
     def _static(self, state: DecodeState, out_BH: Tensor, whole: StaticTree, depth: int) -> Draft:
@@ -135,14 +135,14 @@ class EagleDrafter:
         plan = growth(tree, out_BH.device)
         drawn = self.drawn and not state.sampling.greedy
         rows, out_BmH = len(out_BH), out_BH[:, None]
-        tokens, laws = [], []
+        tokens, draft_probs = [], []
         for step, level in enumerate(plan.levels):
             logits_BmW = self.head.logits(out_BmH)
             if drawn:
-                laws.append(law(logits_BmW, state.sampling))
-                first = sum(x.shape[1] for x in laws[:-1])
+                draft_probs.append(probs(logits_BmW, state.sampling))
+                first = sum(x.shape[1] for x in draft_probs[:-1])
                 numbers = plan.inner_T[first : first + logits_BmW.shape[1]]
-                child_BmC = draw_children(laws[-1], child_uniforms(state, whole, numbers))
+                child_BmC = draw_children(draft_probs[-1], child_uniforms(state, whole, numbers))
                 choice_Bn = child_BmC[:, level.parent_n, level.sibling_n]
             else:
                 best_BmR = logits_BmW.topk(min(plan.ranks, logits_BmW.shape[-1]), -1).indices
@@ -153,7 +153,7 @@ class EagleDrafter:
                 above_BmT = level.ancestors_mT.expand(rows, -1, -1)
                 out_BmH = self._grow(state.length_B, tokens[-1][:, level.inner_m], hidden_BmH, step, above_BmT)
         draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
-        return draft.drawn_from(torch.cat(laws, 1)[:, plan.law_M], self.head.draft_vocab) if drawn else draft
+        return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], self.head.draft_vocab) if drawn else draft
 
     def _dynamic(self, state: DecodeState, out_BH: Tensor, tree: DynamicTree, depth: int) -> Draft:
         """Grow a beam, then keep the best nodes of all levels."""
@@ -167,20 +167,22 @@ class EagleDrafter:
                 out_BmH = self._grow(state.length_B, beam.tokens_Bm, hidden_BmH, level, beam.ancestors_BmT)
         return beam.draft()
 
-    def _read(self, fresh: Fresh, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
+    def _read(self, new_tokens: NewTokens, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
         """Run the rows of fresh tokens, none of which begins behind slot `first`; return the output [B, H] of each
         sequence's last row."""
-        rows, count = fresh.tokens_Bn.shape
-        base_B = length_B - fresh.count_B
-        at = Slots(base_B, count, first, rows_b)
+        rows, count = new_tokens.tokens_Bn.shape
+        base_B = length_B - new_tokens.count_B
+        at = WriteRange(base_B, count, first, rows_b)
         above_BnT, below = None, range(count)
         if count > 1 or not at.single or self.head.window is not None:
             above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
         position_Bn, turn = self._positions(base_B, first, count)
-        out_BnH = self.forward(fresh.tokens_Bn, self.head.begin(fresh), position_Bn, turn, at, above_BnT, below)
+        out_BnH = self.forward(
+            new_tokens.tokens_Bn, self.head.begin(new_tokens), position_Bn, turn, at, above_BnT, below
+        )
         if rows == 1:
             return out_BnH[:, -1]
-        last_B = (fresh.count_B - 1).clamp(min=0)
+        last_B = (new_tokens.count_B - 1).clamp(min=0)
         return out_BnH[numbers(0, rows, last_B.device), last_B]
 
     def _grow(
@@ -194,7 +196,7 @@ class EagleDrafter:
             self._steps = steps.split(1, 1)
             self._turns = None if turns is None else list(zip(turns[0].split(1, 1), turns[1].split(1, 1), strict=True))
         new, total = (1, depth + 1) if above_BmT is None else above_BmT.shape[1:]
-        at = Slots(length_B, new, self._longest + total - new, skip=total - new)
+        at = WriteRange(length_B, new, self._longest + total - new, skip=total - new)
         turn = None if self._turns is None else self._turns[depth]
         below = self._below = [*self._below[: total - new], *[depth] * new]
         return self.forward(tokens_Bm, hidden_BmH, self._steps[depth].expand_as(tokens_Bm), turn, at, above_BmT, below)
@@ -216,7 +218,7 @@ class EagleDrafter:
         hidden_BmH: Tensor,
         position_Bm: Tensor,
         turn: tuple[Tensor, Tensor] | None,
-        at: Slots,
+        at: WriteRange,
         above_BmT: Tensor | None,
         below: Sequence[int],
     ) -> Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.draft import DecodeState, Draft, Fresh, Prompts, numbers
+from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
 from draftsmith.eval.decode.growth import child_uniforms, growth
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, draw_children, law
+from draftsmith.eval.decode.sampling import draw, draw_children, probs
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.prefix_layer import PrefixCache
@@ -41,8 +41,8 @@ class HydraDrafter(StaticDrafter):
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
         """Let the prefix layer read new prompts; the next proposal runs the last state again, to draft from it."""
-        if self._cache is not None and prompts.fresh.tokens_Bn.shape[1] > 1:
-            self._cache.read(prompts.fresh, prompts.length_b, 0, prompts.rows_b)
+        if self._cache is not None and prompts.new_tokens.tokens_Bn.shape[1] > 1:
+            self._cache.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these batch rows."""
@@ -59,27 +59,29 @@ class HydraDrafter(StaticDrafter):
 
     def _state(self, state: DecodeState) -> Tensor:
         """Return [B, H]: what the heads read of the text before the root."""
-        fresh, (rows, count) = state.fresh, state.fresh.tokens_Bn.shape
+        new_tokens, (rows, count) = state.new_tokens, state.new_tokens.tokens_Bn.shape
         if self._cache is None:
-            return _last(fresh).to(self.head.dtype)
+            return _last(new_tokens).to(self.head.dtype)
         # A single row has no padding, so it begins where its fresh tokens fit; of several that is no more than a bound.
-        return self._cache.read(fresh, state.length_B, state.longest - count if rows == 1 else state.longest)
+        return self._cache.read(new_tokens, state.length_B, state.longest - count if rows == 1 else state.longest)
 
     def _chain(self, state: DecodeState, path_BC: Tensor, depth: int) -> Draft:
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        draft_probs: list[Tensor] = []
         for k in range(depth):
             path_BC = self.head.extend(path_BC, tokens[-1]) if k else path_BC
             logits_BV = self.head.logits(k, path_BC)
             if uniform_BK is None:
                 tokens.append(logits_BV.argmax(-1))
             else:
-                laws.append(law(logits_BV, state.sampling))
-                tokens.append(draw(laws[-1], uniform_BK[:, k]))
+                draft_probs.append(probs(logits_BV, state.sampling))
+                tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
         count_B = state.limit_B.clamp(0, depth)
-        return Draft.chain(state.root_B, torch.stack(tokens, 1), count_B, torch.stack(laws, 1) if laws else None)
+        return Draft.chain(
+            state.root_B, torch.stack(tokens, 1), count_B, torch.stack(draft_probs, 1) if draft_probs else None
+        )
 
     def _tree(self, state: DecodeState, path_BC: Tensor, whole: StaticTree, depth: int) -> Draft:
         """Draft level by level down to `depth`; only nodes with children are run."""
@@ -88,13 +90,13 @@ class HydraDrafter(StaticDrafter):
         drawn = self.drawn and not state.sampling.greedy
         path_BmC, done = path_BC[:, None], 0
         tokens: list[Tensor] = []
-        laws: list[Tensor] = []
+        draft_probs: list[Tensor] = []
         for step, level in enumerate(plan.levels):
             logits_BmV = self.head.logits(step, path_BmC)
             if drawn:
-                laws.append(law(logits_BmV, state.sampling))
+                draft_probs.append(probs(logits_BmV, state.sampling))
                 uniform_BmC = child_uniforms(state, whole, plan.inner_T[done : done + level.above])
-                choice_Bn = draw_children(laws[-1], uniform_BmC)[:, level.parent_n, level.sibling_n]
+                choice_Bn = draw_children(draft_probs[-1], uniform_BmC)[:, level.parent_n, level.sibling_n]
             else:
                 best_BmR = logits_BmV.topk(min(plan.ranks, logits_BmV.shape[-1]), -1).indices
                 choice_Bn = best_BmR[:, level.parent_n, level.rank_n]
@@ -102,10 +104,10 @@ class HydraDrafter(StaticDrafter):
             done += level.above
             path_BmC = self.head.extend(path_BmC[:, level.parent_n[level.inner_m]], choice_Bn[:, level.inner_m])
         draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
-        return draft.drawn_from(torch.cat(laws, 1)[:, plan.law_M], None) if drawn else draft
+        return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], None) if drawn else draft
 
 
-def _last(fresh: Fresh) -> Tensor:
+def _last(new_tokens: NewTokens) -> Tensor:
     """Return [B, H]: the target's state of each row's last token but the root."""
-    rows = numbers(0, len(fresh.count_B), fresh.count_B.device)
-    return fresh.last_BnD[rows, (fresh.count_B - 1).clamp(min=0)]
+    rows = numbers(0, len(new_tokens.count_B), new_tokens.count_B.device)
+    return new_tokens.last_BnD[rows, (new_tokens.count_B - 1).clamp(min=0)]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.cache import Slots, build_mask
-from draftsmith.eval.decode.draft import Fresh, chain_above, numbers
+from draftsmith.eval.decode.cache import WriteRange, build_mask
+from draftsmith.eval.decode.draft import NewTokens, chain_above, numbers
 from draftsmith.heads.layers.decoder_layer import PlainLayer, RMSNorm, Rotary, attend, rotate
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
@@ -80,11 +80,11 @@ class PrefixCache:
     They are all of states that the target has computed, so no draft is ever taken back.
     """
 
-    def __init__(self, layer: PrefixLayer, rows: int, capacity: int, fresh: int) -> None:
+    def __init__(self, layer: PrefixLayer, rows: int, capacity: int, new_tokens: int) -> None:
         """rows, capacity: sequences and their most tokens. fresh: most tokens that a round of several rows brings."""
         weight, config = layer.norm.weight, layer.config
         # Behind the fresh tokens of the longest row there is padding, where those of another row are more.
-        shape = (rows, config.num_key_value_heads, capacity + fresh, config.head_dim)
+        shape = (rows, config.num_key_value_heads, capacity + new_tokens, config.head_dim)
         self._layer = layer
         self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
 
@@ -92,14 +92,14 @@ class PrefixCache:
         """Keep only these batch rows."""
         self._keys, self._values = self._keys[rows], self._values[rows]
 
-    def read(self, fresh: Fresh, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
+    def read(self, new_tokens: NewTokens, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
         """Run the states of fresh tokens, the last of which belong to position length - 1; return the outputs [B, H] there.
 
         first: no row's fresh tokens begin behind this slot; a single row's begin there. rows_b: the rows that are read,
         None for all."""
-        rows, count = fresh.tokens_Bn.shape
-        base_B = length_B - fresh.count_B
-        at = Slots(base_B, count, first, rows_b)
+        rows, count = new_tokens.tokens_Bn.shape
+        base_B = length_B - new_tokens.count_B
+        at = WriteRange(base_B, count, first, rows_b)
         mask = None
         if count > 1 or not at.single:
             above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
@@ -109,5 +109,5 @@ class PrefixCache:
         def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             return at.store(self._keys, keys), at.store(self._values, values)
 
-        out_BnH = self._layer.step(fresh.last_BnD, position_Bn, update, mask)
-        return out_BnH[numbers(0, rows, base_B.device), (fresh.count_B - 1).clamp(min=0)]
+        out_BnH = self._layer.step(new_tokens.last_BnD, position_Bn, update, mask)
+        return out_BnH[numbers(0, rows, base_B.device), (new_tokens.count_B - 1).clamp(min=0)]

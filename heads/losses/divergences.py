@@ -1,8 +1,8 @@
-"""How far a draft's law is from the target's, row by row: the losses that distillation can choose from.
+"""How far a draft's distribution is from the target's, row by row: the losses that distillation can choose from.
 
-Shapes: R rows, W draft vocab, V target vocab. q is the draft's law over the draft vocabulary, p the target's over the
+Shapes: R rows, W draft vocab, V target vocab. q is the draft's distribution over the draft vocabulary, p the target's over the
 whole one, of which a `Teacher` holds the columns of the draft vocabulary; p' is p renormalised over those. What is
-about acceptance (tv, lk_alpha, lk_hybrid) takes p, what compares two laws over the same tokens (soft_ce, kl,
+about acceptance (tv, lk_alpha, lk_hybrid) takes p, what compares two distributions over the same tokens (soft_ce, kl,
 reverse_kl, jsd) takes p'. All are pure functions in the dtype of their inputs.
 
 A token of which p' says less than TINY counts as TINY where a logarithm is taken: reverse KL would be infinite.

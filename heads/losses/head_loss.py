@@ -4,7 +4,7 @@ Shapes: B batch rows, L tokens, R supervised rows of a step, U teacher positions
 V target vocab, W draft vocab, S steps.
 
 Teacher logits are made from stored hidden states, once per batch, for the union of the positions that any step
-needs and only for the draft vocabulary's columns (rule 4 of "rules for all heads"). p is the target's law over the
+needs and only for the draft vocabulary's columns (rule 4 of "rules for all heads"). p is the target's distribution over the
 FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
 """
 
@@ -27,7 +27,7 @@ from draftsmith.heads.losses.spec import LossKind, LossSpec
 from draftsmith.heads.losses.teacher import TargetLogits, Teacher, draft_index, make_teacher
 
 _CHUNK_ROWS = 1024
-"""Rows whose laws are held together where nothing is trained: block drafters are judged on many times the rows that they are
+"""Rows whose distributions are held together where nothing is trained: block drafters are judged on many times the rows that they are
 trained on."""
 
 
@@ -55,7 +55,7 @@ class LossOutput:
 def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
     """Return the loss of rows that `spec` names: ([R, W] log q, teacher) -> [R].
 
-    Those that go through more laws than the two make them again in the backward pass: kept, they would be up to six
+    Those that go through more distributions than the two make them again in the backward pass: kept, they would be up to six
     more [R, W] per step.
     """
     lean = {"kl": kl, "soft_ce": soft_ce, "hard_ce": hard_ce}
@@ -105,8 +105,8 @@ def _row_terms(
 
 
 def confidence_loss(confidence_R: Tensor, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """Return [R]: the cross-entropy between a head's confidence (log-odds) and the chance that a token of its law is
-    accepted, sum_x min(p(x), q(x)), which gives no gradient to the law."""
+    """Return [R]: the cross-entropy between a head's confidence (log-odds) and the chance that a token of its distribution is
+    accepted, sum_x min(p(x), q(x)), which gives no gradient to the distribution."""
     accepted_R = torch.minimum(log_q_RW.detach().exp(), teacher.p).sum(-1)
     return F.binary_cross_entropy_with_logits(confidence_R.float(), accepted_R, reduction="none")
 
@@ -147,21 +147,21 @@ def head_loss(
     draft_vocab: [W] sorted target ids, None for all. share: of their weight that the losses of the draft have, see
     `LossSpec.draft_share`. A target that is tuned too (output.tuned) has the original as its teacher.
     """
-    laws = output.steps if output.tuned is None else (*output.steps, output.tuned)
+    draft_probs = output.steps if output.tuned is None else (*output.steps, output.tuned)
     with torch.autocast(batch.ids.device.type, enabled=False):
-        needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in laws]), return_inverse=True)
+        needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in draft_probs]), return_inverse=True)
         teacher = make_teacher(batch, needed, target_head, draft_vocab)
         top1 = batch.top1.flatten()[needed]
         loss_of = _row_terms(spec, batch, output.tuned is not None)
         weights = _row_weights(batch, spec, output.steps[0].rows)
         sums = []
-        places = index.split([len(s.rows) for s in laws])
+        places = index.split([len(s.rows) for s in draft_probs])
         for step, where in zip(output.steps, places, strict=False):
             weight = None if weights is None else weights[step.rows]
             sums.append(_step_sums(step, teacher, where, top1[where], weight, draft_vocab, loss_of))
         tuned_loss, tuned = torch.zeros((), device=batch.ids.device), None
         if output.tuned is not None:
-            assert draft_vocab is None, "a tuned target has a law over its whole vocabulary"
+            assert draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
             tuned_loss, tuned = _tuned_sums(output.tuned, teacher.select(places[-1]), top1[places[-1]], weights, spec)
     depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
     step_loss = torch.stack([s.loss for s in sums])
@@ -192,7 +192,7 @@ def _step_sums(
     draft_vocab: Tensor | None,
     loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
 ) -> _StepSums:
-    """Return the sums over a step's rows, whose laws are those of `teacher` at `where_R`."""
+    """Return the sums over a step's rows, whose distributions are those of `teacher` at `where_R`."""
     if not torch.is_grad_enabled() and len(step.rows) > _CHUNK_ROWS:
         parts = []
         for piece in torch.arange(len(step.rows), device=top1_R.device).split(_CHUNK_ROWS):
@@ -214,16 +214,16 @@ def _step_sums(
 
 
 def _tuned_sums(
-    law: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
+    probs: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
     """Return the weighted loss of a tuned target, and `LossOutput.tuned`."""
-    log_q_RV = torch.log_softmax(law.logits, -1, dtype=torch.float32)
+    log_q_RV = torch.log_softmax(probs.logits, -1, dtype=torch.float32)
     apart_R = kl(log_q_RV, teacher)
     loss_R = apart_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)
-    loss_R = loss_R if weights is None else loss_R * weights[law.rows]
+    loss_R = loss_R if weights is None else loss_R * weights[probs.rows]
     loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
     same = (log_q_RV.argmax(-1) == top1_R).sum()
-    rows = torch.tensor(len(law.rows), device=law.rows.device)
+    rows = torch.tensor(len(probs.rows), device=probs.rows.device)
     return loss, torch.stack([loss, apart_R.sum(), same.float(), rows.float()]).detach()
 
 

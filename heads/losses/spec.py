@@ -21,7 +21,7 @@ BESIDE_TUNED = 0.2
 
 @dataclass(frozen=True)
 class LossSpec:
-    """How draft logits are compared with the target's law."""
+    """How draft logits are compared with the target's distribution."""
 
     kind: LossKind = "kl"
     """kl: forward KL; reverse_kl: KL from the draft to the target; jsd: between the two, see beta; soft_ce: the gradient
@@ -32,7 +32,7 @@ class LossSpec:
     depth_weights: list[float] | None = None
     """The weight of each step (or head), in place of decay; null: by decay."""
     beta: float = 0.5
-    """jsd: weight of the target's law in the mixture; near 0 the loss is beta * kl, near 1 (1 - beta) * reverse_kl."""
+    """jsd: weight of the target's distribution in the mixture; near 0 the loss is beta * kl, near 1 (1 - beta) * reverse_kl."""
     lk_scale: float = 1.0
     """lk_hybrid: weight of the KL term at acceptance 0."""
     lk_decay: float = 3.0
@@ -54,7 +54,7 @@ class LossSpec:
     """Weight of the cross-entropy between a head's confidence and the acceptance rate that its logits give; null: 1 for
     heads that have such an output (DSpark), 0 for others."""
     tuned_kind: TunedKind = "kl"
-    """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own law, so that it changes as
+    """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own distribution, so that it changes as
     little as it can (self-distillation); hard_ce, the text."""
     tuned_weight: float | None = None
     """Weight of that loss; null: 1 for heads that tune the target, 0 for others."""

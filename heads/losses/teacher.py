@@ -1,8 +1,8 @@
-"""The frozen target's law on the rows that a loss needs, from stored hidden states (rule 4 of "rules for all heads").
+"""The frozen target's distribution on the rows that a loss needs, from stored hidden states (rule 4 of "rules for all heads").
 
 Shapes: B batch rows, L tokens, R rows, U teacher positions, H target hidden, V target vocab, W draft vocab.
 
-p is the law over the FULL vocabulary, exp(logit - logsumexp), kept on the draft vocabulary's columns only: a row of it
+p is the distribution over the FULL vocabulary, exp(logit - logsumexp), kept on the draft vocabulary's columns only: a row of it
 sums to less than 1.
 """
 
@@ -21,7 +21,7 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's law on some rows. p: [R, W] fp32, not renormalised; mass: [R], its sums; negentropy: [R], the
+    """The target's distribution on some rows. p: [R, W] fp32, not renormalised; mass: [R], its sums; negentropy: [R], the
     sum of p' log p' of the renormalised p' = p / mass; label: [R] index of the text's own token in the draft
     vocabulary, -1 outside."""
 
@@ -31,7 +31,7 @@ class Teacher:
     label: Tensor
 
     def select(self, index: Tensor) -> "Teacher":
-        """Return the law on the rows `index`."""
+        """Return the distribution on the rows `index`."""
         return Teacher(self.p[index], self.mass[index], self.negentropy[index], self.label[index])
 
 
@@ -45,7 +45,7 @@ class TargetLogits(Protocol):
 def make_teacher(
     batch: TrainBatch, positions_U: Tensor, target_head: TargetLogits, draft_vocab: Tensor | None
 ) -> Teacher:
-    """Return the target's law of the token after each flat position, on the draft vocabulary's columns."""
+    """Return the target's distribution of the token after each flat position, on the draft vocabulary's columns."""
     hidden_UH = batch.last.flatten(0, 1)[positions_U]
     logsumexp_U = batch.logsumexp.flatten()[positions_U].float()
     label_U = shift_left(batch.ids, 1, 0).flatten()[positions_U]

@@ -24,7 +24,7 @@ class MedusaDrafter(StaticDrafter):
         depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
         depth = min(depth, state.room)
         rows = torch.arange(len(state.root_B), device=state.root_B.device)
-        last_BH = state.fresh.last_BnD[rows, (state.fresh.count_B - 1).clamp(min=0)]
+        last_BH = state.new_tokens.last_BnD[rows, (state.new_tokens.count_B - 1).clamp(min=0)]
         logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
         if self.tree is not None:
             return draft_tree(state, logits_BKV, self.head, self.tree, drawn=self.drawn)

@@ -53,16 +53,16 @@ class Medusa2Cost(MedusaCost):
 
     def product_flops(self, positions: float, rows: Sequence[float]) -> float:
         """Medusa's, where the first block's input now needs its gradient. On all P positions the target without its
-        projection, whose weights need no gradient, and the adapter. The law of the tuned target on R_0 rows and the first
+        projection, whose weights need no gradient, and the adapter. The distribution of the tuned target on R_0 rows and the first
         token of each answer (R_0 - R_1 of them): logits, and the gradient of their input; the teacher's there too."""
         H, V = self.target.hidden, self.target.vocab
         body = self.target.active - H * V
         answers = rows[0] - rows[1] if len(rows) > 1 else 0.0
-        law = 4 * H * V * (rows[0] + answers) + 2 * H * V * answers
+        probs = 4 * H * V * (rows[0] + answers) + 2 * H * V * answers
         return (
             super().product_flops(positions, rows)
             + 2 * H * H * sum(rows)
-            + law
+            + probs
             + (4 * body + 6 * self._adapter) * positions
         )
 
@@ -74,16 +74,16 @@ class Medusa2Cost(MedusaCost):
         return 7 * 2 * t.heads * t.head_dim * seen * positions
 
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
-        """Medusa's; the tuned target's law, its logarithm and the original's law in fp32 (12V) on the rows of
+        """Medusa's; the tuned target's distribution, its logarithm and the original's distribution in fp32 (12V) on the rows of
         `product_flops`, and the latter once more for the first tokens. Per position and layer of the target: the inputs of
         two norms in fp32 (8H), queries and the attention's output (4*N*D), keys and values (4*G*D), its log-sum-exp (4N),
         gate, up and their activation (6I). Per adapted layer its input in bf16, the mask of its dropout, and r values. The
         states before and after the final norm (8H)."""
         t, options = self.target, self.options
         answers = rows[0] - rows[1] if len(rows) > 1 else 0.0
-        law = t.vocab * (12 * (rows[0] + answers) + 4 * answers)
+        probs = t.vocab * (12 * (rows[0] + answers) + 4 * answers)
         attention = 4 * t.head_dim * (t.heads + t.groups) + 4 * t.heads
         layer = 8 * t.hidden + attention + 6 * t.feed_forward
         per_input = 3 if options.lora_dropout else 2
         adapter = sum(per_input * inputs + 2 * options.lora_r for inputs, _ in self._adapted)
-        return super().saved_bytes(positions, rows) + law + positions * (t.layers * layer + adapter + 8 * t.hidden)
+        return super().saved_bytes(positions, rows) + probs + positions * (t.layers * layer + adapter + 8 * t.hidden)

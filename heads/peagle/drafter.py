@@ -7,7 +7,7 @@ by the next round's fresh tokens. Shapes: B rows, n fresh rows, K drafted tokens
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import Slots
+from draftsmith.eval.decode.cache import WriteRange
 from draftsmith.eval.decode.draft import DecodeState, Draft, chain_above, numbers
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.eagle.drafter import EagleDrafter
@@ -16,7 +16,7 @@ from draftsmith.heads.static_drafts import draft_chain, draft_tree
 
 
 class PEagleDrafter(EagleDrafter):
-    """Drafts a chain, token k from the law of depth k, or a static tree of the most likely tokens of each depth, or (drawn)
+    """Drafts a chain, token k from the distribution of depth k, or a static tree of the most likely tokens of each depth, or (drawn)
     of tokens sampled from it without replacement. greedy_drafts: a chain of argmaxes at every temperature."""
 
     head: PEagleHead
@@ -50,20 +50,20 @@ class PEagleDrafter(EagleDrafter):
 
     def _parallel(self, state: DecodeState, depth: int) -> Tensor:
         """Return the outputs [B, K, H] of the last fresh row and of the mask rows behind it."""
-        fresh, device = state.fresh, state.root_B.device
-        rows, count = fresh.tokens_Bn.shape
+        new_tokens, device = state.new_tokens, state.root_B.device
+        rows, count = new_tokens.tokens_Bn.shape
         total, mask = count + depth - 1, self.head.options.mask_token_id
         assert mask is not None
         place_n = numbers(0, total, device)
-        real_Bn = place_n < fresh.count_B[:, None]
-        tokens_Bn = torch.nn.functional.pad(fresh.tokens_Bn, (0, depth - 1)).masked_fill(~real_Bn, mask)
-        hidden_BnH = torch.nn.functional.pad(self.head.begin(fresh), (0, 0, 0, depth - 1))
+        real_Bn = place_n < new_tokens.count_B[:, None]
+        tokens_Bn = torch.nn.functional.pad(new_tokens.tokens_Bn, (0, depth - 1)).masked_fill(~real_Bn, mask)
+        hidden_BnH = torch.nn.functional.pad(self.head.begin(new_tokens), (0, 0, 0, depth - 1))
         hidden_BnH = torch.where(real_Bn[..., None], hidden_BnH, self._mask_hidden_1H)
-        base_B = state.length_B - fresh.count_B
+        base_B = state.length_B - new_tokens.count_B
         first = state.longest - count if rows == 1 else state.longest
         position_Bn, turn = self._positions(base_B, first, total)
         above_BnT = chain_above(total, device).expand(rows, -1, -1)
-        at = Slots(base_B, total, first)
+        at = WriteRange(base_B, total, first)
         out_BnH = self.forward(tokens_Bn, hidden_BnH, position_Bn, turn, at, above_BnT, range(total))
-        last_B1 = (fresh.count_B - 1).clamp(min=0)[:, None]
+        last_B1 = (new_tokens.count_B - 1).clamp(min=0)[:, None]
         return out_BnH[numbers(0, rows, device)[:, None], last_B1 + numbers(0, depth, device)]

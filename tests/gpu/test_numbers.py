@@ -1,10 +1,10 @@
-"""Random numbers, laws and draws are those of the CPU; the flash kernel gives the value and gradients of the oracle."""
+"""Random numbers, distributions and draws are those of the CPU; the flash kernel gives the value and gradients of the oracle."""
 
 import pytest
 import torch
 
 from draftsmith.eval.decode.noise import row_key, uniforms
-from draftsmith.eval.decode.sampling import Sampling, draw, law
+from draftsmith.eval.decode.sampling import Sampling, draw, probs
 from draftsmith.heads.layers.causal_kernels import gpu_kernel_takes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, ttt_attention
@@ -23,11 +23,11 @@ def test_uniforms_are_bit_equal(stream):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=20), Sampling(1.3, top_p=0.8)], ids=str)
-def test_laws_and_draws_are_those_of_the_cpu(sampling):
+def test_distributions_and_draws_are_those_of_the_cpu(sampling):
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(400, 1000, generator=generator)
     uniform = torch.rand(400, generator=generator, dtype=torch.float64)
-    here, there = law(logits, sampling), law(logits.to(DEVICE), sampling)
+    here, there = probs(logits, sampling), probs(logits.to(DEVICE), sampling)
     torch.testing.assert_close(there.cpu(), here, atol=1e-6, rtol=1e-5)
     same = draw(there, uniform.to(DEVICE)).cpu() == draw(here, uniform)
     assert same.float().mean() > 0.99, "only a draw at an edge between two tokens may tip"

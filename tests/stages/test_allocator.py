@@ -34,6 +34,6 @@ def test_large_tensors_reuse_their_pages() -> None:
     told, kept = count("keep")
     if told == "False":
         pytest.skip("this C library has no mallopt")
-    _, fresh = count("leave")
+    _, new_tokens = count("leave")
     # Huge pages may make faults few, but never none.
-    assert kept < 0.1 * fresh
+    assert kept < 0.1 * new_tokens

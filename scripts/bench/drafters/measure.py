@@ -67,8 +67,8 @@ class Measure:
         """Identifies what drafters are measured on and how, the drafter apart."""
         prompts = [(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in self.requests]
         facts = (self.target.fingerprint, self.target.dtype_name, prompts, self.session.recipe.seed, self.spec.repeats)
-        laws = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
-        return fingerprint([*facts, laws, self.spec.num_speculative_tokens, self.spec.batch])
+        draft_probs = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
+        return fingerprint([*facts, draft_probs, self.spec.num_speculative_tokens, self.spec.batch])
 
     def contender(self, name: str, run: Trained) -> Contender:
         """Return the drafter that a trained head makes: a block drafter drafts its block, another one as far as the recipe

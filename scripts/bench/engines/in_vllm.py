@@ -36,7 +36,7 @@ def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> l
         rows.append(side.row(layout, "vllm", found.version, greedy))
         rows.append(side.row(layout, "vllm", found.version, sampled_row(side, found.answers[1.0])))
     if side.candidate.name == "eagle3":
-        # Told to, vLLM draws its drafts from the head's law, as our decoder does at temperature 1.
+        # Told to, vLLM draws its drafts from the head's distribution, as our decoder does at temperature 1.
         drawn = {"draft_sample_method": "probabilistic"}
         found = _serve(side, options.vllm, folder / "eagle3", "eagle3", (1.0,), folder / "drawn-run", **drawn)
         sampled = sampled_row(side, found.answers[1.0], greedy_drafts=False)

@@ -126,7 +126,7 @@ class Candidate:
         return None if self.head is None else self.head.max_speculative_tokens
 
     def drafter(self, target: Target, num_speculative_tokens: int, greedy_drafts: bool = True) -> Drafter:
-        """Return it as our decoder takes it, drafting greedily as engines do, or from its law."""
+        """Return it as our decoder takes it, drafting greedily as engines do, or from its distribution."""
         if self.head is None:
             assert self.model is not None
             return DraftModel(self.model, num_speculative_tokens, target.vocab_size, greedy_drafts=greedy_drafts)

@@ -23,7 +23,9 @@ def normalised(weights: Sequence[float]) -> Weights:
     return [w / mass for w in weights] if mass > 0 else [0.0] * len(weights)
 
 
-def plain_law(logits: Sequence[float], sampling: Sampling, seen: "set[int] | frozenset[int]" = frozenset()) -> Weights:
+def plain_probs(
+    logits: Sequence[float], sampling: Sampling, seen: "set[int] | frozenset[int]" = frozenset()
+) -> Weights:
     """Penalty, temperature, top-k, top-p, min-p; the argmax alone at temperature 0."""
     penalty = sampling.repetition_penalty
     scores = [(x * penalty if x < 0 else x / penalty) if token in seen else x for token, x in enumerate(logits)]
@@ -124,8 +126,8 @@ class Branches(Protocol):
     def token(self, node: int) -> int:
         """The token that a node holds."""
 
-    def law(self, node: int) -> Weights | None:
-        """The law over the target's vocabulary that the node's children were drawn from; None if from none."""
+    def probs(self, node: int) -> Weights | None:
+        """The distribution over the target's vocabulary that the node's children were drawn from; None if from none."""
 
 
 def verify_plainly(
@@ -133,11 +135,11 @@ def verify_plainly(
 ) -> tuple[list[int], int]:
     """One round: the accepted nodes, the root first, and the token of the target's own.
 
-    p_after: the target's law after a path of nodes.
+    p_after: the target's distribution after a path of nodes.
     """
     path = [0]
     while True:
-        p, q = p_after(path), draft.law(path[-1])
+        p, q = p_after(path), draft.probs(path[-1])
         accepted = None
         if q is None:
             token = coin.draw(("emit", path[-1]), p)

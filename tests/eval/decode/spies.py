@@ -29,8 +29,8 @@ class KnowsTexts:
         """Add the fresh tokens; return (row, its text) for every row that may still draft."""
         rows = []
         for row, known in enumerate(self.known):
-            count = int(state.fresh.count_B[row])
-            known += state.fresh.tokens_Bn[row, :count].tolist()
+            count = int(state.new_tokens.count_B[row])
+            known += state.new_tokens.tokens_Bn[row, :count].tolist()
             if count and int(state.limit_B[row]) > 0:
                 rows.append((row, known))
         return rows

@@ -160,7 +160,7 @@ def test_a_drafter_that_is_not_as_trained_is_noticed(mutant: type[EagleDrafter])
 @pytest.mark.parametrize("greedy_drafts", [False, True])
 def test_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_drafts: bool) -> None:
     """Drafts sampled from q, and drafts that are q's argmax at every temperature (as vLLM drafts)."""
-    # Small weights make the target's law flat, so that sampled texts differ.
+    # Small weights make the target's distribution flat, so that sampled texts differ.
     target, head = trained(sampling=Sampling(1.0))
     drafter = EagleDrafter(head, 3, greedy_drafts=greedy_drafts)
     found = decode_batch(target, drafter, spread_requests(8), sampling).generations

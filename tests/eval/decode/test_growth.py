@@ -45,15 +45,15 @@ def test_every_round_is_that_of_eagles_own_code(setting: int) -> None:
     assert sum(len(run["accepted_per_round"]) for run in expected["runs"]) > 100
 
 
-def slow_tree(law: dict[tuple[int, ...], Tensor], tree: DynamicTree, limit: int) -> set[tuple[int, ...]]:
-    """Return the paths of ids that are kept. law: log-probabilities after each path."""
+def slow_tree(probs: dict[tuple[int, ...], Tensor], tree: DynamicTree, limit: int) -> set[tuple[int, ...]]:
+    """Return the paths of ids that are kept. distribution: log-probabilities after each path."""
     beam: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     candidates: list[tuple[tuple[int, ...], float]] = []
     for _ in range(tree.depth):
         level = []
         for path, score in beam:
-            ranked = sorted(range(len(law[path])), key=lambda i: -float(law[path][i]))[: tree.branching]
-            level += [((*path, i), score + float(law[path][i])) for i in ranked]
+            ranked = sorted(range(len(probs[path])), key=lambda i: -float(probs[path][i]))[: tree.branching]
+            level += [((*path, i), score + float(probs[path][i])) for i in ranked]
         candidates += [c for c in level if len(c[0]) <= limit]
         beam = sorted(level, key=lambda c: -c[1])[: tree.branching]
     return {path for path, _ in sorted(candidates, key=lambda c: -c[1])[: tree.total_tokens - 1]}
@@ -64,18 +64,18 @@ def slow_tree(law: dict[tuple[int, ...], Tensor], tree: DynamicTree, limit: int)
     "tree", [DynamicTree(4, 3, 10), DynamicTree(4, 2, 60), DynamicTree(1, 3, 3)], ids=lambda t: t.name
 )
 def test_the_best_candidates_are_kept(tree: DynamicTree, limits: tuple[int, int]) -> None:
-    """Two rows of different limits, over laws that depend on the whole path."""
+    """Two rows of different limits, over distributions that depend on the whole path."""
     generator = torch.Generator().manual_seed(0)
-    laws: list[dict[tuple[int, ...], Tensor]] = [{}, {}]
+    draft_probs: list[dict[tuple[int, ...], Tensor]] = [{}, {}]
 
-    def law(row: int, path: tuple[int, ...]) -> Tensor:
-        if path not in laws[row]:
-            laws[row][path] = (2 * torch.randn(5, generator=generator)).log_softmax(-1)
-        return laws[row][path]
+    def probs(row: int, path: tuple[int, ...]) -> Tensor:
+        if path not in draft_probs[row]:
+            draft_probs[row][path] = (2 * torch.randn(5, generator=generator)).log_softmax(-1)
+        return draft_probs[row][path]
 
     beam, paths = start_beam(tree, torch.tensor([90, 91]), torch.tensor(limits)), [[()], [()]]
     for _ in range(tree.depth):
-        logits = torch.stack([torch.stack([law(row, path) for path in paths[row]]) for row in range(2)])
+        logits = torch.stack([torch.stack([probs(row, path) for path in paths[row]]) for row in range(2)])
         beam = beam.extend(logits, lambda ids: ids + 10)
         paths = [
             [(*paths[row][parent], token - 10) for parent, token in zip(parents, tokens, strict=True)]
@@ -88,12 +88,12 @@ def test_the_best_candidates_are_kept(tree: DynamicTree, limits: tuple[int, int]
             parent = int(draft.parents_BN[row, node])
             assert parent < node
             found.append((*found[parent], int(draft.tokens_BN[row, node]) - 10))
-        assert set(found[1:]) == slow_tree(laws[row], tree, limits[row])
+        assert set(found[1:]) == slow_tree(draft_probs[row], tree, limits[row])
         assert len(found) == len(set(found))
 
 
 def test_equal_scores_never_part_a_child_from_its_parent() -> None:
-    """A law that is certain gives children the score of their parents: ties go to the earlier one."""
+    """A distribution that is certain gives children the score of their parents: ties go to the earlier one."""
     tree = DynamicTree(5, 2, 4)
     beam = start_beam(tree, torch.tensor([0]), torch.tensor([9]))
     for level in range(5):

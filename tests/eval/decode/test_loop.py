@@ -94,9 +94,9 @@ def check_row(target: Target, run: Loop, row: int, text: list[int]) -> None:
         torch.testing.assert_close(
             buffer[:, row, :, : len(text)], fresh_cache.buffers[kind][:, 0], atol=2e-5, rtol=1e-4
         )
-    count = int(run.state.fresh.count_B[row])
+    count = int(run.state.new_tokens.count_B[row])
     if not run.places[row].finish_reason:
-        torch.testing.assert_close(run.state.fresh.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(run.state.new_tokens.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -297,10 +297,10 @@ def test_joined_projections_follow_their_parts() -> None:
 
 @pytest.mark.parametrize("tree", [TREE, DynamicTree(4, 3, 12), None], ids=["static", "dynamic", "chain"])
 def test_drafts_of_one_row_are_those_of_two(tree: StaticTree | DynamicTree | None) -> None:
-    """A single row needs fewer masks; the laws say whether it needs those that it goes without."""
+    """A single row needs fewer masks; the distributions say whether it needs those that it goes without."""
     target, head = trained()
     request = make_requests(1)[0]
-    laws = []
+    draft_probs = []
     for rows in (1, 2):
         drawn = isinstance(tree, StaticTree)
         drafter = EagleDrafter(head, 4, tree=tree, drawn=drawn)
@@ -311,6 +311,6 @@ def test_drafts_of_one_row_are_those_of_two(tree: StaticTree | DynamicTree | Non
         with torch.no_grad():
             drafter.propose(run.state)
         del head.logits
-        laws.append(torch.cat([x.flatten(0, -2) for x in seen]))
-    assert len(laws[0]) >= 4
-    torch.testing.assert_close(laws[0], laws[1], atol=2e-4, rtol=1e-4)
+        draft_probs.append(torch.cat([x.flatten(0, -2) for x in seen]))
+    assert len(draft_probs[0]) >= 4
+    torch.testing.assert_close(draft_probs[0], draft_probs[1], atol=2e-4, rtol=1e-4)

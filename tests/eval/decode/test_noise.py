@@ -1,4 +1,4 @@
-"""Random numbers in Python and in tensor operations (their law is tested in test_sampling.py)."""
+"""Random numbers in Python and in tensor operations (their distribution is tested in test_sampling.py)."""
 
 import pytest
 import torch

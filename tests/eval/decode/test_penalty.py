@@ -19,7 +19,7 @@ from draftsmith.eval.simulate import acceptance as simulator
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate, tree_acceptance
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.target.target import TargetHead
-from tests.eval.decode.plain_rule import Coin, Weights, outcomes, plain_law, verify_plainly
+from tests.eval.decode.plain_rule import Coin, Weights, outcomes, plain_probs, verify_plainly
 from tests.far_device import far_device
 
 V, EOS, LIMIT, PROMPT = 5, 4, 5, (1, 0)
@@ -74,7 +74,7 @@ def packed(
     )
 
 
-# --- A toy whose laws depend on the whole text ----------------------------------------------------------------------
+# --- A toy whose distributions depend on the whole text ----------------------------------------------------------------------
 
 
 @cache
@@ -83,11 +83,11 @@ def logits_after(who: str, text: tuple[int, ...]) -> tuple[float, ...]:
 
 
 def p_after(text: tuple[int, ...], sampling: Sampling) -> Weights:
-    return plain_law(logits_after("target", text), sampling, set(text))
+    return plain_probs(logits_after("target", text), sampling, set(text))
 
 
 def q_after(text: tuple[int, ...], sampling: Sampling) -> Weights:
-    return plain_law(logits_after("draft", text), Sampling(sampling.temperature, 0, sampling.top_p, sampling.min_p))
+    return plain_probs(logits_after("draft", text), Sampling(sampling.temperature, 0, sampling.top_p, sampling.min_p))
 
 
 def answers(text: tuple[int, ...], sampling: Sampling) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -120,7 +120,7 @@ class ChainDraft:
     def token(self, node: int) -> int:
         return self.tokens[node - 1]
 
-    def law(self, node: int) -> Weights | None:
+    def probs(self, node: int) -> Weights | None:
         return None if self.coin is None else q_after((*self.text, *self.tokens[:node]), self.sampling)
 
 

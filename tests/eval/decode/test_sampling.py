@@ -1,4 +1,4 @@
-"""Laws and draws."""
+"""Distributions and draws."""
 
 import itertools
 from collections import Counter
@@ -17,7 +17,7 @@ from transformers import (
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.noise import row_key, uniforms
-from draftsmith.eval.decode.sampling import Sampling, draw, draw_children, law, penalize, top1, without
+from draftsmith.eval.decode.sampling import Sampling, draw, draw_children, penalize, probs, top1, without
 
 
 def processors(sampling: Sampling) -> LogitsProcessorList:
@@ -33,9 +33,9 @@ def processors(sampling: Sampling) -> LogitsProcessorList:
     return LogitsProcessorList(found)
 
 
-def penalized_law(logits: Tensor, ids: Tensor, sampling: Sampling) -> Tensor:
+def penalized_probs(logits: Tensor, ids: Tensor, sampling: Sampling) -> Tensor:
     seen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True)
-    return law(penalize(logits, seen, sampling.repetition_penalty), sampling)
+    return probs(penalize(logits, seen, sampling.repetition_penalty), sampling)
 
 
 ALL = Sampling(0.8, 9, 0.9, 0.1, 1.5)
@@ -56,39 +56,39 @@ ALL = Sampling(0.8, 9, 0.9, 0.1, 1.5)
     ],
     ids=str,
 )
-def test_law_is_that_of_transformers(sampling: Sampling) -> None:
+def test_distribution_is_that_of_transformers(sampling: Sampling) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(400, 20, generator=generator)
     ids = torch.randint(20, (400, 7), generator=generator)
     logits[::5, 3] = -torch.inf
     expected = processors(sampling)(ids, logits.clone()).softmax(-1)
-    torch.testing.assert_close(penalized_law(logits, ids, sampling), expected)
+    torch.testing.assert_close(penalized_probs(logits, ids, sampling), expected)
 
 
 def test_the_order_of_the_filters_matters() -> None:
     """Min-p is measured against what top-p left, top-p against what top-k left, and all after the temperature."""
     logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()
-    assert law(logits, Sampling(1.0, top_p=0.7)).nonzero()[:, 1].tolist() == [0, 1]
-    assert law(logits, Sampling(1.0, top_k=3, top_p=0.75)).nonzero()[:, 1].tolist() == [0, 1]
-    assert law(logits, Sampling(1.0, top_p=0.75)).nonzero()[:, 1].tolist() == [0, 1, 2]
-    assert law(logits, Sampling(1.0, min_p=0.4)).nonzero()[:, 1].tolist() == [0, 1, 2]
-    assert law(logits, Sampling(0.5, min_p=0.4)).nonzero()[:, 1].tolist() == [0, 1]
-    assert law(logits, Sampling(1.0, top_p=0.35, min_p=0.9)).tolist() == [[1, 0, 0, 0]]
+    assert probs(logits, Sampling(1.0, top_p=0.7)).nonzero()[:, 1].tolist() == [0, 1]
+    assert probs(logits, Sampling(1.0, top_k=3, top_p=0.75)).nonzero()[:, 1].tolist() == [0, 1]
+    assert probs(logits, Sampling(1.0, top_p=0.75)).nonzero()[:, 1].tolist() == [0, 1, 2]
+    assert probs(logits, Sampling(1.0, min_p=0.4)).nonzero()[:, 1].tolist() == [0, 1, 2]
+    assert probs(logits, Sampling(0.5, min_p=0.4)).nonzero()[:, 1].tolist() == [0, 1]
+    assert probs(logits, Sampling(1.0, top_p=0.35, min_p=0.9)).tolist() == [[1, 0, 0, 0]]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=2), Sampling(1.0, min_p=1.0), Sampling(1.0, min_p=0.5)])
 def test_ties_at_an_edge_are_kept_as_transformers_keeps_them(sampling: Sampling) -> None:
     # Halving is exact in floating point: the third token has exactly half the probability of the first two.
     logits = torch.tensor([[1.0, 1.0, 0.5, 0.5, 0.25]]).log2() * torch.tensor(2.0).log()
-    found = law(logits, sampling)
+    found = probs(logits, sampling)
     torch.testing.assert_close(found, processors(sampling)(torch.zeros(1, 0).long(), logits.clone()).softmax(-1))
     assert float(found[0, 0]) == float(found[0, 1])
 
 
-def test_a_law_never_becomes_empty() -> None:
+def test_a_distribution_never_becomes_empty() -> None:
     logits = torch.randn(50, 8, generator=torch.Generator().manual_seed(2))
     for tight in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-9), Sampling(1.0, min_p=1.0), Sampling(1.0, 99)):
-        found = law(logits, tight)
+        found = probs(logits, tight)
         torch.testing.assert_close(found.sum(-1), torch.ones(50))
         assert torch.equal(found.argmax(-1), logits.argmax(-1))
         assert tight.top_k == 99 or bool((found.amax(-1) == 1).all())
@@ -120,20 +120,20 @@ def test_children_are_drawn_without_replacement_in_order() -> None:
     assert sum(abs(counts[x] / rounds - expected[x]) for x in expected) / 2 < 0.01
 
 
-def test_what_is_left_of_a_law() -> None:
+def test_what_is_left_of_a_distribution() -> None:
     q = torch.tensor([[0.5, 0.1, 0.4], [0.0, 1.0, 0.0]])
     torch.testing.assert_close(without(q, torch.tensor([2, 1])), torch.tensor([[5 / 6, 1 / 6, 0], [0, 0, 0]]))
-    # Tiny masses are not lost, and two laws in one tensor are drawn from as if alone.
+    # Tiny masses are not lost, and two distributions in one tensor are drawn from as if alone.
     assert without(torch.tensor([1.0, 1e-40]), torch.tensor(0)).tolist() == [0, 1]
     uniform = torch.rand(2, 3, 3, generator=torch.Generator().manual_seed(0))
-    laws = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    drawn = draw_children(laws, uniform)
-    assert torch.equal(drawn[1, 2], draw_children(laws[1, 2], uniform[1, 2]))
+    draft_probs = torch.rand(2, 3, 6, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    drawn = draw_children(draft_probs, uniform)
+    assert torch.equal(drawn[1, 2], draw_children(draft_probs[1, 2], uniform[1, 2]))
     assert all(len(set(row)) == 3 for row in drawn.flatten(0, 1).tolist())
 
 
 def test_drawing_goes_on_when_no_mass_is_left() -> None:
-    """More children than the law has tokens: those that mean nothing come last, and the law knows it."""
+    """More children than the distribution has tokens: those that mean nothing come last, and the distribution knows it."""
     q = torch.tensor([0.0, 0.25, 0.0, 0.75, 0.0]).expand(100, -1)
     drawn = draw_children(q, uniforms(torch.arange(100), torch.zeros(100, dtype=torch.long), 0, 4))
     assert {tuple(sorted(row)) for row in drawn[:, :2].tolist()} == {(1, 3)}
@@ -204,6 +204,6 @@ def test_the_largest_logit_is_found_block_by_block(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("inf"), float("nan")])
-def test_temperatures_that_make_no_law_are_refused(temperature: float) -> None:
+def test_temperatures_that_make_no_distribution_are_refused(temperature: float) -> None:
     with pytest.raises(UserError, match="temperature is"):
         Sampling(temperature)

@@ -11,7 +11,7 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.noise import row_key
-from draftsmith.eval.decode.sampling import Sampling, law
+from draftsmith.eval.decode.sampling import Sampling, probs
 from draftsmith.eval.decode.trees import PUBLISHED, StaticTree, load_tree
 from draftsmith.eval.decode.verify import Noise, Typical, Verdict, verify
 
@@ -98,18 +98,18 @@ def _tree_draft(rows: int) -> tuple[Draft, torch.Tensor]:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=4)], ids=str)
-def test_a_deterministic_tree_emits_the_targets_law(sampling: Sampling) -> None:
-    """The first two tokens after the root, by 200k rounds, against the law along every path."""
+def test_a_deterministic_tree_emits_the_targets_distribution(sampling: Sampling) -> None:
+    """The first two tokens after the root, by 200k rounds, against the distribution along every path."""
     draft, logits = _tree_draft(ROUNDS)
     keys = torch.arange(ROUNDS) * 7919 + row_key(1, "tree")
     verdict = verify(draft, logits, sampling, Noise(keys, torch.zeros_like(keys)))
     row = torch.arange(ROUNDS)
     nodes = torch.cat([verdict.path_BD, torch.full((ROUNDS, 2), -1)], 1)
-    p_NV = law(logits[0], sampling)
+    p_NV = probs(logits[0], sampling)
     first = torch.where(verdict.accepted_B > 0, draft.tokens_BN[row, nodes[:, 1].clamp(min=0)], verdict.next_B)
     observed = torch.bincount(first, minlength=V) / ROUNDS
     assert float((observed - p_NV[0]).abs().sum() / 2) < 0.004
-    # Given that node 1 (token 1) was accepted, the second token follows the law there.
+    # Given that node 1 (token 1) was accepted, the second token follows the distribution there.
     inside = verdict.accepted_B > 0
     inside &= nodes[:, 1] == 1
     second = torch.where(verdict.accepted_B > 1, draft.tokens_BN[row, nodes[:, 2].clamp(min=0)], verdict.next_B)

@@ -1,4 +1,4 @@
-"""verify's law, by hundreds of thousands of rounds without a model; its edges; and mutants that the tests must catch."""
+"""verify's distribution, by hundreds of thousands of rounds without a model; its edges; and mutants that the tests must catch."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,9 +14,9 @@ from draftsmith.eval.decode import rejection
 from draftsmith.eval.decode import verify as verifier
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.noise import ACCEPT, DRAFT, EMIT, row_key, uniforms
-from draftsmith.eval.decode.sampling import Sampling, draw, draw_children, law, penalize
+from draftsmith.eval.decode.sampling import Sampling, draw, draw_children, penalize, probs
 from draftsmith.eval.decode.verify import Noise, NotFinite, Typical, Verdict, verify
-from tests.eval.decode.plain_rule import plain_law
+from tests.eval.decode.plain_rule import plain_probs
 
 ROUNDS, V, ROOT, PROMPT = 200_000, 5, 2, 4
 SETTINGS = [Sampling(0.8, top_k=4, top_p=0.9), Sampling(1.2, min_p=0.1, repetition_penalty=1.7)]
@@ -25,7 +25,7 @@ Verify = Callable[..., Verdict]
 
 
 class Toy:
-    """A target and a drafter whose laws depend on the last token only, with a draft vocab of 4 of 5 tokens."""
+    """A target and a drafter whose distributions depend on the last token only, with a draft vocab of 4 of 5 tokens."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -36,29 +36,29 @@ class Toy:
     def propose(self, shape: str, root_B: Tensor, noise: Noise, sampling: Sampling, drawn: bool) -> Draft:
         """Draw each node's children, or take its most likely ones; some rows draft less than others."""
         parents = SHAPES[shape]
-        tokens, laws = [root_B, *[root_B] * (len(parents) - 1)], []
+        tokens, draft_probs = [root_B, *[root_B] * (len(parents) - 1)], []
         uniform_BN = noise.draw(DRAFT, len(parents))
         for node in range(len(parents)):
-            laws.append(law(self.draft_VW[tokens[node]], sampling))
+            draft_probs.append(probs(self.draft_VW[tokens[node]], sampling))
             if below := [child for child, parent in enumerate(parents) if parent == node]:
-                best_BC = laws[-1].argsort(dim=-1, descending=True, stable=True)
-                chosen_BC = draw_children(laws[-1], uniform_BN[:, below]) if drawn else best_BC
+                best_BC = draft_probs[-1].argsort(dim=-1, descending=True, stable=True)
+                chosen_BC = draw_children(draft_probs[-1], uniform_BN[:, below]) if drawn else best_BC
                 for place, child in enumerate(below):
                     tokens[child] = self.vocab_W[chosen_BC[:, place]]
         parents_BN = torch.tensor(parents).expand(len(root_B), -1)
         count_B = len(parents) - noise.keys_B % 3
         tokens_BN = torch.stack(tokens, 1).where(torch.arange(len(parents)) < count_B[:, None], 0)
         draft = Draft(tokens_BN, parents_BN, count_B)
-        return replace(draft, laws_BMW=torch.stack(laws, 1), vocab_W=self.vocab_W) if drawn else draft
+        return replace(draft, draft_probs_BMW=torch.stack(draft_probs, 1), vocab_W=self.vocab_W) if drawn else draft
 
     def joint(self, sampling: Sampling) -> Tensor:
-        """The target's law of the next three tokens, [V, V, V]."""
+        """The target's distribution of the next three tokens, [V, V, V]."""
         found = torch.ones(V, V, V, dtype=torch.float64)
         for text in product(range(V), repeat=3):
             for place in range(3):
                 seen = {PROMPT, ROOT, *text[:place]}
                 last = text[place - 1] if place else ROOT
-                found[text] *= plain_law(self.target_VV[last].tolist(), sampling, seen)[text[place]]
+                found[text] *= plain_probs(self.target_VV[last].tolist(), sampling, seen)[text[place]]
         return found
 
 
@@ -88,7 +88,7 @@ def emitted(
 
 
 def distance(shape: str, drawn: bool, sampling: Sampling, rule: Verify = verify, rounds: int = ROUNDS) -> float:
-    """Total variation between the emitted triples and the target's law."""
+    """Total variation between the emitted triples and the target's distribution."""
     toy = Toy()
     return float((emitted(toy, shape, drawn, sampling, rule, rounds) - toy.joint(sampling)).abs().sum() / 2)
 
@@ -100,7 +100,7 @@ LIMIT = 0.013
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most likely"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_emitted_tokens_have_the_targets_law(shape: str, drawn: bool, sampling: Sampling) -> None:
+def test_emitted_tokens_have_the_targets_distribution(shape: str, drawn: bool, sampling: Sampling) -> None:
     assert distance(shape, drawn, sampling) < LIMIT
 
 
@@ -109,20 +109,20 @@ def bonus_ignores_temperature(draft: Draft, logits: Tensor, sampling: Sampling, 
     verdict = verify(draft, logits, sampling, noise)
     last_B = verdict.path_BD.amax(1)
     leaf_B = ~(draft.parents_BN == last_B[:, None]).any(1)
-    raw_B = draw(law(logits[torch.arange(len(last_B)), last_B], Sampling(1.0)), noise.draw(EMIT, 1)[:, 0])
+    raw_B = draw(probs(logits[torch.arange(len(last_B)), last_B], Sampling(1.0)), noise.draw(EMIT, 1)[:, 0])
     return replace(verdict, next_B=torch.where(leaf_B, raw_B, verdict.next_B))
 
 
-def draft_law_ignored(draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise, **_: object) -> Verdict:
+def draft_probs_ignored(draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise, **_: object) -> Verdict:
     """Takes q to be 1 everywhere: accepts with probability p(x), and leaves an empty residual."""
-    assert draft.laws_BMW is not None
-    return verify(replace(draft, laws_BMW=torch.ones_like(draft.laws_BMW)), logits, sampling, noise)
+    assert draft.draft_probs_BMW is not None
+    return verify(replace(draft, draft_probs_BMW=torch.ones_like(draft.draft_probs_BMW)), logits, sampling, noise)
 
 
 def ratio_for_the_most_likely(draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise, **_: object) -> Verdict:
     """Accepts children that were not drawn by p/q, as if they had been."""
-    laws = law(Toy().draft_VW[draft.tokens_BN], sampling)
-    return verify(replace(draft, laws_BMW=laws, vocab_W=Toy().vocab_W), logits, sampling, noise)
+    draft_probs = probs(Toy().draft_VW[draft.tokens_BN], sampling)
+    return verify(replace(draft, draft_probs_BMW=draft_probs, vocab_W=Toy().vocab_W), logits, sampling, noise)
 
 
 def patched(attribute: str, wrong: Callable[..., object]) -> Verify:
@@ -155,7 +155,7 @@ def removed_first(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) 
     return rejection.residual(p, rest, vocab_W), rest
 
 
-def law_unchanged(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
+def probs_unchanged(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
     return rejection.residual(p, q, vocab_W), q
 
 
@@ -172,13 +172,13 @@ def padding_accepted(*args: object, **kwargs: object) -> Verdict:
 MUTANTS: dict[str, tuple[Verify, tuple[str, ...], bool]] = {
     "bonus ignores temperature": (bonus_ignores_temperature, ("chain", "tree"), True),
     "bonus ignores temperature, most likely": (bonus_ignores_temperature, ("tree",), False),
-    "draft law ignored": (draft_law_ignored, ("chain", "tree"), True),
+    "draft distribution ignored": (draft_probs_ignored, ("chain", "tree"), True),
     "p/q for children that were not drawn": (ratio_for_the_most_likely, ("chain", "tree"), False),
-    "residual is the target's law": (patched("residual", lambda p, q, vocab_W: p), ("chain", "tree"), True),
+    "residual is the target's distribution": (patched("residual", lambda p, q, vocab_W: p), ("chain", "tree"), True),
     "residual not renormalised": (patched("residual", missing_mass_on_the_last), ("chain", "tree"), True),
     "not renormalised between siblings": (patched("residual", difference), ("tree",), True),
     "sibling removed before the residual": (patched("reject", removed_first), ("tree",), True),
-    "draft law unchanged after a rejection": (patched("reject", law_unchanged), ("tree",), True),
+    "draft distribution unchanged after a rejection": (patched("reject", probs_unchanged), ("tree",), True),
     "padding accepted": (padding_accepted, ("chain", "tree"), True),
 }
 
@@ -234,10 +234,10 @@ def test_padding_nodes_are_never_accepted(shape: str, drawn: bool, sampling: Sam
     tokens = torch.zeros_like(parents)
     logits = torch.zeros(2, parents.shape[1], 6)
     logits[..., 0] = 50
-    laws = torch.full_like(logits, 1e-9)
-    laws[..., 0] = 1.0
+    draft_probs = torch.full_like(logits, 1e-9)
+    draft_probs[..., 0] = 1.0
     for counts, accepted in (([1, 2], [0, 1]), ([2, 1], [1, 0])):
-        draft = Draft(tokens, parents, torch.tensor(counts), laws if drawn else None)
+        draft = Draft(tokens, parents, torch.tensor(counts), draft_probs if drawn else None)
         verdict = verify(draft, logits, sampling, no_noise(2))
         assert facts(verdict) == [[[0, 1][: n + 1] for n in accepted], accepted, [0, 0]]
     assert padding_accepted(draft, logits, sampling, no_noise(2)).accepted_B.tolist() == [2, 2]
@@ -269,10 +269,10 @@ def test_the_target_alone_draws_with_the_first_number_of_its_position() -> None:
     """What a text depends on: its key and the position, nothing of the draft."""
     keys, position, logits = torch.arange(50) * 31, torch.arange(50) + 7, torch.randn(50, 1, V)
     alone = Draft.chain(torch.zeros(50, dtype=torch.long), torch.zeros(50, 0, dtype=torch.long))
-    expected = draw(law(logits[:, 0], Sampling(1.0)), uniforms(keys, position, EMIT, 1)[:, 0])
+    expected = draw(probs(logits[:, 0], Sampling(1.0)), uniforms(keys, position, EMIT, 1)[:, 0])
     assert torch.equal(verify(alone, logits, Sampling(1.0), Noise(keys, position)).next_B, expected)
-    # A drafter of chains that may draft nothing hands over no law.
-    drawn = replace(alone, laws_BMW=torch.zeros(50, 0, 4), vocab_W=torch.tensor([0, 1, 3, 4]))
+    # A drafter of chains that may draft nothing hands over no distribution.
+    drawn = replace(alone, draft_probs_BMW=torch.zeros(50, 0, 4), vocab_W=torch.tensor([0, 1, 3, 4]))
     assert torch.equal(verify(drawn, logits, Sampling(1.0), Noise(keys, position)).next_B, expected)
 
 
@@ -284,11 +284,11 @@ def test_levels_and_siblings_have_independent_numbers() -> None:
 
 @cache
 def unlikely_star() -> "tuple[Draft, Tensor]":
-    """200 rows: three children in order 1, 4, 3 from a law with all its mass on 1; the target thinks little of it."""
+    """200 rows: three children in order 1, 4, 3 from a distribution with all its mass on 1; the target thinks little of it."""
     tokens, parents = torch.tensor([2, 1, 4, 3]).expand(200, -1), torch.tensor([-1, 0, 0, 0]).expand(200, -1)
-    laws = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]).expand(200, 1, -1)
+    draft_probs = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]).expand(200, 1, -1)
     logits = torch.tensor([1.0, -1.0, 0.5, 1.0, 1.5]).expand(200, 4, -1)
-    return Draft(tokens, parents, torch.full((200,), 4), laws), logits
+    return Draft(tokens, parents, torch.full((200,), 4), draft_probs), logits
 
 
 def test_children_drawn_when_no_mass_was_left_are_skipped() -> None:
@@ -304,19 +304,19 @@ def test_children_drawn_when_no_mass_was_left_are_skipped() -> None:
 
 def test_tokens_outside_the_draft_vocabulary_are_skipped() -> None:
     """The second of two children in a tree, and the second token of a chain; no residual is taken for them."""
-    vocab, laws = torch.tensor([1, 2]), torch.tensor([1e-6, 1.0]).expand(300, 2, -1)
+    vocab, draft_probs = torch.tensor([1, 2]), torch.tensor([1e-6, 1.0]).expand(300, 2, -1)
     logits = torch.tensor([3.0, -20.0, -20.0, 3.0]).expand(300, 3, -1)
     for parents in ((-1, 0, 0), (-1, 0, 1)):
         tokens = torch.tensor([2, 3, 0]).expand(300, -1)
-        draft = Draft(tokens, torch.tensor(parents).expand(300, -1), torch.full((300,), 3), laws, vocab)
+        draft = Draft(tokens, torch.tensor(parents).expand(300, -1), torch.full((300,), 3), draft_probs, vocab)
         verdict = verify(draft, logits, Sampling(1.0), no_noise(300))
         assert int(verdict.accepted_B.sum()) == 0
-        # The target's law, not what a residual would leave of it.
+        # The target's distribution, not what a residual would leave of it.
         assert float((verdict.next_B == 0).float().mean()) == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_draft_that_equals_the_target_leaves_no_residual_and_then_the_law_stays() -> None:
-    p = law(torch.randn(20, V), Sampling(1.0))
+def test_a_draft_that_equals_the_target_leaves_no_residual_and_then_the_distribution_stays() -> None:
+    p = probs(torch.randn(20, V), Sampling(1.0))
     torch.testing.assert_close(rejection.residual(p, p, None), p, rtol=0, atol=0)
     torch.testing.assert_close(rejection.residual(p, 1.001 * p, torch.arange(V)), p, rtol=0, atol=0)
     left = rejection.residual(p, p.roll(1, 1), None)
@@ -328,33 +328,33 @@ BAD = [torch.nan, torch.inf, -1.0, 0.0]
 
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_law_that_is_none_is_refused_with_its_depth(shape: str, bad: float) -> None:
+def test_a_distribution_that_is_none_is_refused_with_its_depth(shape: str, bad: float) -> None:
     toy, noise, sampling = Toy(), no_noise(400), Sampling(1.0)
     draft = toy.propose(shape, torch.full((400,), ROOT), noise, sampling, drawn=True)
     logits = toy.target_VV[draft.tokens_BN]
-    assert draft.laws_BMW is not None
+    assert draft.draft_probs_BMW is not None
     drafted = torch.searchsorted(toy.vocab_W, draft.tokens_BN)
     for depth, parent in ((1, 0), (2, 1)):
         child = list(SHAPES[shape]).index(parent)
-        laws = draft.laws_BMW.clone()
-        laws[:, parent].scatter_(1, drafted[:, child : child + 1].clamp(max=3), bad)
-        with pytest.raises(UserError, match=f"law of the token at depth {depth} is no law"):
-            verify(replace(draft, laws_BMW=laws), logits, sampling, noise)
-    # Nobody reads the law at temperature 0, nor that of nodes which are padding.
-    verify(replace(draft, laws_BMW=laws), logits, Sampling(), noise)
-    verify(replace(draft, laws_BMW=laws, count_B=torch.full((400,), 2)), logits, sampling, noise)
+        draft_probs = draft.draft_probs_BMW.clone()
+        draft_probs[:, parent].scatter_(1, drafted[:, child : child + 1].clamp(max=3), bad)
+        with pytest.raises(UserError, match=f"distribution of the token at depth {depth} is no distribution"):
+            verify(replace(draft, draft_probs_BMW=draft_probs), logits, sampling, noise)
+    # Nobody reads the distribution at temperature 0, nor that of nodes which are padding.
+    verify(replace(draft, draft_probs_BMW=draft_probs), logits, Sampling(), noise)
+    verify(replace(draft, draft_probs_BMW=draft_probs, count_B=torch.full((400,), 2)), logits, sampling, noise)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_nan_beside_the_drafted_token_is_refused_where_it_would_reach_the_text(shape: str) -> None:
     toy, noise, sampling = Toy(), no_noise(400), Sampling(1.0)
     draft = toy.propose(shape, torch.full((400,), ROOT), noise, sampling, drawn=True)
-    assert draft.laws_BMW is not None
-    laws = draft.laws_BMW.clone()
+    assert draft.draft_probs_BMW is not None
+    draft_probs = draft.draft_probs_BMW.clone()
     other = (torch.searchsorted(toy.vocab_W, draft.tokens_BN[:, 1:2].contiguous()) + 1) % 4
-    laws[:, 0].scatter_(1, other, torch.nan)
-    with pytest.raises(UserError, match="depth 1 is no law"):
-        verify(replace(draft, laws_BMW=laws), toy.target_VV[draft.tokens_BN], sampling, noise)
+    draft_probs[:, 0].scatter_(1, other, torch.nan)
+    with pytest.raises(UserError, match="depth 1 is no distribution"):
+        verify(replace(draft, draft_probs_BMW=draft_probs), toy.target_VV[draft.tokens_BN], sampling, noise)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])

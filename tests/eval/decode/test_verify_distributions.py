@@ -1,4 +1,4 @@
-"""Every way of verifying a draft leaves the target's law unchanged: the rule by enumeration, `verify` against the rule."""
+"""Every way of verifying a draft leaves the target's distribution unchanged: the rule by enumeration, `verify` against the rule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from torch import Tensor
 from draftsmith.eval.decode import rejection
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.noise import ACCEPT, EMIT
-from draftsmith.eval.decode.sampling import Sampling, draw_children, law
+from draftsmith.eval.decode.sampling import Sampling, draw_children, probs
 from draftsmith.eval.decode.verify import Noise, verify
 from tests.eval.decode.plain_rule import (
     Coin,
@@ -24,7 +24,7 @@ from tests.eval.decode.plain_rule import (
     Weights,
     normalised,
     outcomes,
-    plain_law,
+    plain_probs,
     right_reject,
     verify_plainly,
 )
@@ -50,12 +50,12 @@ CHAIN = {(): 1, (0,): 1, (0, 0): 1}
 
 
 @cache
-def toy_law(who: str, text: tuple[int, ...], sampling: Sampling) -> Weights:
-    """The law of the token after `text`, under the target or the draft (which takes no notice of a penalty)."""
+def toy_probs(who: str, text: tuple[int, ...], sampling: Sampling) -> Weights:
+    """The distribution of the token after `text`, under the target or the draft (which takes no notice of a penalty)."""
     logits = 1.5 * np.random.default_rng(crc32(repr(text).encode())).normal(size=V)
     if who == "draft":
         logits = 0.5 * logits + np.random.default_rng(crc32(repr(("draft", text)).encode())).normal(size=V)
-    return plain_law(logits.tolist(), sampling, set(text) if who == "target" else set())
+    return plain_probs(logits.tolist(), sampling, set(text) if who == "target" else set())
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Growing:
     texts: list[tuple[int, ...]] = field(default_factory=lambda: [PROMPT])
 
     def children(self, node: int) -> list[int]:
-        q, count = toy_law("draft", self.texts[node], self.sampling), self.shape.get(self.places[node], 0)
+        q, count = toy_probs("draft", self.texts[node], self.sampling), self.shape.get(self.places[node], 0)
         tokens = sorted(range(V), key=lambda token: -q[token])[:count]
         if self.coin is not None:
             tokens = []
@@ -85,18 +85,18 @@ class Growing:
     def token(self, node: int) -> int:
         return self.texts[node][-1]
 
-    def law(self, node: int) -> Weights | None:
-        return None if self.coin is None else toy_law("draft", self.texts[node], self.sampling)
+    def probs(self, node: int) -> Weights | None:
+        return None if self.coin is None else toy_probs("draft", self.texts[node], self.sampling)
 
 
-def emitted_law(shape: dict[tuple[int, ...], int], sampling: Sampling, drawn: bool, reject: Reject) -> np.ndarray:
-    """The joint law [V, V, V] of the next three tokens: of one round, and of the target where the round emits fewer (so
-    that by induction it is the law of any number of rounds)."""
+def emitted_probs(shape: dict[tuple[int, ...], int], sampling: Sampling, drawn: bool, reject: Reject) -> np.ndarray:
+    """The joint distribution [V, V, V] of the next three tokens: of one round, and of the target where the round emits fewer (so
+    that by induction it is the distribution of any number of rounds)."""
 
     def play(coin: Coin) -> tuple[int, ...]:
         draft = Growing(shape, sampling, coin if drawn else None)
         path, token = verify_plainly(
-            draft, lambda path: toy_law("target", draft.texts[path[-1]], sampling), coin, reject
+            draft, lambda path: toy_probs("target", draft.texts[path[-1]], sampling), coin, reject
         )
         return (*draft.texts[path[-1]][len(PROMPT) :], token)
 
@@ -111,12 +111,12 @@ def emitted_law(shape: dict[tuple[int, ...], int], sampling: Sampling, drawn: bo
 def chance_of(tokens: tuple[int, ...], start: int, sampling: Sampling) -> float:
     """The target's probability of tokens[start:] given those before."""
     return float(
-        np.prod([toy_law("target", PROMPT + tokens[:i], sampling)[tokens[i]] for i in range(start, len(tokens))])
+        np.prod([toy_probs("target", PROMPT + tokens[:i], sampling)[tokens[i]] for i in range(start, len(tokens))])
     )
 
 
-def target_law(sampling: Sampling) -> np.ndarray:
-    """The joint law [V, V, V] of the target's next three tokens."""
+def target_probs(sampling: Sampling) -> np.ndarray:
+    """The joint distribution [V, V, V] of the target's next three tokens."""
     return np.array([chance_of(x, 0, sampling) for x in product(range(V), repeat=3)]).reshape((V,) * 3)
 
 
@@ -125,8 +125,8 @@ def target_law(sampling: Sampling) -> np.ndarray:
 @pytest.mark.parametrize("shape", [BUSH, CHAIN], ids=["bush", "chain"])
 def test_the_rule_is_exact(shape: dict[tuple[int, ...], int], drawn: bool, sampling: Sampling) -> None:
     """Over all drafts and all decisions, to 1e-12."""
-    found = emitted_law(shape, sampling, drawn, right_reject)
-    assert abs(found - target_law(sampling)).max() < 1e-12
+    found = emitted_probs(shape, sampling, drawn, right_reject)
+    assert abs(found - target_probs(sampling)).max() < 1e-12
 
 
 def _subtract(p: Weights, q: Weights) -> Weights:
@@ -147,8 +147,8 @@ PLAIN_MUTANTS: dict[str, Reject] = {
 
 @pytest.mark.parametrize("name", PLAIN_MUTANTS)
 def test_a_wrong_rule_is_not_exact(name: str) -> None:
-    found = emitted_law(BUSH, Sampling(0.6), True, PLAIN_MUTANTS[name])
-    assert abs(found - target_law(Sampling(0.6))).sum() / 2 > 0.02
+    found = emitted_probs(BUSH, Sampling(0.6), True, PLAIN_MUTANTS[name])
+    assert abs(found - target_probs(Sampling(0.6))).sum() / 2 > 0.02
 
 
 # --- verify against the rule ----------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ KINDS = ("drawn tree", "drawn chain", "deterministic tree", "deterministic chain
 
 
 def random_case(kind: str, rows: int, sampling: Sampling, seed: int, nodes: int = NODES) -> Case:
-    """Trees of random shapes, or chains, of random lengths; drawn ones have draft laws over COLUMNS."""
+    """Trees of random shapes, or chains, of random lengths; drawn ones have draft distributions over COLUMNS."""
     generator = torch.Generator().manual_seed(seed)
 
     def rand(*shape: int) -> Tensor:
@@ -199,8 +199,8 @@ def random_case(kind: str, rows: int, sampling: Sampling, seed: int, nodes: int 
     sibling = torch.stack([(parents[:, :n] == parents[:, n : n + 1]).sum(1) for n in range(nodes)], 1)
     row, above = torch.arange(rows)[:, None], parents.clamp(min=0)
     draft_logits = 0.6 * logits[..., COLUMNS] + torch.randn(rows, nodes, len(COLUMNS), generator=generator)
-    laws = law(draft_logits, replace(sampling, temperature=sampling.temperature or 1.0))
-    drawn = draw_children(laws, rand(rows, nodes, nodes))
+    draft_probs = probs(draft_logits, replace(sampling, temperature=sampling.temperature or 1.0))
+    drawn = draw_children(draft_probs, rand(rows, nodes, nodes))
     best = draft_logits.argsort(-1, descending=True)
     tokens = COLUMNS[drawn if "drawn" in kind else best][
         row, above, sibling.clamp(max=nodes - 1 if "drawn" in kind else 4)
@@ -209,8 +209,10 @@ def random_case(kind: str, rows: int, sampling: Sampling, seed: int, nodes: int 
     count = torch.randint(1, nodes + 1, (rows,), generator=generator)
     tokens[torch.arange(nodes) >= count[:, None]] = 0
     seen = (rand(rows, WIDE) < 0.3).scatter(1, tokens[:, :1], True)
-    with_laws = (laws, COLUMNS) if "drawn" in kind else (None, None)
-    return Case(Draft(tokens, parents, count, *with_laws), logits, seen, Given.of(rand(rows, nodes), rand(rows, nodes)))
+    with_probs = (draft_probs, COLUMNS) if "drawn" in kind else (None, None)
+    return Case(
+        Draft(tokens, parents, count, *with_probs), logits, seen, Given.of(rand(rows, nodes), rand(rows, nodes))
+    )
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Row:
 
     tokens: list[int]
     parents: list[int]
-    laws: list[Weights] | None
+    draft_probs: list[Weights] | None
     logits: list[Weights]
     seen: frozenset[int]
     sampling: Sampling
@@ -227,16 +229,16 @@ class Row:
     @classmethod
     def of(cls, case: Case, b: int, sampling: Sampling) -> "Row":
         draft, count = case.draft, int(case.draft.count_B[b])
-        laws = None
-        if draft.laws_BMW is not None and not sampling.greedy:
+        draft_probs = None
+        if draft.draft_probs_BMW is not None and not sampling.greedy:
             assert draft.vocab_W is not None
-            wide = torch.zeros(draft.laws_BMW.shape[1], WIDE, dtype=torch.float64)
-            laws = wide.index_copy(1, draft.vocab_W, draft.laws_BMW[b].double()).tolist()
+            wide = torch.zeros(draft.draft_probs_BMW.shape[1], WIDE, dtype=torch.float64)
+            draft_probs = wide.index_copy(1, draft.vocab_W, draft.draft_probs_BMW[b].double()).tolist()
         seen = frozenset(case.seen[b].nonzero()[:, 0].tolist())
         return cls(
             draft.tokens_BN[b, :count].tolist(),
             draft.parents_BN[b, :count].tolist(),
-            laws,
+            draft_probs,
             case.logits[b].double().tolist(),
             seen,
             sampling,
@@ -248,11 +250,11 @@ class Row:
     def token(self, node: int) -> int:
         return self.tokens[node]
 
-    def law(self, node: int) -> Weights | None:
-        return None if self.laws is None else self.laws[node]
+    def probs(self, node: int) -> Weights | None:
+        return None if self.draft_probs is None else self.draft_probs[node]
 
     def p_after(self, path: list[int]) -> Weights:
-        return plain_law(self.logits[path[-1]], self.sampling, self.seen | {self.tokens[n] for n in path})
+        return plain_probs(self.logits[path[-1]], self.sampling, self.seen | {self.tokens[n] for n in path})
 
     def play(self, coin: Coin) -> tuple[list[int], int]:
         return verify_plainly(self, self.p_after, coin)
@@ -311,8 +313,8 @@ def test_outcomes_of_one_draft_have_the_probabilities_of_the_rule(kind: str, sam
     best = max(range(40), key=lambda b: len(every[b]))
     many, draft, chances = torch.full((points,), best), drafts.draft, every[best]
     numbers = torch.quasirandom.SobolEngine(2 * nodes, scramble=True, seed=1).draw(points, dtype=torch.float64)
-    laws = None if draft.laws_BMW is None else draft.laws_BMW[many]
-    same = Draft(draft.tokens_BN[many], draft.parents_BN[many], draft.count_B[many], laws, draft.vocab_W)
+    draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW[many]
+    same = Draft(draft.tokens_BN[many], draft.parents_BN[many], draft.count_B[many], draft_probs, draft.vocab_W)
     noise = Given.of(numbers[:, :nodes], numbers[:, nodes:])
     counts = dict.fromkeys(chances, 0)
     for path, token in decisions(Case(same, drafts.logits[many], drafts.seen[many], noise), sampling):
@@ -328,9 +330,9 @@ def test_nothing_is_left_on_the_cpu(kind: str, sampling: Sampling) -> None:
     case = random_case(kind, 40, sampling, seed=11)
     here, draft = decisions(case, sampling), case.draft
     with far_device() as far:
-        laws = None if draft.laws_BMW is None else draft.laws_BMW.to(far)
+        draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW.to(far)
         vocab = None if draft.vocab_W is None else draft.vocab_W.to(far)
-        moved = Draft(draft.tokens_BN.to(far), draft.parents_BN.to(far), draft.count_B.to(far), laws, vocab)
+        moved = Draft(draft.tokens_BN.to(far), draft.parents_BN.to(far), draft.count_B.to(far), draft_probs, vocab)
         noise = Given.of(case.noise.accept_BN.to(far), case.noise.emit_BN.to(far))
         assert decisions(Case(moved, case.logits.to(far), case.seen.to(far), noise), sampling) == here
 

@@ -12,7 +12,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import Sampling, draw, law
+from draftsmith.eval.decode.sampling import Sampling, draw, probs
 from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
 from draftsmith.heads.target.target import Target
@@ -71,12 +71,12 @@ class Spy(KnowsTexts, DraftModel):
             whole = torch.tensor([[*known, *drafted[:k]]]).clamp(max=self.model.vocab_size - 1)
             logits_W = self.model.head.logits(self.model.forward(whole).last[0, -1])[: self.width]
             self.checked += 1
-            if draft.laws_BMW is None:
+            if draft.draft_probs_BMW is None:
                 assert logits_W[token] >= logits_W.max() - 1e-4
                 continue
-            q_W = law(logits_W, state.sampling)
-            torch.testing.assert_close(draft.laws_BMW[row, k], q_W, atol=1e-4, rtol=1e-3)
-            assert token == int(draw(draft.laws_BMW[row, None, k], uniform[None, k])[0])
+            q_W = probs(logits_W, state.sampling)
+            torch.testing.assert_close(draft.draft_probs_BMW[row, k], q_W, atol=1e-4, rtol=1e-3)
+            assert token == int(draw(draft.draft_probs_BMW[row, None, k], uniform[None, k])[0])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_k=20, top_p=0.9)], ids=str)
@@ -109,7 +109,7 @@ def test_a_model_accepts_all_of_its_own_drafts(sampling: Sampling, length: int) 
         assert len(generation.rounds) == -(-tokens // (length + 1))
 
 
-def test_greedy_drafts_have_no_law() -> None:
+def test_greedy_drafts_have_no_distribution() -> None:
     target, sampling = make_target(), Sampling(1.0)
     spy = Spy(make_draft(), 3, target.vocab_size, greedy_drafts=True)
     found = decode_batch(target, spy, requests((8,) * 6), sampling, rows=2).generations

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.draft import DecodeState, Fresh, Prompts
+from draftsmith.eval.decode.draft import DecodeState, NewTokens, Prompts
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 
@@ -25,14 +25,14 @@ def enter(drafter: KnownAcceptance, rows: list[int], prompts: list[tuple[int, ..
     ids = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
     nothing = torch.zeros(len(prompts), longest, 0)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
-    drafter.admit(Prompts(torch.tensor(rows), ids, lengths, Fresh(ids, nothing, nothing, lengths)))
+    drafter.admit(Prompts(torch.tensor(rows), ids, lengths, NewTokens(ids, nothing, nothing, lengths)))
 
 
 def propose(drafter: KnownAcceptance, places: list[int], keys: list[int], limits: list[int]) -> list[list[int]]:
     """Drafts behind roots at positions `places`."""
     zeros = torch.zeros(len(places), dtype=torch.long)
-    fresh = Fresh(zeros[:, None], torch.zeros(len(places), 1, 0), torch.zeros(len(places), 1, 0), zeros)
-    state = DecodeState(zeros, torch.tensor(places), torch.tensor(limits), torch.tensor(keys), fresh, Sampling())
+    new_tokens = NewTokens(zeros[:, None], torch.zeros(len(places), 1, 0), torch.zeros(len(places), 1, 0), zeros)
+    state = DecodeState(zeros, torch.tensor(places), torch.tensor(limits), torch.tensor(keys), new_tokens, Sampling())
     draft = drafter.propose(state)
     pairs = zip(draft.tokens_BN.tolist(), draft.count_B.tolist(), strict=True)
     return [tokens[1:count] for tokens, count in pairs]

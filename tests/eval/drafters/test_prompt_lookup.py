@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import DecodeState, Draft, Fresh, Prompts, TargetAlone
+from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.drafters.prompt_lookup import PromptLookup, find_continuation, simulate_prompt_lookup
@@ -53,13 +53,13 @@ def test_of_several_occurrences_the_first_is_taken_as_in_transformers() -> None:
         assert candidates[0, length:].tolist() == ids[0, start : start + 5].tolist()
 
 
-def state(texts: list[list[int]], fresh: list[int], limits: list[int]) -> DecodeState:
+def state(texts: list[list[int]], new_tokens: list[int], limits: list[int]) -> DecodeState:
     """The state in which the last `fresh` tokens of each text were committed since the last proposal."""
-    widest = max(fresh)
-    tokens = [text[len(text) - n :] + [0] * (widest - n) for text, n in zip(texts, fresh, strict=True)]
+    widest = max(new_tokens)
+    tokens = [text[len(text) - n :] + [0] * (widest - n) for text, n in zip(texts, new_tokens, strict=True)]
     nothing = torch.zeros(len(texts), widest, 0)
     length = torch.tensor([len(text) - 1 for text in texts])
-    pairs = Fresh(torch.tensor(tokens), nothing, nothing, torch.tensor(fresh))
+    pairs = NewTokens(torch.tensor(tokens), nothing, nothing, torch.tensor(new_tokens))
     root = torch.tensor([text[-1] for text in texts])
     return DecodeState(root, length, torch.tensor(limits), torch.zeros_like(root), pairs, Sampling())
 
@@ -69,7 +69,7 @@ def prompts(rows: list[int], texts: list[list[int]]) -> Prompts:
     ids = torch.tensor([text + [9] * (longest - len(text)) for text in texts])
     lengths = torch.tensor([len(text) for text in texts])
     nothing = torch.zeros(len(texts), longest, 0)
-    return Prompts(torch.tensor(rows), ids, lengths, Fresh(ids, nothing, nothing, lengths))
+    return Prompts(torch.tensor(rows), ids, lengths, NewTokens(ids, nothing, nothing, lengths))
 
 
 def proposed(draft: Draft) -> list[list[int]]:
@@ -83,7 +83,7 @@ def test_rows_remember_their_own_texts() -> None:
     first = drafter.propose(state([[1, 2, 3, 4, 1, 2], [5, 6, 7, 8]], [1, 1], [9, 9]))
     assert proposed(first) == [[3, 4, 1], []]
     assert first.is_chain
-    assert first.laws_BMW is None
+    assert first.draft_probs_BMW is None
     # Two tokens were accepted in row 0, and in row 1 the text comes round to its beginning.
     second = drafter.propose(state([[1, 2, 3, 4, 1, 2, 3, 4, 2], [5, 6, 7, 8, 5]], [3, 1], [9, 2]))
     assert proposed(second) == [[3, 4, 1], [6, 7]], "no more than the limit"

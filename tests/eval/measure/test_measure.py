@@ -15,12 +15,12 @@ from draftsmith.eval.decode.tally import Tally, tally_generation
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure import measure
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import GenerateTiming, time_generate
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.measure.result import Costs
-from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 from tests.models import KINDS, tiny_model

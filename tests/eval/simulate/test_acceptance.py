@@ -21,19 +21,19 @@ V, EOS, LIMIT = 3, 2, 5
 
 
 @cache
-def _laws(kind: str, history: tuple[int, ...]) -> np.ndarray:
+def _draft_probs(kind: str, history: tuple[int, ...]) -> np.ndarray:
     seed = crc32(repr((kind, history)).encode())
     weights = np.random.default_rng(seed).gamma(1.0, size=V) + 0.05
     return weights / weights.sum()
 
 
 def p(history: tuple[int, ...]) -> np.ndarray:
-    return _laws("p", history)
+    return _draft_probs("p", history)
 
 
 def q(root: int, history: tuple[int, ...]) -> np.ndarray:
-    """A drafter's law may depend on where its round began, not only on the text so far."""
-    return _laws(f"q{root}", history)
+    """A drafter's distribution may depend on where its round began, not only on the text so far."""
+    return _draft_probs(f"q{root}", history)
 
 
 def texts(history: tuple[int, ...]) -> "list[tuple[tuple[int, ...], float]]":

@@ -1,4 +1,4 @@
-"""The search for static trees against the enumeration of every tree, the recursion, and texts of known laws."""
+"""The search for static trees against the enumeration of every tree, the recursion, and texts of known distributions."""
 
 import itertools
 import math
@@ -111,7 +111,7 @@ V = 30
 
 
 class Toy:
-    """Answers whose token at depth d stands at a rank that is drawn from a law, given the rank before it; as the output of
+    """Answers whose token at depth d stands at a rank that is drawn from a distribution, given the rank before it; as the output of
     a head over a batch, two answers to a document, several documents to a row."""
 
     def __init__(self, seed: int, *, depth: int = 4, rows: int = 6) -> None:
@@ -247,7 +247,7 @@ def dependent(seed: int, count: int) -> TextRanks:
 def test_the_prior_helps_on_few_answers_and_does_no_harm_on_many() -> None:
     """On answers that the search has not seen: against the sample alone, the product rule, and the product rule at
     uniform roots, which is that of the paper."""
-    fresh = dependent(99, 1500)
+    new_tokens = dependent(99, 1500)
 
     def tau(answers: int, prior: float | None) -> float:
         taus = []
@@ -258,7 +258,7 @@ def test_the_prior_helps_on_few_answers_and_does_no_harm_on_many() -> None:
                 order = grow(ranks_RD, np.ones(len(ranks_RD)), 30, texts.most, math.inf)
             else:
                 order = tree_search._search(texts, [30], prior)[0][0]
-            taus.append(measure_tree(StaticTree.of("found", order), fresh))
+            taus.append(measure_tree(StaticTree.of("found", order), new_tokens))
         return float(np.mean(taus))
 
     for answers in (8, 150):
@@ -269,7 +269,7 @@ def test_the_prior_helps_on_few_answers_and_does_no_harm_on_many() -> None:
 
 
 def test_held_back_answers_do_not_flatter() -> None:
-    """Ranks without any law: a tree fits the answers that it was found on, and no others."""
+    """Ranks without any distribution: a tree fits the answers that it was found on, and no others."""
 
     def noise(seed: int, count: int) -> TextRanks:
         rng = np.random.default_rng(seed)
@@ -277,9 +277,9 @@ def test_held_back_answers_do_not_flatter() -> None:
         return TextRanks.of(answers, [str(i) for i in range(count)], 40)
 
     (found,) = find_trees(noise(0, 24), [20], prior=0.0)
-    fresh = measure_tree(found.tree, noise(1, 400))
-    assert found.tau > fresh + 0.1
-    assert found.tau_held_back == pytest.approx(fresh, abs=0.05)
+    new_tokens = measure_tree(found.tree, noise(1, 400))
+    assert found.tau > new_tokens + 0.1
+    assert found.tau_held_back == pytest.approx(new_tokens, abs=0.05)
 
 
 def test_turns_of_a_conversation_are_held_back_together() -> None:

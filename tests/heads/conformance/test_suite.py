@@ -157,13 +157,15 @@ def stale_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         MedusaDrafter,
         "propose",
-        lambda self, state: real(self, replace(state, fresh=replace(state.fresh, count_B=state.fresh.count_B * 0))),
+        lambda self, state: real(
+            self, replace(state, new_tokens=replace(state.new_tokens, count_B=state.new_tokens.count_B * 0))
+        ),
     )
 
 
 def most_likely_draws(patch: pytest.MonkeyPatch) -> None:
     """Drafts the most likely tokens, and says that they were drawn."""
-    patch.setattr(eagle_drafter, "draw", lambda law, uniform: law.argmax(-1))
+    patch.setattr(eagle_drafter, "draw", lambda probs, uniform: probs.argmax(-1))
 
 
 def shorter_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -237,8 +239,8 @@ def neighbour(patch: pytest.MonkeyPatch) -> None:
     real = MedusaDrafter.propose
 
     def propose(self: Any, state: Any) -> Any:
-        mixed = state.fresh.last_BnD + 0.5 * state.fresh.last_BnD.roll(1, 0) * (len(state.root_B) > 1)
-        return real(self, replace(state, fresh=replace(state.fresh, last_BnD=mixed)))
+        mixed = state.new_tokens.last_BnD + 0.5 * state.new_tokens.last_BnD.roll(1, 0) * (len(state.root_B) > 1)
+        return real(self, replace(state, new_tokens=replace(state.new_tokens, last_BnD=mixed)))
 
     patch.setattr(MedusaDrafter, "propose", propose)
 
@@ -258,15 +260,17 @@ def depths_by_turns(patch: pytest.MonkeyPatch) -> None:
     """In a tree the first depth takes the last one's head."""
     real = medusa_drafter.draft_tree
     patch.setattr(
-        medusa_drafter, "draft_tree", lambda state, laws, *args, **more: real(state, laws.flip(1), *args, **more)
+        medusa_drafter,
+        "draft_tree",
+        lambda state, draft_probs, *args, **more: real(state, draft_probs.flip(1), *args, **more),
     )
 
 
 def most_likely_children(patch: pytest.MonkeyPatch) -> None:
     """Drawn trees hold the most likely tokens, and say that they were drawn."""
 
-    def chosen(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        return laws.topk(uniforms.shape[-1], -1).indices
+    def chosen(draft_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        return draft_probs.topk(uniforms.shape[-1], -1).indices
 
     patch.setattr(slot_drafts, "draw_children", chosen)
 
@@ -274,8 +278,8 @@ def most_likely_children(patch: pytest.MonkeyPatch) -> None:
 def with_replacement(patch: pytest.MonkeyPatch) -> None:
     """Each child of a node in a drawn tree is drawn as if the others were not there."""
 
-    def drawn(laws: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        flat = laws.flatten(0, -2)
+    def drawn(draft_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        flat = draft_probs.flatten(0, -2)
         each = [draw(flat, column.flatten()) for column in uniforms.unbind(-1)]
         return torch.stack(each, -1).view(uniforms.shape)
 
@@ -322,11 +326,11 @@ def other_confidence(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
-    ("decoding equals training", "eagle3", wrong_rotary, "drawn from another law|not the training pass"),
-    ("decoding equals training", "eagle3", lost_feedback, "drawn from another law|not the training pass"),
-    ("decoding equals training", "eagle1", lost_feedback, "drawn from another law|not the training pass"),
-    ("decoding equals training", "medusa", stale_state, "drawn from another law|not the training pass"),
-    ("drafts are drawn from their laws", "eagle3", most_likely_draws, "not drawn from the laws"),
+    ("decoding equals training", "eagle3", wrong_rotary, "drawn from another distribution|not the training pass"),
+    ("decoding equals training", "eagle3", lost_feedback, "drawn from another distribution|not the training pass"),
+    ("decoding equals training", "eagle1", lost_feedback, "drawn from another distribution|not the training pass"),
+    ("decoding equals training", "medusa", stale_state, "drawn from another distribution|not the training pass"),
+    ("drafts are drawn from their distributions", "eagle3", most_likely_draws, "not drawn from the distributions"),
     ("simulated equals decoded", "eagle3", shorter_drafts, "differ at temperature 0"),
     ("drafts end where the confidence says", "dspark", later_ends, "differ at temperature 0 with the confidence thr"),
     ("drafts end where the confidence says", "dspark", silent_ends, "does not say where its drafts end"),
@@ -347,9 +351,24 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ),
     ("trees are as the method says", "medusa", depths_by_turns, "rounds differ with a static tree"),
     ("trees are as the method says", "medusa", no_trees, "names drawn trees, but its drafter takes none"),
-    ("drawn trees are drawn from their laws", "medusa", most_likely_children, "not drawn from the laws they name"),
-    ("drawn trees are drawn from their laws", "medusa", with_replacement, "not drawn from the laws they name"),
-    ("drawn trees are drawn from their laws", "medusa", depths_by_turns, "drawn from another law than training's"),
+    (
+        "drawn trees are drawn from their distributions",
+        "medusa",
+        most_likely_children,
+        "not drawn from the distributions they name",
+    ),
+    (
+        "drawn trees are drawn from their distributions",
+        "medusa",
+        with_replacement,
+        "not drawn from the distributions they name",
+    ),
+    (
+        "drawn trees are drawn from their distributions",
+        "medusa",
+        depths_by_turns,
+        "drawn from another distribution than training's",
+    ),
 ]
 
 

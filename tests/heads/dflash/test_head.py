@@ -223,7 +223,7 @@ def test_simulation_predicts_sampled_decoding(tree: StaticTree | None, k: int) -
 
 
 def stale_context(patch: pytest.MonkeyPatch) -> None:
-    """Fresh tokens are not read: the keys of the last block's masks stand in for them."""
+    """NewTokens tokens are not read: the keys of the last block's masks stand in for them."""
     patch.setattr(block_drafter.BlockDrafter, "admit", lambda self, prompts: None)
 
 

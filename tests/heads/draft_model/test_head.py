@@ -85,15 +85,15 @@ def test_every_step_is_the_model_on_each_document_alone(kind: str) -> None:
     target = make_target()
     head = make(target, OPTIONS[kind])
     batch = pack(target, documents_of(target), ())
-    model, law = oracle(head), {}
+    model, probs = oracle(head), {}
     for first, ids in each_document(batch):
         with torch.no_grad():
-            law |= {first + i: row for i, row in enumerate(model(ids[None]).logits[0])}
+            probs |= {first + i: row for i, row in enumerate(model(ids[None]).logits[0])}
     with torch.no_grad():
         steps = head(batch, 4).steps
     assert sum(len(step.rows) for step in steps) > 40
     for step in steps:
-        expected = torch.stack([law[row + 1 + step.offset] for row in step.rows.tolist()])
+        expected = torch.stack([probs[row + 1 + step.offset] for row in step.rows.tolist()])
         torch.testing.assert_close(step.logits, expected, atol=1e-5, rtol=1e-5)
 
 

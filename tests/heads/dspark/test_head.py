@@ -198,8 +198,8 @@ def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> 
     assert all(c.simulate is not None for c in found)
 
 
-def test_sampled_answers_with_a_threshold_follow_the_targets_law() -> None:
-    """The first tokens of many short answers, from one prompt: by the law of the target's own, exactly computed."""
+def test_sampled_answers_with_a_threshold_follow_the_targets_distribution() -> None:
+    """The first tokens of many short answers, from one prompt: by the distribution of the target's own, exactly computed."""
     target, head, _ = cautious(0.25, 1.0)
     prompt = requests(1)[0].prompt_ids
     asked = [replace(requests(1)[0], sample_id=f"s{i}", key=7919 * i + 1, max_new_tokens=3) for i in range(3000)]
@@ -208,9 +208,9 @@ def test_sampled_answers_with_a_threshold_follow_the_targets_law() -> None:
     likely = int(first.bincount().argmax())
     second = torch.tensor([g.output_ids[1] for g in found if g.output_ids[0] == likely and len(g.output_ids) > 1])
     ids = torch.tensor([[*prompt, likely]])
-    law = target.head.logits(target.forward(ids).last[0, -1]).softmax(-1).double()
+    probs = target.head.logits(target.forward(ids).last[0, -1]).softmax(-1).double()
     counts = second.bincount(minlength=160).double()
-    chi = float(((counts - len(second) * law) ** 2 / (len(second) * law)).sum())
+    chi = float(((counts - len(second) * probs) ** 2 / (len(second) * probs)).sum())
     assert len(second) > 40
     assert chi < 160 + 5 * (2 * 160) ** 0.5
 
@@ -231,12 +231,12 @@ def biased_by_the_root(patch: pytest.MonkeyPatch) -> None:
 
 def judged_by_itself(patch: pytest.MonkeyPatch) -> None:
     """Tokens say that they were drawn, but the most likely were taken."""
-    patch.setattr(dspark_drafter, "draw", lambda law, uniform: law.argmax(-1))
+    patch.setattr(dspark_drafter, "draw", lambda probs, uniform: probs.argmax(-1))
 
 
 @pytest.mark.parametrize(
     ("mutant", "check"),
-    [(biased_by_the_root, "decoding equals training"), (judged_by_itself, "drafts are drawn from their laws")],
+    [(biased_by_the_root, "decoding equals training"), (judged_by_itself, "drafts are drawn from their distributions")],
 )
 def test_a_wrong_drafter_is_found(
     mutant: Callable[[pytest.MonkeyPatch], None], check: str, monkeypatch: pytest.MonkeyPatch

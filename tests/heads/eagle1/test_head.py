@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.draft import Fresh
+from draftsmith.eval.decode.draft import NewTokens
 from draftsmith.heads.base import agree, supervised_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options, build
@@ -181,9 +181,11 @@ def test_training_logits_are_those_of_cached_decoding():
             return cache[0], cache[1]
 
         rows = root + 1
-        fresh = Fresh(ids[None, 1 : rows + 1], states[None, :rows, :0], states[None, :rows], torch.tensor([rows]))
+        new_tokens = NewTokens(
+            ids[None, 1 : rows + 1], states[None, :rows, :0], states[None, :rows], torch.tensor([rows])
+        )
         mask = torch.ones(rows, rows, dtype=torch.bool).tril()[None, None]
-        out = head.layer(fresh.tokens_Bn, head.begin(fresh), torch.arange(rows)[None], update, mask)[:, -1:]
+        out = head.layer(new_tokens.tokens_Bn, head.begin(new_tokens), torch.arange(rows)[None], update, mask)[:, -1:]
         result = [head.logits(out)[0, 0]]
         for step in range(1, num_steps):
             token = ids[None, root + 1 + step : root + 2 + step]
@@ -204,7 +206,7 @@ def test_only_what_eagle_publishes_is_a_parameter():
     assert head.embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
     assert {n for n, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
     last = torch.randn(1, 2, 64, dtype=torch.bfloat16)
-    hidden = head.begin(Fresh(torch.zeros(1, 2, dtype=torch.int64), last[..., :0], last, torch.tensor([2])))
+    hidden = head.begin(NewTokens(torch.zeros(1, 2, dtype=torch.int64), last[..., :0], last, torch.tensor([2])))
     assert hidden.dtype == torch.float32
     assert head.logits(hidden).shape == (1, 2, target.vocab_size)
     assert (head.layer_ids, head.draft_vocab, head.target_ids(torch.tensor(7)).item()) == ((), None, 7)

@@ -320,7 +320,7 @@ def test_simulation_predicts_sampled_decoding(tree: StaticTree | None, prefix: b
 
 
 @pytest.mark.parametrize("options", [{"greedy_drafts": True}, {"tree": BUSH, "drawn": True}], ids=["greedy", "drawn"])
-def test_other_ways_to_draft_follow_the_targets_law(options: dict[str, Any]) -> None:
+def test_other_ways_to_draft_follow_the_targets_distribution(options: dict[str, Any]) -> None:
     """Drafts of argmaxes are simulated; drawn trees are accepted more often than a chain."""
     target, head = trained(True, temperature=1.0)
     found = decode_batch(target, HydraDrafter(head, 3, **options), requests(40), Sampling(1.0), rows=16).generations
@@ -339,7 +339,9 @@ def stale_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         HydraDrafter,
         "_state",
-        lambda self, state: real(self, replace(state, fresh=replace(state.fresh, count_B=state.fresh.count_B * 0))),
+        lambda self, state: real(
+            self, replace(state, new_tokens=replace(state.new_tokens, count_B=state.new_tokens.count_B * 0))
+        ),
     )
 
 
@@ -375,7 +377,7 @@ def test_a_wrong_drafter_is_found(
     made = Spec("hydra", HydraOptions(3, prefix_attention=prefix), tiny_target())
     assert made.head.method == "hydra"
     mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=r"drawn from another law|not the training pass"):
+    with pytest.raises(AssertionError, match=r"drawn from another distribution|not the training pass"):
         CHECKS[check](made)
 
 

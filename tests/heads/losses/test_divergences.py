@@ -34,10 +34,10 @@ def names(spec: LossSpec) -> str:
     return f"{spec.kind}-{spec.beta}-{spec.lk_scale}"
 
 
-def laws(dtype: torch.dtype = torch.float64, inside: int = W) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's law [R, V], draft logits [R, W] and the text's tokens [R], one outside the draft vocabulary.
+def draft_probs(dtype: torch.dtype = torch.float64, inside: int = W) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the target's distribution [R, V], draft logits [R, W] and the text's tokens [R], one outside the draft vocabulary.
 
-    inside: how many tokens the target's law gives anything to, where it is not all of them.
+    inside: how many tokens the target's distribution gives anything to, where it is not all of them.
     """
     generator = torch.Generator().manual_seed(5)
     p_RV = (1.5 * torch.randn(R, V, generator=generator, dtype=torch.float64)).softmax(-1)
@@ -49,7 +49,7 @@ def laws(dtype: torch.dtype = torch.float64, inside: int = W) -> tuple[Tensor, T
 
 
 def teacher_of(p_RV: Tensor, tokens_R: Tensor) -> Teacher:
-    """What `make_teacher` makes of the same law."""
+    """What `make_teacher` makes of the same distribution."""
     p = p_RV[:, :W]
     mass = p.sum(-1)
     share = p / mass[:, None]
@@ -85,7 +85,7 @@ def naive(spec: LossSpec, p_V: list[float], logits_W: list[float], token: int) -
 @pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])
 @pytest.mark.parametrize("spec", SPECS, ids=names)
 def test_values_are_those_of_plain_loops(spec, inside):
-    p, logits, tokens = laws(inside=inside)
+    p, logits, tokens = draft_probs(inside=inside)
     found = row_loss(spec)(logits.log_softmax(-1), teacher_of(p, tokens))
     expected = [naive(spec, *row) for row in zip(p.tolist(), logits.tolist(), tokens.tolist(), strict=True)]
     assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
@@ -97,7 +97,7 @@ def test_values_are_those_of_plain_loops(spec, inside):
 @pytest.mark.parametrize("spec", SPECS, ids=names)
 def test_gradients_are_those_of_differences(spec, inside):
     """lk_hybrid's weight is held still by its definition, so there the differences are taken with the weight fixed."""
-    p, logits, tokens = laws(inside=inside)
+    p, logits, tokens = draft_probs(inside=inside)
     teacher, loss = teacher_of(p, tokens), row_loss(spec)
     if spec.kind == "lk_hybrid":
         fixed = spec.lk_scale * torch.exp(-spec.lk_decay * divergences.acceptance(logits.log_softmax(-1), teacher))
@@ -121,15 +121,15 @@ def gradient(kind: str, logits: Tensor, teacher: Teacher, **options: float) -> T
 
 
 def test_soft_cross_entropy_is_kl_and_a_constant():
-    p, logits, tokens = laws()
+    p, logits, tokens = draft_probs()
     teacher = teacher_of(p, tokens)
     torch.testing.assert_close(gradient("kl", logits, teacher), gradient("soft_ce", logits, teacher))
     gap = divergences.kl(logits.log_softmax(-1), teacher) - divergences.soft_ce(logits.log_softmax(-1), teacher)
     torch.testing.assert_close(gap, teacher.negentropy)
 
 
-def test_divergences_are_zero_where_the_laws_agree_and_positive_elsewhere():
-    p, logits, tokens = laws()
+def test_divergences_are_zero_where_the_distributions_agree_and_positive_elsewhere():
+    p, logits, tokens = draft_probs()
     teacher = teacher_of(p, tokens)
     for kind in ("kl", "reverse_kl", "jsd"):
         same = row_loss(LossSpec(kind=kind))(teacher.p.log() - teacher.mass.log()[:, None], teacher)
@@ -137,9 +137,9 @@ def test_divergences_are_zero_where_the_laws_agree_and_positive_elsewhere():
         assert (row_loss(LossSpec(kind=kind))(logits.log_softmax(-1), teacher) > 0).all()
 
 
-def test_jsd_does_not_care_which_law_is_whose():
-    """With the laws exchanged, beta becomes 1 - beta; at 0.5 it is the same, and never more than log 2."""
-    p, logits, tokens = laws()
+def test_jsd_does_not_care_which_distribution_is_whose():
+    """With the distributions exchanged, beta becomes 1 - beta; at 0.5 it is the same, and never more than log 2."""
+    p, logits, tokens = draft_probs()
     ours, theirs = p[:, :W] / p[:, :W].sum(-1, keepdim=True), logits.softmax(-1)
     forward, backward = (
         lambda beta, a=a, b=b: divergences.jsd(b.log(), teacher_of(a, tokens), beta)
@@ -152,7 +152,7 @@ def test_jsd_does_not_care_which_law_is_whose():
 
 
 def test_jsd_has_kl_and_reverse_kl_at_its_ends():
-    p, logits, tokens = laws()
+    p, logits, tokens = draft_probs()
     teacher, tiny = teacher_of(p, tokens), 1e-6
     near_0, near_1 = (gradient("jsd", logits, teacher, beta=beta) / tiny for beta in (tiny, 1 - tiny))
     torch.testing.assert_close(near_0, gradient("kl", logits, teacher), atol=1e-4, rtol=1e-4)
@@ -160,7 +160,7 @@ def test_jsd_has_kl_and_reverse_kl_at_its_ends():
 
 
 def test_tv_is_what_acceptance_leaves_and_lk_alpha_its_logarithm():
-    p, logits, tokens = laws()
+    p, logits, tokens = draft_probs()
     teacher, log_q = teacher_of(p, tokens), logits.log_softmax(-1)
     accepted = torch.minimum(p, torch.nn.functional.pad(log_q.exp(), (0, V - W))).sum(-1)
     torch.testing.assert_close(divergences.acceptance(log_q, teacher), accepted)
@@ -172,8 +172,8 @@ def test_tv_is_what_acceptance_leaves_and_lk_alpha_its_logarithm():
 @pytest.mark.parametrize(
     "logits", [[300.0] + [-300.0] * 5, [-1e4] * 3 + [1e4] * 3, [0.0] * 6], ids=["sure", "wrong", "even"]
 )
-def test_laws_with_zeros_give_finite_losses_and_gradients(spec, logits):
-    """In fp32 a law of the target's may be 0 exactly, and one of the draft's too small for a number, or both."""
+def test_distributions_with_zeros_give_finite_losses_and_gradients(spec, logits):
+    """In fp32 a distribution of the target's may be 0 exactly, and one of the draft's too small for a number, or both."""
     p = torch.zeros(2, V)
     p[0, 0], p[1, :2] = 1.0, torch.tensor([1.0 - 1e-40, 1e-40])
     x = torch.tensor([logits, logits], requires_grad=True)

@@ -44,7 +44,7 @@ def random_output(batch: TrainBatch, W: int, steps: int = 3) -> HeadOutput:
 
 
 def naive_row(kind: str, spec: LossSpec, q: Tensor, p_V: Tensor, vocab: Tensor, token: int) -> Tensor:
-    """One row's loss from draft law q [W] and the target's full law p [V], by the definition."""
+    """One row's loss from draft distribution q [W] and the target's full distribution p [V], by the definition."""
     q_V = torch.zeros_like(p_V).index_copy(0, vocab, q)
     p = p_V[vocab] / p_V[vocab].sum()
     alpha = torch.minimum(p_V, q_V).sum()

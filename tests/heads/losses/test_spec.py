@@ -70,7 +70,7 @@ def test_losses_side_by_side_are_their_weighed_sum(target, batch):
     torch.testing.assert_close(loss(both), plain)
 
 
-def test_confidence_learns_the_acceptance_rate_and_leaves_the_law_alone(target, batch):
+def test_confidence_learns_the_acceptance_rate_and_leaves_the_distribution_alone(target, batch):
     output = random_output(batch, confident=True)
     weights = [LossSpec(decay=0.7, confidence_weight=w) for w in (None, 1.0, 0.25, 0.0)]
     found = [head_loss(output, batch, target.head, None, spec).loss_sum for spec in weights]
@@ -95,7 +95,7 @@ def test_confidence_learns_the_acceptance_rate_and_leaves_the_law_alone(target, 
 
 
 def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, batch):
-    """Their drafts fail, which is what a confidence is to know; their laws learn nothing."""
+    """Their drafts fail, which is what a confidence is to know; their distributions learn nothing."""
     whole, vocab = random_output(batch, 1, confident=True), torch.arange(0, 160, 2)
     output = HeadOutput(tuple(replace(s, source=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
     (step,) = output.steps

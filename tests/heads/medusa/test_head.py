@@ -101,7 +101,7 @@ def test_loss_is_the_papers(decay: float) -> None:
     assert float(scored.loss_sum.detach()) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_soft_targets_are_the_targets_laws_further_on() -> None:
+def test_soft_targets_are_the_targets_distributions_further_on() -> None:
     target, head = trained()
     batch = pack(target, documents_of(target), ())
     scored = head_loss(head(batch, 2), batch, target.head, None, LossSpec(kind="soft_ce", decay=1.0))
@@ -131,7 +131,7 @@ def test_training_logits_are_the_decoders() -> None:
 
     class Spy(MedusaDrafter):
         def propose(self, state: DecodeState) -> Draft:
-            last = state.fresh.last_BnD[0, int(state.fresh.count_B[0]) - 1]
+            last = state.new_tokens.last_BnD[0, int(state.new_tokens.count_B[0]) - 1]
             seen[int(state.length_B[0]) - 1] = torch.stack([head.logits(i, last) for i in range(4)])
             return super().propose(state)
 

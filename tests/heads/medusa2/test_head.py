@@ -14,7 +14,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.decode import Request, decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling, law
+from draftsmith.eval.decode.sampling import Sampling, probs
 from draftsmith.eval.decode.tally import total
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.drafters.contender import make_contender
@@ -77,8 +77,8 @@ def test_without_the_adapter_the_states_are_the_stored_ones_bit_by_bit() -> None
     with head.tuned.original():
         assert torch.equal(head.tuned.states(batch), stored)
     assert float((head.tuned.states(batch).detach() - stored).abs().max()) > 0.1
-    fresh = build(Medusa2Options(2), target, None).eval()
-    assert torch.equal(fresh.tuned.states(batch), stored), "a new adapter changes nothing"
+    new_tokens = build(Medusa2Options(2), target, None).eval()
+    assert torch.equal(new_tokens.tuned.states(batch), stored), "a new adapter changes nothing"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "granite", "mixtral"])
@@ -180,7 +180,7 @@ def test_the_ramp_is_a_sine() -> None:
     assert LossSpec().draft_share(0.0) == 1.0
 
 
-def test_the_wrapped_pass_carries_the_tuned_law() -> None:
+def test_the_wrapped_pass_carries_the_tuned_distribution() -> None:
     _, head, batch = example()
     ours, theirs = head(batch, 3), run_pass(TrainingPass(head), batch, 3)
     assert theirs.tuned is not None
@@ -307,9 +307,9 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
     assert judged["kl"] > 0
 
 
-def law_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def probs_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     likeliest = (torch.arange(len(logits)) == logits.argmax()).float()
-    return likeliest if sampling.greedy else law(logits[None], sampling)[0]
+    return likeliest if sampling.greedy else probs(logits[None], sampling)[0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0, repetition_penalty=1.3)])
@@ -330,8 +330,10 @@ def test_training_scores_drafts_by_the_tuned_target(sampling: Sampling) -> None:
     [Sampling(), Sampling(1.0), Sampling(0.8, top_k=20), Sampling(1.0, repetition_penalty=1.3), Sampling(1.0, top_k=1)],
 )
 @pytest.mark.parametrize("greedy_drafts", [False, True])
-def test_on_other_texts_a_draft_is_accepted_by_what_both_laws_share(sampling: Sampling, greedy_drafts: bool) -> None:
-    """sum_x min(p, q), row by row, with the laws of the deployed heads and of the merged target; whatever token the text has."""
+def test_on_other_texts_a_draft_is_accepted_by_what_both_distributions_share(
+    sampling: Sampling, greedy_drafts: bool
+) -> None:
+    """sum_x min(p, q), row by row, with the distributions of the deployed heads and of the merged target; whatever token the text has."""
     target, head, batch = example()
     deployed = head.deployed(target).eval()
     tuned = pack(deployed.verifier(target), documents_of(target), ())  # the same documents
@@ -347,7 +349,7 @@ def test_on_other_texts_a_draft_is_accepted_by_what_both_laws_share(sampling: Sa
                     logits[token] *= (
                         sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
                     )
-                p_V, q_V = law_of(logits, sampling), law_of(q, Sampling() if greedy_drafts else sampling)
+                p_V, q_V = probs_of(logits, sampling), probs_of(q, Sampling() if greedy_drafts else sampling)
                 assert float(c.flatten(0, 1)[at, step.offset]) == pytest.approx(
                     float(torch.minimum(p_V, q_V).sum()), abs=2e-3
                 )

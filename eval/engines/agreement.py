@@ -1,4 +1,4 @@
-"""Whether an engine drafts, accepts and answers as our decoder does, prompt by prompt."""
+"""Compare what an engine drafted, accepted and answered with our decoder, prompt by prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ Gap = Callable[[str, int, int, int], float]
 class Mismatch:
     """The first difference of one answer.
 
-    kind: "answer" (one side lacks it), "output" (a token), "drafts" (of a round), "accepted" (in a round) or "totals".
-    place: index of the token or round. gap: see `Gap`; None where it does not apply.
+    kind: "output" (a token), "drafts" (of a round), "accepted" (in a round) or "rounds" (how many there are). place: index of
+    the token or round. gap: see `Gap`; None where it does not apply.
     """
 
     sample_id: str
@@ -29,9 +29,7 @@ class Mismatch:
     gap: float | None = None
 
     def __str__(self) -> str:
-        where = {"answer": "", "totals": "", "output": f" at token {self.place}"}.get(
-            self.kind, f" in round {self.place}"
-        )
+        where = {"rounds": "", "output": f" at token {self.place}"}.get(self.kind, f" in round {self.place}")
         gap = "" if self.gap is None else f", logits {self.gap:.2g} apart"
         return f"{self.sample_id}: {self.kind}{where}: ours {self.ours}, theirs {self.theirs}{gap}"
 
@@ -41,28 +39,18 @@ def compare_answers(
 ) -> list[Mismatch]:
     """Return the first difference of every answer that has one; an empty list is agreement.
 
-    Ours must be counted as the engine counts. Rounds are compared where both sides have them, else the totals.
+    Both sides answer the same prompts in the same order, and ours must be counted as the engine counts.
     """
-    mine, other = ({answer.sample_id: answer for answer in side} for side in (ours, theirs))
-    assert len(mine) == len(ours)
-    assert len(other) == len(theirs)
-    found = []
-    for name in {**mine, **other}:
-        if name not in mine or name not in other:
-            found.append(Mismatch(name, "answer", 0, name in mine, name in other))
-        elif difference := _first_difference(mine[name], other[name], gap):
-            found.append(difference)
-    return found
+    assert [a.sample_id for a in ours] == [b.sample_id for b in theirs]
+    differences = (_first_difference(a, b, gap) for a, b in zip(ours, theirs, strict=True))
+    return [difference for difference in differences if difference]
 
 
 def _first_difference(ours: EngineAnswer, theirs: EngineAnswer, gap: Gap | None) -> Mismatch | None:
-    """The draft of a round before the token that differs is the cause, so rounds come first."""
-    rounds = (
-        None if ours.rounds is None or theirs.rounds is None else list(zip(ours.rounds, theirs.rounds, strict=False))
-    )
+    """Return what differs first. A draft that differs before the token does is the cause, so rounds come first."""
     tokens = _first_token(ours, theirs, gap)
     known = 1
-    for place, (a, b) in enumerate(rounds or []):
+    for place, (a, b) in enumerate(zip(ours.rounds, theirs.rounds, strict=False)):
         if tokens is not None and known > tokens.place:
             break
         if a.drafted != b.drafted:
@@ -70,10 +58,9 @@ def _first_difference(ours: EngineAnswer, theirs: EngineAnswer, gap: Gap | None)
         if a.accepted != b.accepted:
             return tokens or Mismatch(ours.sample_id, "accepted", place, a.accepted, b.accepted)
         known += a.accepted + 1
-    if tokens is not None:
+    if tokens is not None or len(ours.rounds) == len(theirs.rounds):
         return tokens
-    totals = [(len(x.rounds or ()) if rounds is not None else None, x.drafted, x.accepted) for x in (ours, theirs)]
-    return None if totals[0] == totals[1] else Mismatch(ours.sample_id, "totals", 0, totals[0], totals[1])
+    return Mismatch(ours.sample_id, "rounds", 0, len(ours.rounds), len(theirs.rounds))
 
 
 def _first_token(ours: EngineAnswer, theirs: EngineAnswer, gap: Gap | None) -> Mismatch | None:

@@ -1,4 +1,4 @@
-"""llama.cpp's server: started, asked and stopped; and how it counts drafted and accepted tokens.
+"""Run llama.cpp's server, and count drafted and accepted tokens as it does.
 
 Checked with llama.cpp of the sdist llama-cpp-python 0.3.36; the rules of counting are in `counted_by_llama_cpp`.
 """
@@ -20,38 +20,42 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 
-EAGLE3, DRAFT_MODEL = "draft-eagle3", "draft-simple"
-"""What --spec-type calls an EAGLE-3 head and an ordinary model that drafts."""
-NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0, "repeat_last_n": 0}
-"""Samplers that change nothing, so that only the temperature is left."""
+DRAFT_MODEL = "draft-simple"
+"""What --spec-type calls an ordinary model that drafts."""
+GREEDY = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "repeat_penalty": 1.0,
+    "repeat_last_n": 0,
+}
+"""Temperature 0, and samplers that change nothing."""
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """How llama-server is started.
 
-    draft: None for the target alone. num_speculative_tokens: K. context: tokens of prompt and answer. rounds: read the
-    drafts of every round from the server's debug log, which makes it slow. threads: of the CPU.
+    spec_type: how it drafts. num_speculative_tokens: K. context: tokens of prompt and answer.
     """
 
     target: Path
-    draft: Path | None = None
-    spec_type: str = EAGLE3
-    num_speculative_tokens: int = 5
-    context: int = 2048
-    rounds: bool = False
-    threads: int = 1
+    draft: Path
+    spec_type: str
+    num_speculative_tokens: int
+    context: int
 
     def flags(self) -> list[str]:
-        """Return the command line: everything in float32 and no draft cut short for its probability."""
-        flags = ["-m", str(self.target), "-c", str(self.context), "-np", "1", "-t", str(self.threads)]
+        """Return the command line: everything in float32, on one thread, and no draft cut short for its probability."""
+        flags = ["-m", str(self.target), "-c", str(self.context), "-np", "1", "-t", "1"]
         flags += ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "--cache-ram", "0", "--offline"]
-        if self.draft is not None:
-            flags += ["-md", str(self.draft), "--spec-type", self.spec_type]
-            flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
-            flags += ["--spec-draft-p-min", "0", "-ctkd", "f32", "-ctvd", "f32", "-td", str(self.threads)]
-        # 4 names the tokens that end an answer, 5 every drafted token.
-        return [*flags, "-lv", "5" if self.rounds else "4"]
+        flags += ["-md", str(self.draft), "--spec-type", self.spec_type]
+        flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
+        flags += ["--spec-draft-p-min", "0", "-ctkd", "f32", "-ctvd", "f32", "-td", "1"]
+        # Names the tokens that end an answer, and every drafted token.
+        return [*flags, "-lv", "5"]
 
 
 class LlamaServer:
@@ -75,8 +79,7 @@ class LlamaServer:
         self.url = f"http://127.0.0.1:{port}"
         # Variables named LLAMA_ARG_... are flags too.
         env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
-        if self.settings.rounds:
-            env["LLAMA_TRACE"] = "1"
+        env["LLAMA_TRACE"] = "1"
         command = [str(self.program), *self.settings.flags(), "--host", "127.0.0.1", "--port", str(port)]
         try:
             with self.log.open("wb") as log:
@@ -95,39 +98,27 @@ class LlamaServer:
     ) -> None:
         self._stop()
 
-    def complete(
-        self,
-        sample_id: str,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        temperature: float = 0.0,
-        seed: int | None = None,
-    ) -> EngineAnswer:
-        """Answer one prompt; the answer ends with EOS, as ours does, or at `max_new_tokens`."""
+    def complete(self, sample_id: str, prompt_ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        """Answer one prompt at temperature 0; the answer ends with EOS, as ours does, or at `max_new_tokens`."""
         # With less room the server would cut the last drafts, or the answer itself.
         assert len(prompt_ids) + max_new_tokens < self.settings.context
         wanted: dict[str, Any] = {
-            **NEUTRAL,
+            **GREEDY,
             "prompt": list(prompt_ids),
             "n_predict": max_new_tokens,
-            "temperature": temperature,
             "cache_prompt": False,
             "return_tokens": True,
         }
-        if seed is not None:
-            wanted["seed"] = seed
         found = self._ask("/completion", wanted)
-        timings = found["timings"]
-        drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
-        rounds = self._rounds(drafted) if self.settings.rounds else None
-        return EngineAnswer(sample_id, tuple(found["tokens"]), rounds, drafted, accepted)
+        return EngineAnswer(sample_id, tuple(found["tokens"]), self._rounds(found["timings"]))
 
     def version(self) -> str:
         """Return the build that the server names."""
         return str(self._ask("/props", None)["build_info"])
 
-    def _rounds(self, drafted: int) -> tuple[EngineRound, ...]:
+    def _rounds(self, timings: dict[str, Any]) -> tuple[EngineRound, ...]:
         """Read the rounds of the last answer, which may reach the log a little later than the client."""
+        drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
         deadline = time.monotonic() + self.timeout
         while True:
             with self.log.open("rb") as log:
@@ -135,6 +126,7 @@ class LlamaServer:
                 text = log.read()
             rounds = read_rounds(text.decode("utf-8", errors="replace"))
             if sum(len(r.drafted) for r in rounds) == drafted:
+                assert sum(r.accepted for r in rounds) == accepted, f"{self.log} and the server count differently"
                 self._read += len(text)
                 return rounds
             if time.monotonic() > deadline:
@@ -205,7 +197,6 @@ def counted_by_llama_cpp(ours: EngineAnswer, max_new_tokens: int, end_ids: Colle
     common/sampling.cpp, common_sampler_sample_and_accept_n: an end token ends the verification as the target's own, so
     it is not counted as accepted, unless it is the draft's last token. The first token comes with the prompt, as ours.
     """
-    assert ours.rounds is not None
     ends = [place for place, token in enumerate(ours.output_ids, 1) if token in end_ids]
     output = ours.output_ids[: ends[0] if ends else None]
     rounds, known = [], 1
@@ -219,7 +210,7 @@ def counted_by_llama_cpp(ours: EngineAnswer, max_new_tokens: int, end_ids: Colle
         if drafted:
             rounds.append(EngineRound(drafted, kept - ended))
         known += found.accepted + 1
-    return EngineAnswer.of_rounds(ours.sample_id, output, rounds)
+    return EngineAnswer(ours.sample_id, output, tuple(rounds))
 
 
 def _last_line(log: Path) -> str:

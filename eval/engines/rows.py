@@ -1,4 +1,4 @@
-"""What a comparison with an engine comes to: one row of the table of agreement.
+"""Count a comparison with an engine: one row of the table of agreement.
 
 Everything is counted within the answers: what an engine drafts or accepts past the end of a text is left out, on both
 sides alike (engines differ there, and no user sees it).
@@ -37,10 +37,10 @@ class AgreementRow:
 
     weights: of the draft in the engine. drafts: "greedy" or "sampled". equal_answers: those with the same ids as ours, None
     where texts are sampled. equal_rounds: of `ours.rounds`, those with the same draft tokens and as many accepted; None
-    where the engine does not show them. ours: decoded by us on the same prompts (temperature 0), or what our simulator
-    says of the engine's own text (above it). decoded: by us; above temperature 0 other texts. simulated: tau by our simulator on our target's own answers, its standard
-    error in simulated_se. z: engine minus simulated, in standard errors of the difference. differences: what does not
-    agree; close_calls: first divergences between logits less than CLOSE apart.
+    where texts are sampled. ours: decoded by us on the same prompts (temperature 0), or what our simulator says of the
+    engine's own text (above it). decoded: by us; above temperature 0 other texts. simulated: tau by our simulator on our
+    target's own answers, its standard error in simulated_se. z: engine minus simulated, in standard errors of the difference.
+    differences: what does not agree; close_calls: first divergences between logits less than CLOSE apart.
     """
 
     head: str
@@ -74,7 +74,6 @@ def within_text(answer: EngineAnswer) -> EngineAnswer:
     """Return the answer with its rounds cut where its text ends, and a round without drafts for every token that came
     without one. A last token that was drafted counts as accepted, also where the engine takes an end for the target's own.
     """
-    assert answer.rounds is not None
     known, rounds = 1, []
     for found in answer.rounds:
         left = len(answer.output_ids) - known
@@ -86,14 +85,14 @@ def within_text(answer: EngineAnswer) -> EngineAnswer:
         rounds.append(EngineRound(found.drafted[:left], accepted))
         known += found.accepted + 1
     rounds += [EngineRound((), 0)] * max(0, len(answer.output_ids) - known)
-    return EngineAnswer.of_rounds(answer.sample_id, answer.output_ids, rounds)
+    return EngineAnswer(answer.sample_id, answer.output_ids, tuple(rounds))
 
 
 def count(answers: Sequence[EngineAnswer]) -> Counts:
     """Count answers that `within_text` returned."""
     return Counts(
         tokens=sum(len(a.output_ids) - 1 for a in answers),
-        rounds=sum(len(a.rounds or ()) for a in answers),
+        rounds=sum(len(a.rounds) for a in answers),
         drafted=sum(a.drafted for a in answers),
         accepted=sum(a.accepted for a in answers),
     )
@@ -110,7 +109,7 @@ def to_generations(requests: Sequence[Request], answers: Sequence[EngineAnswer])
     for request, answer in zip(requests, answers, strict=True):
         assert request.sample_id == answer.sample_id
         known, rounds = 1, []
-        for r in answer.rounds or ():
+        for r in answer.rounds:
             rounds.append(Round(known - 1, len(r.drafted), r.accepted))
             known += r.accepted + 1
         ended = "length" if len(answer.output_ids) == request.max_new_tokens else "eos"
@@ -123,7 +122,7 @@ def equal_rounds(ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer]) -
     return sum(
         a == b
         for mine, other in zip(ours, theirs, strict=True)
-        for a, b in zip(mine.rounds or (), other.rounds or (), strict=False)
+        for a, b in zip(mine.rounds, other.rounds, strict=False)
     )
 
 
@@ -138,4 +137,4 @@ def ratio_error(tallies: Sequence[tuple[float, float]]) -> float:
 
 def per_answer(answers: Sequence[EngineAnswer]) -> list[tuple[float, float]]:
     """Return (tokens, rounds) of answers that `within_text` returned."""
-    return [(len(a.output_ids) - 1, len(a.rounds or ())) for a in answers]
+    return [(len(a.output_ids) - 1, len(a.rounds)) for a in answers]

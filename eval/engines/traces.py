@@ -1,4 +1,4 @@
-"""What was drafted and accepted, round by round: written by every engine's runner and by our own decoder alike."""
+"""Traces of drafted and accepted tokens, round by round, of serving engines and of our own decoder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,24 +21,25 @@ class EngineRound:
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """An answer: ids up to and including EOS, and the draft tokens as the engine counts them. rounds: None where it gives
-    totals only."""
+    """An answer: ids up to and including EOS, and its rounds as the engine counts them."""
 
     sample_id: str
     output_ids: tuple[int, ...]
-    rounds: tuple[EngineRound, ...] | None
-    drafted: int
-    accepted: int
+    rounds: tuple[EngineRound, ...]
 
-    @classmethod
-    def of_rounds(cls, sample_id: str, output_ids: Sequence[int], rounds: Sequence[EngineRound]) -> "EngineAnswer":
-        """Build an answer whose totals are those of its rounds."""
-        drafted, accepted = sum(len(r.drafted) for r in rounds), sum(r.accepted for r in rounds)
-        return cls(sample_id, tuple(output_ids), tuple(rounds), drafted, accepted)
+    @property
+    def drafted(self) -> int:
+        """Draft tokens of all rounds."""
+        return sum(len(r.drafted) for r in self.rounds)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted draft tokens of all rounds."""
+        return sum(r.accepted for r in self.rounds)
 
 
-class Recorder:
-    """A drafter that also keeps the tokens of its drafts; for one row, whose drafts are chains."""
+class ChainTracer:
+    """Wrap a drafter of chains and keep the tokens of its drafts, one row at a time."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -69,11 +70,12 @@ class Recorder:
 
 
 def trace_ours(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling) -> list[EngineAnswer]:
-    """Answer every request alone with our decoder; the rounds as it counts them (see `draftsmith.eval.decode.answers.Round`): a
-    draft is as long as the answer may still become, and an accepted EOS counts."""
-    recorder, answers = Recorder(drafter), []
+    """Answer every request alone with our decoder; return the answers with the rounds as it counts them (see
+    `draftsmith.eval.decode.answers.Round`): a draft never exceeds what the answer may still gain, and an accepted EOS counts.
+    """
+    tracer, answers = ChainTracer(drafter), []
     for request in requests:
-        (answer,) = decode_batch(target, recorder, [request], sampling).generations
-        rounds = [EngineRound(d, r.accepted) for d, r in zip(recorder.drafts, answer.rounds, strict=True)]
-        answers.append(EngineAnswer.of_rounds(request.sample_id, answer.output_ids, rounds))
+        (answer,) = decode_batch(target, tracer, [request], sampling).generations
+        rounds = (EngineRound(d, r.accepted) for d, r in zip(tracer.drafts, answer.rounds, strict=True))
+        answers.append(EngineAnswer(request.sample_id, tuple(answer.output_ids), tuple(rounds)))
     return answers

@@ -1,4 +1,4 @@
-"""vLLM, asked through `vllm_runner.py`, which its own Python runs; and how it counts drafted and accepted tokens.
+"""Run vLLM through `vllm_runner.py` in vLLM's own Python, and read what it drafted and accepted.
 
 Checked with vLLM 0.32.0 on a CPU.
 """
@@ -25,8 +25,8 @@ class VllmSettings:
     """What vLLM is started with.
 
     home: the environment that holds it. model: folder of the target, or of a draft that names its target. speculative:
-    --speculative-config, None where the model's folder says it all. context: tokens of prompt and answer. rows: requests at once. seed: of
-    sampled answers, each has its own from it. eos_ids: what ends an answer.
+    --speculative-config, None where the model's folder says it all. context: tokens of prompt and answer. eos_ids: what ends
+    an answer.
     """
 
     home: Path
@@ -35,9 +35,6 @@ class VllmSettings:
     context: int
     eos_ids: tuple[int, ...]
     temperatures: tuple[float, ...] = (0.0,)
-    rows: int = 4
-    seed: int = 0
-    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,7 @@ def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) 
     wanted = {
         "model": str(settings.model),
         "speculative_config": settings.speculative,
-        "dtype": settings.dtype,
         "context": settings.context,
-        "rows": settings.rows,
-        "seed": settings.seed,
         "temperatures": settings.temperatures,
         "eos": settings.eos_ids,
         "prompts": prompts,
@@ -111,12 +105,12 @@ def _environment(home: Path) -> dict[str, str]:
 def _answer(entry: dict[str, Any]) -> EngineAnswer:
     # The first step reads the prompt and has no draft.
     rounds = [EngineRound(tuple(r["drafted"]), len(r["sampled"]) - 1) for r in entry["rounds"][1:]]
-    return EngineAnswer.of_rounds(entry["id"], entry["ids"], rounds)
+    return EngineAnswer(entry["id"], tuple(entry["ids"]), tuple(rounds))
 
 
 def _check_counters(run: VllmRun) -> None:
-    """What the runner saw must be what vLLM's own counters say."""
-    rounds = [r for answers in run.answers.values() for a in answers for r in a.rounds or () if r.drafted]
+    """Assert that the runner saw what vLLM's own counters say."""
+    rounds = [r for answers in run.answers.values() for a in answers for r in a.rounds if r.drafted]
     seen = {
         "vllm:spec_decode_num_drafts": len(rounds),
         "vllm:spec_decode_num_draft_tokens": sum(len(r.drafted) for r in rounds),

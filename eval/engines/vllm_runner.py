@@ -2,9 +2,9 @@
 
     python vllm_runner.py JOB.json RESULT.json
 
-JOB: model, speculative_config (null: none), dtype, context, rows, seed, temperatures, eos (ids that end an answer), and
-prompts, each with id, ids and max_new_tokens. RESULT: version, counters, and per temperature and prompt the output ids and rounds: the drafted ids of a
-round and the ids that verification gave (accepted ones, then the target's own), before the end of the answer is cut.
+JOB: model, speculative_config (null: none), context, temperatures, eos (ids that end an answer), and prompts, each with id,
+ids and max_new_tokens. RESULT: version, counters, and per temperature and prompt the output ids and rounds: the drafted ids
+of a round and the ids that verification gave (accepted ones, then the target's own), before the end of the answer is cut.
 """
 
 import json
@@ -26,10 +26,10 @@ def main() -> None:
     GPUModelRunner._sample = recording(GPUModelRunner._sample, rounds)
     llm = vllm.LLM(
         job["model"],
-        dtype=job["dtype"],
+        dtype="float32",
         max_model_len=job["context"],
-        max_num_seqs=job["rows"],
-        seed=job["seed"],
+        max_num_seqs=4,
+        seed=0,
         enforce_eager=True,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
@@ -52,7 +52,7 @@ def answer(llm: Any, job: dict[str, Any], temperature: float, rounds: dict[str, 
             temperature=temperature,
             max_tokens=prompt["max_new_tokens"],
             # A seed per request: an answer does not depend on what else is in the batch.
-            seed=None if temperature == 0 else job["seed"] + number,
+            seed=None if temperature == 0 else number,
             stop_token_ids=job["eos"],
             detokenize=False,
         )

@@ -161,10 +161,7 @@ def summarize(
             [g for g in generate if slice_name in (None, g.slice)],
         )
         return replace(
-            measures,
-            lossless=lossless.get(key),
-            lossless_timed=lossless_timed.get(key),
-            **found.judged.get(key, {}),
+            measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.judged.get(key, {})
         )
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)

@@ -159,10 +159,7 @@ def _card(system: System, text: str) -> Card:
     if tau_of(m) is not None:
         figures.append(("tokens per target pass", number(tau_of(m))))
     if m.speedup is not None:
-        figures += [
-            ("the target's own speed", times(m.speedup)),
-            ("tokens per second", significant(m.decode_tok_s)),
-        ]
+        figures += [("the target's own speed", times(m.speedup)), ("tokens per second", significant(m.decode_tok_s))]
     return Card(system.label, tuple(figures), text)
 
 

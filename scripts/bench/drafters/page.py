@@ -1,16 +1,17 @@
-"""The page of the comparison of drafters: docs/results/drafters/README.md, made from the result files beside it alone.
+"""Render docs/results/drafters/README.md, the page of the comparison of drafters, from the result files beside it.
 
-What the tables show is said in findings.md beside them, which stands on top of the page where it is there.
+findings.md beside them, where there is one, says what the tables show and comes first on the page.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftsmith.files import write_text
-from scripts.bench.drafters.runs import Entry, answers_of, best, best_run, read_entries
+from scripts.bench.drafters.runs import Entry, answers_of, best_run, read_entries
+from scripts.bench.markdown import markdown_table
 
 _AGAIN = """
 ## Making it again
@@ -21,7 +22,7 @@ python -m scripts.bench.drafters --store runs/drafters/store --runs runs/drafter
 
 It trains what is not trained yet, and goes on where it was stopped; `--only NAME`, `--no-train` and `--no-decode` do a part.
 `speculators-eagle3` is the EAGLE-3 of the speculators package, at that package's own defaults, in an environment of its own;
-[speculators_eagle3.py](../../../eval/rivals/speculators_eagle3.py) says what is its own and what had to be ours:
+[speculators_eagle3.py](../../../scripts/bench/rivals/speculators_eagle3.py) lists what is the package's own and what had to be ours:
 
 ```bash
 python -m venv rival
@@ -43,29 +44,29 @@ LENGTHS = ("3", "5", "7")
 _INTRO = """# Drafters side by side
 
 Every drafter learned from answers of the same target, with the same number of supervised tokens (one that is trained in two
-stages has them in both together), and is measured on the same prompts; where one is not quite to be held against the first, it
-is said under the overview. Made by `python -m scripts.bench.drafters`, which writes this page from the result files beside it.
+stages has them in both together), and is measured on the same prompts; exceptions are listed under the overview. Made by
+`python -m scripts.bench.drafters`, which writes this page from the result files beside it.
 
-- `tau` is the accepted length: tokens per target pass, the bonus token included. It is simulated on the target's own answers
+- `tau` is the accepted length: tokens per target pass, the bonus token included, simulated on the target's own answers
   (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
-  is what the drafter was decoded with: the block of a block drafter, else 5 or as many as it reaches.
+  is the draft length that the drafter was decoded with: the block of a block drafter, else 5 or its maximum draft length.
 - `trained parameters` leaves out what is frozen: input embeddings, and the output projection of `speculators-eagle3` and
   `eagle3-as-speculators` (0.79M), which `eagle3` trains, and of block drafters, which is the target's.
 - `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
   pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
   measured: decoding with the drafter and with the target alone in turns, one request at a time: the median of the repeats with
   the lowest and the highest behind it, or "once", where there was no time for more.
-- `training` is wall time on a machine that had other work too, so it tells the order and no more; one that was interrupted
-  counts as if all of it had gone at the pace of its last part.
+- `training` is wall time on a machine that had other work too, so it compares roughly; a training that was
+  interrupted counts as if all of it had run at the speed of its last part.
 - Ours are the heads with the best held-out tau among the evaluations of their run; the last table but one has the step.
   speculators' own trainer would hold a tenth of the answers back and mark the best of its epochs; here it learns from the same
   answers as ours, and its head is that of the last step, where its learning rate has reached zero.
 - speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
-- A drafter that was trained at several learning rates stands here with the one whose head has the longest tau on the held-out
-  answers (their own temperature, K 5), which are none of the prompts, among those on the set of answers that most drafters
-  learned from, or on its newest set; all of them are in the last table but one, with their sets. "Beside" holds every drafter
-  against the first one's run on the same set, and has a dash where there is none. The other drafters were trained at one rate,
-  chosen in short trials or taken from a relative.
+- A drafter that was trained at several learning rates is shown with the one whose head has the longest tau on the held-out
+  answers (their own temperature, K 5), which are none of the prompts, among its runs on the set of answers that most drafters
+  learned from, or else on its newest set; the last table but one lists all runs with their sets. "Compared with" relates every
+  drafter to the first one's run on the same set, and has a dash where there is none. The other drafters were trained at one
+  rate, chosen in short trials or taken from a related method.
 """
 
 
@@ -78,25 +79,24 @@ def write_page(folder: Path, order: Sequence[str]) -> Path:
 def render(folder: Path, order: Sequence[str]) -> str:
     """Return the page; drafters without a result file are left out."""
     entries = read_entries(folder, order)
-    findings = folder / FINDINGS
-    said = findings.read_text(encoding="utf-8").strip() + "\n\n" if findings.exists() else ""
-    parts = [_INTRO, said]
+    parts = [_INTRO.rstrip()]
+    if (findings := folder / FINDINGS).exists():
+        parts.append(findings.read_text(encoding="utf-8").strip())
     if entries:
-        parts += ["## Overview\n\n", overview(entries), _apart(entries)]
+        parts.append(f"## Overview\n\n{overview(entries)}{_exceptions(entries)}".rstrip())
         if len(entries) > 1:
-            parts += ["\n## Beside " + entries[0]["name"] + "\n\n", beside(entries)]
-        parts += ["\n## tau per slice\n\n", slices(entries), "\n## Learning rates\n\n", rates(entries)]
-        parts += ["\n## Files\n\n", files(entries)]
-    parts.append(_AGAIN)
-    return "\n".join([parts[0], "".join(parts[1:])]).rstrip() + "\n"
+            parts.append(f"## Compared with {entries[0]['name']}\n\n{compared(entries)}".rstrip())
+        tables = {"tau per slice": slices(entries), "Learning rates": rates(entries), "Files": files(entries)}
+        parts += [f"## {title}\n\n{table}".rstrip() for title, table in tables.items()]
+    return "\n\n".join([*parts, _AGAIN.strip()]) + "\n"
 
 
-def _apart(entries: Sequence[Entry]) -> str:
-    """Say which drafters are not quite to be held against the first one, and why."""
+def _exceptions(entries: Sequence[Entry]) -> str:
+    """Name the drafters that do not compare like for like with the first one, and why."""
     reasons: dict[str, Callable[[Entry], Any]] = {
         "Trained on another number of tokens than": lambda entry: entry["budget"],
-        "Trained on other answers of the target than": lambda entry: answers_of(best(entry)),
-        "Measured on other prompts than": lambda entry: best(entry)["inputs"],
+        "Trained on other answers of the target than": lambda entry: answers_of(entry["row"]),
+        "Measured on other prompts than": lambda entry: entry["row"]["inputs"],
     }
     told = ""
     for reason, of in reasons.items():
@@ -107,36 +107,32 @@ def _apart(entries: Sequence[Entry]) -> str:
 
 
 def _compared_at(run: dict[str, Any]) -> str:
-    """The draft length at which a run is held against others: 5, or as many as it reaches."""
+    """Return the draft length at which a run is compared with others: 5, or its maximum draft length."""
     found = next(iter(run["simulated"].values()))["tau"]
     return "5" if "5" in found else max(found, key=int)
 
 
 def _decoded(entry: Entry) -> Entry:
-    """What decoding measured, by temperature; nothing where that was with another head than the tables have."""
+    """Return what decoding measured, by temperature; nothing where that was with another head than the tables show."""
     decoded = entry["decoded"]
-    return decoded["at"] if decoded and decoded["head"] == best(entry)["head"] else {}
+    return decoded["at"] if decoded and decoded["head"] == entry["row"]["head"] else {}
 
 
 def headline(folder: Path, order: Sequence[str]) -> str:
-    """A row per drafter of a folder of result files, with what a README has room for, each with its own draft length."""
+    """Return the README's table: a row per drafter of a folder of result files, each with its own draft length."""
     entries = read_entries(folder, order)
     temperatures = _temperatures(entries)
-    head = [
-        "drafter",
-        "trained parameters",
-        "K",
-        *(f"{what} T={t}" for t in temperatures for what in ("tau", "speedup")),
-    ]
+    head = ["drafter", "trained parameters", "K"]
+    head += [f"{what} T={t}" for t in temperatures for what in ("tau", "speedup")]
     lines = []
     for entry in entries:
-        run, decoded = best(entry), _decoded(entry)
+        run, decoded = entry["row"], _decoded(entry)
         cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
         for t in temperatures:
             tau = run["simulated"].get(t, {}).get("tau", {}).get(str(run["K"]))
             cells += [_tau(tau), _speedup(decoded.get(t, {}))]
         lines.append(cells)
-    return _table(head, lines)
+    return markdown_table(head, lines)
 
 
 def overview(entries: Sequence[Entry]) -> str:
@@ -147,7 +143,7 @@ def overview(entries: Sequence[Entry]) -> str:
         head += [f"tau T={t}, K 5", f"tau T={t}, own K", f"decoded T={t}", f"speedup T={t}"]
     lines = []
     for entry in entries:
-        run, decoded = best(entry), _decoded(entry)
+        run, decoded = entry["row"], _decoded(entry)
         some: Entry = next(iter(decoded.values()), {})
         cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", _minutes(run["training"]["seconds"])]
         cells += [str(run["K"]), _number(some.get("draft_ms")), _number(some.get("target_ms"))]
@@ -156,39 +152,34 @@ def overview(entries: Sequence[Entry]) -> str:
             own = tau.get(str(run["K"]))
             cells += [_tau(tau.get("5")), _tau(own), _number(at.get("tau")), _speedup(at)]
         lines.append(cells)
-    texts = [
-        f"{entry['name']} {at['equal']} of {at['checked']}"
-        for entry in entries
-        for at in (_decoded(entry).get("0", {}),)
-        if at.get("checked")
-    ]
-    told = f"\nGreedy texts that are those of the target alone: {', '.join(texts)}.\n" if texts else ""
-    return _table(head, lines) + told
+    greedy = {entry["name"]: _decoded(entry).get("0", {}) for entry in entries}
+    texts = [f"{name} {at['equal']} of {at['checked']}" for name, at in greedy.items() if at.get("checked")]
+    equal = f"\nGreedy texts that equal those of the target alone: {', '.join(texts)}.\n" if texts else ""
+    return markdown_table(head, lines) + equal
 
 
-def beside(entries: Sequence[Entry], draws: int = 2000) -> str:
-    """tau over that of the first drafter at K 5 (a drafter that reaches less at what it reaches), with its interval: prompts
-    are drawn for both alike, so that it is narrower than the two intervals tell. A drafter is held against the run of the first
-    that learned from the same set of answers, where there is one."""
+def compared(entries: Sequence[Entry]) -> str:
+    """tau relative to that of the first drafter at K 5 (or a shorter maximum draft length), with its interval. Prompts are
+    drawn for both alike, so that the interval is narrower than the two drafters' own. A drafter is compared with the first
+    one's run on the same set of answers, where there is one."""
     temperatures = _temperatures(entries)
     lines = []
     for entry in entries[1:]:
-        run = best(entry)
+        run = entry["row"]
         cells = [_name(entry, run), _compared_at(run)]
-        alike = [
-            one for one in entries[0]["runs"] if answers_of(one) == answers_of(run) and one["inputs"] == run["inputs"]
-        ]
+        key = (answers_of(run), run["inputs"])
+        alike = [one for one in entries[0]["runs"] if (answers_of(one), one["inputs"]) == key]
         first = best_run(alike)["simulated"] if alike else {}
         for t in temperatures:
             pair = (run["simulated"].get(t), first.get(t))
-            cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"], draws) if pair[0] and pair[1] else "–")
+            cells.append(_ratio(pair[0]["prompts"], pair[1]["prompts"]) if pair[0] and pair[1] else "–")
         lines.append(cells)
-    ours = f"{entries[0]['name']}'s at K {_compared_at(best(entries[0]))}"
-    return _table(["drafter", "K", *(f"tau over {ours}, T={t}" for t in temperatures)], lines)
+    ours = f"{entries[0]['name']}'s at K {_compared_at(entries[0]['row'])}"
+    return markdown_table(["drafter", "K", *(f"tau over {ours}, T={t}" for t in temperatures)], lines)
 
 
-def _ratio(theirs: Entry, ours: Entry, draws: int) -> str:
-    """The ratio of two tau and its 95% interval over prompts."""
+def _ratio(theirs: Entry, ours: Entry, draws: int = 2000) -> str:
+    """Return the ratio of two tau and its 95% interval over prompts."""
     counts = np.array([theirs["tokens"], theirs["rounds"], ours["tokens"], ours["rounds"]])
     picks = np.random.default_rng(0).integers(0, counts.shape[1], (draws, counts.shape[1]))
     sums, whole = counts[:, picks].sum(2), counts.sum(1)
@@ -201,17 +192,18 @@ def _ratio(theirs: Entry, ours: Entry, draws: int) -> str:
 
 def slices(entries: Sequence[Entry]) -> str:
     """A row per drafter, temperature and K."""
-    names = [name for name in _scopes(entries) if name != "overall"]
+    measured = [at["tau"].values() for entry in entries for run in entry["runs"] for at in run["simulated"].values()]
+    names = sorted({name for lengths in measured for scopes in lengths for name in scopes} - {"overall"})
     lines = []
     for entry in entries:
-        run = best(entry)
+        run = entry["row"]
         for t, found in run["simulated"].items():
             for k in sorted({*LENGTHS, str(run["K"])}, key=int):
                 scopes = found["tau"].get(k)
                 if scopes is not None:
                     cells = [_number((scopes.get(name) or {}).get("value")) for name in names]
                     lines.append([_name(entry, run), t, k, *cells, _interval(scopes["overall"])])
-    return _table(["drafter", "T", "K", *names, "overall"], lines)
+    return markdown_table(["drafter", "T", "K", *names, "overall"], lines)
 
 
 def rates(entries: Sequence[Entry]) -> str:
@@ -233,7 +225,7 @@ def rates(entries: Sequence[Entry]) -> str:
             cells += [f"set {sets.index(answers_of(run)) + 1}", _minutes(one["seconds"])]
             cells.append(_number(run.get("heldout_tau")))
             lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
-    return _table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
+    return markdown_table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
 
 
 def files(entries: Sequence[Entry]) -> str:
@@ -243,21 +235,15 @@ def files(entries: Sequence[Entry]) -> str:
         made = [*entry["runs"], *([entry["decoded"]] if entry["decoded"] else [])]
         last = max(made, key=lambda one: one["date"])
         processor = f"{last['hardware']['gpu'] or last['hardware']['cpu']}, {last['hardware']['threads']} thread(s)"
-        recipe = f"`{entry['recipe']}`" if entry["recipe"] else best(entry)["training"]["settings"]["trainer"]
+        recipe = f"`{entry['recipe']}`" if entry["recipe"] else entry["row"]["training"]["settings"]["trainer"]
         name = f"{entry['name']}.json"
         commit = (last["commit"] or "–")[:9]
         lines.append([f"[{name}]({name})", recipe, f"`{last['command']}`", commit, last["date"], processor])
-    return _table(["file", "trained by", "last command", "commit", "date", "processor"], lines)
+    return markdown_table(["file", "trained by", "last command", "commit", "date", "processor"], lines)
 
 
 def _temperatures(entries: Sequence[Entry]) -> list[str]:
     return sorted({t for entry in entries for run in entry["runs"] for t in run["simulated"]}, key=float)
-
-
-def _scopes(entries: Iterable[Entry]) -> list[str]:
-    runs = [run for entry in entries for run in entry["runs"]]
-    found = (found for run in runs for at in run["simulated"].values() for found in at["tau"].values())
-    return sorted({name for scopes in found for name in scopes})
 
 
 def _name(entry: Entry, run: Entry) -> str:
@@ -290,8 +276,3 @@ def _speedup(at: Entry) -> str:
 
 def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
-
-
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [list(head), ["---"] * len(head), *map(list, lines)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)

@@ -1,4 +1,4 @@
-"""Which run of a drafter stands for it in the tables of the comparison, among those in its result file."""
+"""Read the result files of the comparison, and choose the run of each drafter that the tables show."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ Entry = dict[str, Any]
 
 def read_entries(folder: Path, order: Sequence[str]) -> list[Entry]:
     """Return what the result files of a folder hold, in this order of their names; those of another name come last. "row" is
-    the run of each that stands in the tables: on the answers that most drafters learned from, where it has one on them."""
+    the run of each that the tables show: on the answers that most drafters learned from, where it has one on them."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
     common = common_answers(found)
     for entry in found:
@@ -38,16 +38,9 @@ def common_answers(entries: Sequence[Entry]) -> list[str | None]:
 
 
 def best_run(runs: Sequence[dict[str, Any]], among: Collection[str | None] = ()) -> dict[str, Any]:
-    """Return the run with the longest tau on held-out answers, which a single one need not have. Held-out answers of two sets
-    are other texts: only runs on the answers `among` are held against each other, or on those of the newest where there is
-    none."""
+    """Return the run with the longest tau on held-out answers, which a single run need not have. Two sets of answers have
+    different held-out texts, so only runs on the sets `among` are compared, or else those on the newest run's set."""
     newest = max(runs, key=lambda run: run["date"])
     alike = [run for run in runs if answers_of(run) in among]
     alike = alike or [run for run in runs if answers_of(run) == answers_of(newest)]
     return max(alike, key=lambda run: run.get("heldout_tau", 0.0))
-
-
-def best(entry: Entry) -> dict[str, Any]:
-    """Return the run of an entry of `read_entries` that stands in the tables."""
-    run: dict[str, Any] = entry["row"]
-    return run

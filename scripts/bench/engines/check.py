@@ -1,8 +1,8 @@
-"""The check of the engines, started by `bash scripts/test_engines.sh`: trained heads in real vLLM and llama.cpp.
+"""Check trained heads in real vLLM and llama.cpp; `bash scripts/test_engines.sh` prepares and runs it.
 
 Every head is exported, served and asked the same prompts as our own decoder. At temperature 0 in float32 output ids, the
-draft tokens of every round and accepted counts must be equal; above it, acceptance must be what the simulator says. What
-came out is written as JSON, one file for each engine and target, from which docs/engines.md is rendered.
+draft tokens of every round and accepted counts must be equal; above it, acceptance must be what the simulator says. The
+results are written as JSON, one file for each engine and target, from which docs/engines.md is rendered.
 """
 
 import argparse
@@ -25,10 +25,10 @@ from draftsmith.stages.session import say
 from scripts.bench.engines.compare import OurSide
 from scripts.bench.engines.in_llama_cpp import check_in_llama_cpp
 from scripts.bench.engines.in_vllm import check_in_vllm
-from scripts.bench.engines.subjects import DRAFT_MODEL, PLANS, Subject, slug, train_subject
+from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
 
 ENGINES = ("vllm", "llama.cpp")
-NAMES = (*(plan.name for plan in PLANS), DRAFT_MODEL)
+NAMES = tuple(plan.name for plan in PLANS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,15 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads = _named_heads(options.head)
         if unknown := set(options.only) - set(NAMES):
             raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
-        subject = train_subject(options.recipes, work, heads, options.only, words)
-        rows = _check(subject, work, options)
+        rows = _check(prepare_target(options.recipes, work, heads, options.only, words), work, options)
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("test_engines: interrupted; run the same command again to go on from here.", file=sys.stderr)
         return 130
-    show(rows)
+    for row in rows:
+        if not row.agrees:
+            print(f"{row.head} in {row.engine}: {describe(row)}")
+    print(f"{sum(row.agrees for row in rows)} of {len(rows)} comparisons agree")
     return 0 if all(row.agrees for row in rows) else 1
 
 
@@ -73,17 +75,17 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _named_heads(words: Sequence[str]) -> dict[str, Path]:
-    heads, known = {}, {plan.name for plan in PLANS}
+    heads = {}
     for word in words:
         name, mark, folder = word.partition("=")
-        if not mark or name not in known:
-            raise UserError(f"--head is {word!r}: write NAME=FOLDER with a name among {', '.join(sorted(known))}.")
+        if not mark or name not in NAMES:
+            raise UserError(f"--head is {word!r}: write NAME=FOLDER with a name among {', '.join(sorted(NAMES))}.")
         heads[name] = Path(folder)
     return heads
 
 
-def _check(subject: Subject, work: Path, options: argparse.Namespace) -> list[AgreementRow]:
-    """Serve every candidate, in all engines at once, and write the results, again after each."""
+def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[AgreementRow]:
+    """Serve every head in all engines at once, and write the results again after each head."""
     torch.set_num_threads(1)
     runs = {"vllm": check_in_vllm, "llama.cpp": check_in_llama_cpp}
     rows: dict[str, list[AgreementRow]] = {engine: [] for engine in options.engine or runs}
@@ -91,8 +93,8 @@ def _check(subject: Subject, work: Path, options: argparse.Namespace) -> list[Ag
     output.mkdir(parents=True, exist_ok=True)
     # An engine is a process of one thread, which is mostly waited for.
     with ThreadPoolExecutor(len(rows)) as pool:
-        for candidate in subject.candidates:
-            side = OurSide(subject, candidate, options.num_speculative_tokens)
+        for candidate in served.candidates:
+            side = OurSide(served, candidate, options.num_speculative_tokens)
             running = {
                 engine: pool.submit(runs[engine], side, work / engine / slug(candidate.name), options)
                 for engine in rows
@@ -103,39 +105,30 @@ def _check(subject: Subject, work: Path, options: argparse.Namespace) -> list[Ag
                 for row in new:
                     say(describe(row))
                 rows[engine] += new
-                write_json(output / f"{engine}-{subject.name}.json", _document(engine, subject, rows[engine]))
+                write_json(output / f"{engine}-{served.name}.json", _document(engine, served, rows[engine]))
     say(f"\n{output}")
     return [row for found in rows.values() for row in found]
 
 
-def _document(engine: str, subject: Subject, rows: Sequence[AgreementRow]) -> dict[str, Any]:
-    target = subject.target
+def _document(engine: str, served: ServedTarget, rows: Sequence[AgreementRow]) -> dict[str, Any]:
+    target, words = served.target, sys.argv[1:]
+    # What the script adds are folders of this machine.
+    added = {i + j for i, word in enumerate(words) if word in ("--work", "--vllm", "--llama-cpp") for j in (0, 1)}
+    words = [word for i, word in enumerate(words) if i not in added]
     return {
         "engine": engine,
-        "command": shlex.join(["bash", "scripts/test_engines.sh", *_without_places(sys.argv[1:])]),
+        "command": shlex.join(["bash", "scripts/test_engines.sh", *words]),
         **json.loads(json.dumps(environment(), default=asdict)),
         "target": {
-            "name": subject.name,
+            "name": served.name,
             "fingerprint": target.fingerprint,
             "layers": target.num_layers,
             "hidden_size": target.hidden_size,
             "vocab_size": target.vocab_size,
         },
-        "prompts": len(subject.requests),
+        "prompts": len(served.requests),
         "rows": [asdict(row) for row in rows],
     }
-
-
-def _without_places(words: Sequence[str]) -> list[str]:
-    """Leave out what the script adds: folders of this machine."""
-    kept, words = [], list(words)
-    while words:
-        word = words.pop(0)
-        if word in ("--work", "--vllm", "--llama-cpp"):
-            words.pop(0)
-        else:
-            kept.append(word)
-    return kept
 
 
 def describe(row: AgreementRow) -> str:
@@ -147,14 +140,6 @@ def describe(row: AgreementRow) -> str:
     simulated = f" (ours {_number(row.ours.tau)}, simulated {_number(row.simulated)}, z {_number(row.z)})"
     verdict = "agrees" if row.agrees else "DIFFERS: " + "; ".join(row.differences[:3] or ("beyond 3 standard errors",))
     return f"{how}: {texts}{rounds}{counts}{simulated}: {verdict}"
-
-
-def show(rows: Sequence[AgreementRow]) -> None:
-    """Print what does not agree, and how much does."""
-    for row in rows:
-        if not row.agrees:
-            print(f"{row.head} in {row.engine}: {describe(row)}")
-    print(f"{sum(row.agrees for row in rows)} of {len(rows)} comparisons agree")
 
 
 def _number(value: float | None) -> str:

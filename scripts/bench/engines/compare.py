@@ -1,13 +1,14 @@
-"""Our side of the check of the engines, and the comparison with theirs at temperature 0 and 1."""
+"""Run our decoder and simulator for the engine check, and compare them with an engine at temperature 0 and 1."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 from draftsmith.eval.decode.decode import Generation, decode
-from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.engines.agreement import compare_answers, logit_gaps
@@ -24,26 +25,32 @@ from draftsmith.eval.engines.rows import (
     within_text,
 )
 from draftsmith.eval.engines.traces import EngineAnswer, trace_ours
+from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.export.export import export_head
-from scripts.bench.engines.subjects import Candidate, Subject
+from draftsmith.heads.registry import find_method
+from scripts.bench.engines.served import Candidate, ServedTarget
 
 SAMPLED = Sampling(1.0)
 
 
 class OurSide:
-    """What our decoder and simulator say of a candidate, worked out once for all layouts and engines.
+    """Our decoder's and simulator's figures for a head, computed once for all layouts and engines.
 
-    num_speculative_tokens: K; a candidate that reaches less far drafts as far as it can. lock: held by what runs the target
+    num_speculative_tokens: K; a head with a shorter maximum draft length drafts that many. lock: held by what runs the target
     or the head, which serve one caller at a time, while engines are asked from several threads.
     """
 
-    def __init__(self, subject: Subject, candidate: Candidate, num_speculative_tokens: int) -> None:
-        self.subject, self.candidate = subject, candidate
-        self.K = min(num_speculative_tokens, candidate.max_speculative_tokens or num_speculative_tokens)
-        self.target, self.requests, self.lock = subject.target, subject.requests, RLock()
-        self.greedy = trace_ours(self.target, candidate.drafter(self.target, self.K), self.requests, Sampling(0.0))
-        self._sampled: list[Generation] = []
+    def __init__(self, served: ServedTarget, candidate: Candidate, num_speculative_tokens: int) -> None:
+        self.served, self.candidate = served, candidate
+        self.K = min(num_speculative_tokens, candidate.head.max_speculative_tokens or num_speculative_tokens)
+        self.target, self.requests, self.lock = served.target, served.requests, RLock()
+        self.greedy = trace_ours(self.target, self.drafter(greedy_drafts=True), self.requests, Sampling(0.0))
         self._decoded: dict[bool, Counts] = {}
+
+    def drafter(self, greedy_drafts: bool) -> Drafter:
+        """Return the head's drafter, which drafts greedily as engines do, or from the head's distribution."""
+        head = self.candidate.head
+        return find_method(head.method).make_drafter(head, self.K, greedy_drafts=greedy_drafts)
 
     @property
     def context(self) -> int:
@@ -52,40 +59,30 @@ class OurSide:
         return min(self.target.context_length, longest + self.K + 1)
 
     def export(self, layout: str, folder: Path) -> Path:
-        """Return the folder of the candidate in a layout, in float32."""
-        candidate = self.candidate
-        if candidate.head is None:
-            assert candidate.folder is not None
-            return candidate.folder
+        """Export the head to a layout, in float32; return the folder."""
+        facts = {"layout": layout, "dtype": "float32", "num_speculative_tokens": self.K}
         with self.lock:
-            return export_head(
-                candidate.head,
-                self.target,
-                folder / layout,
-                layout=layout,
-                dtype="float32",
-                num_speculative_tokens=self.K,
-            )
+            return export_head(self.candidate.head, self.target, folder / layout, **facts)
 
     def simulate(self, generations: Sequence[Generation], sampling: Sampling, greedy_drafts: bool) -> list[Tally]:
-        """Return the expected tally of every answer."""
-        found = self.candidate.simulate(self.target, generations, sampling, self.K, greedy_drafts)
+        """Simulate the drafts on finished answers; return the expected tally of every answer."""
+        found = simulate_generations(
+            self.target, self.candidate.head, generations, sampling, self.K, greedy_drafts=greedy_drafts
+        )
         return [tallies[self.K - 1] for tallies in found.tallies]
 
+    @cached_property
     def sampled_by_target(self) -> list[Generation]:
         """Our target's own answers at temperature 1, in the order of the requests."""
-        if not self._sampled:
-            keyed = [replace(request, key=request.key + 1) for request in self.requests]
-            found = {g.request.sample_id: g for g in decode(self.target, TargetAlone(), keyed, SAMPLED, 16)}
-            self._sampled = [found[request.sample_id] for request in self.requests]
-        return self._sampled
+        keyed = [replace(request, key=request.key + 1) for request in self.requests]
+        found = {g.request.sample_id: g for g in decode(self.target, TargetAlone(), keyed, SAMPLED, 16)}
+        return [found[request.sample_id] for request in self.requests]
 
     def decoded(self, greedy_drafts: bool) -> Counts:
         """Count our own decoder's rounds at temperature 1."""
         if greedy_drafts not in self._decoded:
-            drafter = self.candidate.drafter(self.target, self.K, greedy_drafts)
             keyed = [replace(request, key=request.key + 2) for request in self.requests]
-            answers = trace_ours(self.target, drafter, keyed, SAMPLED)
+            answers = trace_ours(self.target, self.drafter(greedy_drafts), keyed, SAMPLED)
             self._decoded[greedy_drafts] = count([within_text(a) for a in answers])
         return self._decoded[greedy_drafts]
 
@@ -93,7 +90,7 @@ class OurSide:
         """Return a row of the table. found: from `greedy_row` or `sampled_row`."""
         return AgreementRow(
             head=self.candidate.name,
-            method=self.candidate.method,
+            method=self.candidate.head.method,
             layout=layout,
             engine=engine,
             version=version,
@@ -133,7 +130,7 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
     theirs = [within_text(a) for a in answers]
     with side.lock:
         same_text = side.simulate(to_generations(side.requests, theirs), SAMPLED, greedy_drafts)
-        elsewhere = side.simulate(side.sampled_by_target(), SAMPLED, greedy_drafts)
+        elsewhere = side.simulate(side.sampled_by_target, SAMPLED, greedy_drafts)
         decoded = side.decoded(greedy_drafts)
     error = ratio_error([(t.tokens, t.rounds) for t in elsewhere])
     simulated, engine = total(elsewhere, side.K).tau, count(theirs).tau

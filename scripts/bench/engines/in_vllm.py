@@ -1,4 +1,4 @@
-"""A head in vLLM beside our decoder and simulator."""
+"""Serve a head with vLLM and compare it with our decoder and simulator."""
 
 import argparse
 from pathlib import Path
@@ -17,18 +17,15 @@ METHODS = {
     "draft_model": "draft_model",
     "peagle": "eagle3",
 }
-"""What vLLM calls the way of drafting, by layout; a speculators folder says it itself."""
+"""vLLM's name of the drafting method, by layout; a speculators folder names it itself."""
 MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
 """What else a layout needs."""
 
 
 def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> list[AgreementRow]:
-    """Serve a candidate from each of its layouts, at temperature 0 and 1, and once with sampled drafts."""
-    layouts = [name for name in side.candidate.layouts if name not in HEADS]
-    # A draft model that is no head of ours is served as it is.
-    layouts = layouts or ([] if side.candidate.layouts else ["draft_model"])
+    """Serve a head from each of its layouts, at temperature 0 and 1, and once with sampled drafts."""
     rows = []
-    for layout in layouts:
+    for layout in (name for name in side.candidate.layouts if name not in HEADS):
         draft = side.export(layout, folder)
         found = _serve(side, options.vllm, draft, layout, (0.0, 1.0), folder / f"{layout}-run")
         # vLLM drafts and counts past the end of an answer.
@@ -50,7 +47,7 @@ def _serve(
     model, speculative = draft, None
     if layout in METHODS:
         own = {"method": METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": side.K}
-        model, speculative = side.subject.folder, own | MORE.get(layout, {}) | how
+        model, speculative = side.served.folder, own | MORE.get(layout, {}) | how
     eos_ids = side.target.eos_ids
     settings = VllmSettings(home, model.resolve(), speculative, side.context, eos_ids, temperatures)
     return run_vllm(settings, side.requests, folder)

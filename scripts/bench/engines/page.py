@@ -1,4 +1,4 @@
-"""The tables of docs/engines.md, from the result files of `scripts/test_engines.sh`.
+"""Render the tables of docs/engines.md from the result files of `scripts/test_engines.sh`.
 
     python -m scripts.bench.engines.page     # writes them into the page again
 
@@ -8,9 +8,12 @@ A table stands between `<!-- engines: NAME -->` and `<!-- end -->`; a test holds
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+from scripts.bench.markdown import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, RESULTS = ROOT / "docs" / "engines.md", ROOT / "docs" / "results" / "engines"
@@ -37,14 +40,9 @@ def update(page: str, rows: Sequence[Row]) -> str:
 
 def verified(rows: Sequence[Row]) -> str:
     """Engine x version x method x layout: what agreed."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row["weights"] == "f32":
-            key: tuple[Any, ...] = (TITLES[row["engine"]], row["version"], row["method"], row["layout"])
-            groups.setdefault(key, []).append(row)
+    groups = _groups(rows, lambda row: (TITLES[row["engine"]], row["version"], row["method"], row["layout"]))
     lines = []
-    for key in sorted(groups):
-        found = groups[key]
+    for key, found in sorted(groups.items()):
         greedy = [row for row in found if row["temperature"] == 0]
         sampled = [row for row in found if row["temperature"] > 0]
         heads = len({(row["head"], row["target"]) for row in found})
@@ -53,15 +51,12 @@ def verified(rows: Sequence[Row]) -> str:
         z = f"{max(abs(row['z']) for row in sampled):.1f}" if sampled else "not run"
         lines.append([*key, str(heads), answers, rounds, z, "yes" if all(agrees(row) for row in found) else "**no**"])
     head = ["engine", "version", "method", "layout", "heads", "equal answers, T=0", "equal rounds, T=0"]
-    return _table([*head, "farthest from the simulator, T=1 (standard errors)", "agrees"], lines)
+    return markdown_table([*head, "farthest from the simulator, T=1 (standard errors)", "agrees"], lines)
 
 
 def agreement(rows: Sequence[Row]) -> str:
     """Every head: tau and accepted tokens, simulated, decoded by us, and in the engines."""
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        if row["weights"] == "f32":
-            groups.setdefault((row["target"], row["head"], row["temperature"], row["drafts"]), []).append(row)
+    groups = _groups(rows, lambda row: (row["target"], row["head"], row["temperature"], row["drafts"]))
     # A head's rows together, whichever engine served it.
     heads = list(dict.fromkeys(key[:2] for key in groups))
     lines = []
@@ -71,9 +66,18 @@ def agreement(rows: Sequence[Row]) -> str:
         first, K = found[0], found[0]["num_speculative_tokens"]
         cells = [target, head, f"{temperature:g}" + (", drawn drafts" if drafts == "sampled" else ""), str(K)]
         error = "" if first["simulated_se"] is None else f" ± {first['simulated_se']:.2f}"
-        cells += [_number(first["simulated"]) + error, _counts(first["decoded"])]
+        cells += [f"{first['simulated']:.3f}{error}", _counts(first["decoded"])]
         lines.append([*cells, *(_engine_cell(found, engine) for engine in TITLES)])
-    return _table(["target", "head", "T", "K", "simulated", "decoded", *TITLES.values()], lines)
+    return markdown_table(["target", "head", "T", "K", "simulated", "decoded", *TITLES.values()], lines)
+
+
+def _groups(rows: Sequence[Row], key: Callable[[Row], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Row]]:
+    """Group the rows of drafts in float32."""
+    groups = defaultdict(list)
+    for row in rows:
+        if row["weights"] == "f32":
+            groups[key(row)].append(row)
+    return groups
 
 
 def _engine_cell(rows: Sequence[Row], engine: str) -> str:
@@ -88,37 +92,36 @@ def _engine_cell(rows: Sequence[Row], engine: str) -> str:
 
 
 def _counts(counts: Row) -> str:
-    return f"{_number(_ratio(counts))}, {counts['accepted']:,}"
+    return f"{_tau(counts):.3f}, {counts['accepted']:,}"
 
 
 def weights(rows: Sequence[Row]) -> str:
     """llama.cpp with quantized drafts: what they cost in acceptance."""
     lines = []
-    for row in rows:
-        if row["engine"] == "llama.cpp" and row["layout"] != "draft_model":
-            same = [
-                r for r in rows if (r["target"], r["head"], r["engine"]) == (row["target"], row["head"], "llama.cpp")
-            ]
-            if len(same) < 2:
-                continue
-            exact = next(r for r in same if r["weights"] == "f32")
-            change = _ratio(row["theirs"]) / _ratio(exact["theirs"]) - 1
-            rounds = f"{row['equal_rounds']:,} of {row['ours']['rounds']:,}"
-            cells = [row["target"], row["head"], row["weights"], rounds, f"{row['theirs']['accepted']:,}"]
-            lines.append([*cells, _tau(row["theirs"]), f"{change:+.1%}" if row is not exact else ""])
-    return _table(["target", "head", "draft weights", "rounds as in f32 by us", "accepted", "tau", "change"], lines)
+    served = [row for row in rows if row["engine"] == "llama.cpp" and row["layout"] != "draft_model"]
+    for row in served:
+        same = [r for r in served if (r["target"], r["head"]) == (row["target"], row["head"])]
+        if len(same) < 2:
+            continue
+        exact = next(r for r in same if r["weights"] == "f32")
+        change = _tau(row["theirs"]) / _tau(exact["theirs"]) - 1
+        rounds = f"{row['equal_rounds']:,} of {row['ours']['rounds']:,}"
+        cells = [row["target"], row["head"], row["weights"], rounds, f"{row['theirs']['accepted']:,}"]
+        lines.append([*cells, f"{_tau(row['theirs']):.3f}", f"{change:+.1%}" if row is not exact else ""])
+    return markdown_table(
+        ["target", "head", "draft weights", "rounds as in f32 by us", "accepted", "tau", "change"], lines
+    )
 
 
 def sources(rows: Sequence[Row]) -> str:
     """The result files, and how each was made."""
     lines = []
-    for name in dict.fromkeys(row["file"] for row in rows):
-        facts = next(row["facts"] for row in rows if row["file"] == name)
+    for name, facts in {row["file"]: row["facts"] for row in rows}.items():
         cpu = facts["hardware"]["cpu"]
         lines.append(
             [f"[{name}](results/engines/{name})", f"`{facts['command']}`", facts["commit"][:9], facts["date"], cpu]
         )
-    return _table(["file", "command", "commit", "date", "processor"], lines)
+    return markdown_table(["file", "command", "commit", "date", "processor"], lines)
 
 
 def close_calls(rows: Sequence[Row]) -> str:
@@ -145,25 +148,12 @@ def agrees(row: Row) -> bool:
     return not row["differences"] and (row["z"] is None or abs(row["z"]) <= 3)
 
 
-def _ratio(counts: Row) -> float:
+def _tau(counts: Row) -> float:
     return counts["tokens"] / counts["rounds"]
-
-
-def _tau(counts: Row) -> str:
-    return _number(_ratio(counts))
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}"
 
 
 def _sum(rows: Iterable[Row], key: str) -> int:
     return sum(row[key] for row in rows)
-
-
-def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    rows = [list(head), ["---"] * len(head), *map(list, lines)]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
 
 
 def main() -> int:

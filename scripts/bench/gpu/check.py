@@ -1,7 +1,7 @@
-"""The check of a CUDA machine, started by `bash scripts/gpu_check.sh`: GPU tests, then both heads from data to result.
+"""Check a CUDA machine: GPU tests, then both heads from data to result; `bash scripts/gpu_check.sh` finds a Python for it.
 
 Every step is a process with a latest end, so that one which fails or hangs costs no other its result; what a step
-leaves of its time goes to the next. gpu_check.json is written again after each. Imports nothing beyond the standard
+leaves of its time goes to the next. gpu_check.json is written again after each step. Imports nothing beyond the standard
 library and what comes with transformers, because it installs the rest.
 """
 
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from scripts.bench.gpu.figures import read_stages, read_tests, summarize_result
 from scripts.bench.gpu.wheels import install_wheels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,7 +35,7 @@ ERROR_LINES = 12
 
 @dataclass(frozen=True)
 class Step:
-    """One process. share: its part of the whole time, to which comes what earlier steps left over."""
+    """One process. share: its part of the whole time; what earlier steps leave over is added."""
 
     name: str
     share: float
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """How a step went. status: passed, failed or timed out. error: the last lines it wrote, where it did not pass."""
+    """The outcome of a step. status: passed, failed or timed out. error: the last lines it wrote, where it did not pass."""
 
     name: str
     status: str
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         work.mkdir(parents=True, exist_ok=True)
         options.output.mkdir(parents=True, exist_ok=True)
         environment = make_environment(work, install_wheels(options.wheels, work / "packages"))
-        check = Check(options, work, environment, started)
+        check = GpuCheck(options, work, environment, started)
         check.run()
     except UserError as error:
         print(f"gpu_check: {error}", file=sys.stderr)
@@ -97,8 +97,8 @@ def make_environment(work: Path, packages: Path) -> dict[str, str]:
     return {**os.environ, **offline, **threads, **place, "PYTHONUNBUFFERED": "1"}
 
 
-class Check:
-    """A check at work: its steps, and what they have found so far."""
+class GpuCheck:
+    """Run the steps of a check, and keep what they have found so far."""
 
     def __init__(self, options: argparse.Namespace, work: Path, environment: dict[str, str], started: float) -> None:
         self.options, self.work, self.environment = options, work, environment
@@ -117,14 +117,7 @@ class Check:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
         device, small = self.options.device, ["--small"] if self.options.small else []
         tests = (
-            "pytest",
-            "-m",
-            "gpu",
-            "tests/gpu",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--junitxml",
+            *["pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "--junitxml"],
             str(self._at("tests")),
         )
         self._step(Step("machine", 0.1, self._part("machine", "machine")))
@@ -150,28 +143,19 @@ class Check:
 
     def _recipe(self, head: str) -> list[str]:
         """The recipe of a head, in bf16 on the device, within the time."""
-        made, small, work = self._facts("target"), self.options.small, self.work
+        made, work = self._facts("target"), self.work
         # Where training the target did not end, the stages go on with it themselves.
-        place = {"target.path": made.get("target", "embedded")}
+        keys: dict[str, Any] = {"target.path": made.get("target", "embedded"), "target.device": self.options.device}
         if made:
-            place |= {
-                "data.sources": json.dumps([made["conversations"]]),
-                "evaluate.prompts": json.dumps([made["prompts"]]),
-            }
-        half = {f"{key}.dtype": "bfloat16" for key in ("target", "features", "evaluate", "export")}
-        sizes: dict[str, Any] = {"answers.batch": 256, "evaluate.per_slice": 3, "evaluate.repeats": 2}
-        if small:
-            sizes = {"data.limit": 40, "data.heldout": 8, "answers.max_new_tokens": 12, "train.epochs": 1}
-            sizes |= {"evaluate.per_slice": 1, "evaluate.repeats": 1, "evaluate.max_new_tokens": 8}
-        keys = {
-            "output_dir": work / head,
-            "data_dir": work / "data",
-            "target.device": self.options.device,
-            "evaluate.generate": "false",
-            **place,
-            **half,
-            **sizes,
-        }
+            keys |= {"data.sources": json.dumps([made["conversations"]])}
+            keys |= {"evaluate.prompts": json.dumps([made["prompts"]])}
+        keys |= {f"{key}.dtype": "bfloat16" for key in ("target", "features", "evaluate", "export")}
+        keys |= {"output_dir": work / head, "data_dir": work / "data", "evaluate.generate": "false"}
+        if self.options.small:
+            keys |= {"data.limit": 40, "data.heldout": 8, "answers.max_new_tokens": 12, "train.epochs": 1}
+            keys |= {"evaluate.per_slice": 1, "evaluate.repeats": 1, "evaluate.max_new_tokens": 8}
+        else:
+            keys |= {"answers.batch": 256, "evaluate.per_slice": 3, "evaluate.repeats": 2}
         words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         return ["--recipe", str(ROOT / "recipes" / head / "tiny.yaml"), *words]
 
@@ -190,25 +174,21 @@ class Check:
         results = {}
         for head in HEADS:
             for path in sorted((self.work / head / "evaluation").glob("t*/result.json")):
-                name = f"{head}-{path.parent.name}"
-                shutil.copyfile(path, self.options.output / f"{name}.json")
-                results[name] = summarize_result(json.loads(path.read_text(encoding="utf-8")))
+                result = json.loads(path.read_text(encoding="utf-8"))
+                kept = ("settings", "drafters", "costs")
+                results[f"{head}-{path.parent.name}"] = {key: result[key] for key in kept}
         content = {
             "schema_version": 1,
             "command": shlex.join(["scripts/gpu_check.sh", *sys.argv[1:]]),
             **self._facts("machine"),
-            "device": self.options.device,
-            "small": self.options.small,
-            "minutes": self.options.minutes,
+            **{key: getattr(self.options, key) for key in ("device", "small", "minutes")},
             "seconds": round(time.monotonic() - self.started, 1),
             "passed": self.passed,
             "steps": [asdict(outcome) for outcome in self.outcomes],
             "tests": read_tests(self._at("tests")),
             "target": self._facts("target"),
             "stages": {name: read_stages(self.work / name / "run.json") for name in ("data", *HEADS)},
-            "peak_memory_bytes": {
-                f"{head} train": self._facts(f"{head}-train").get("peak_memory_bytes") for head in HEADS
-            },
+            "peak_memory_bytes": {f"{h} train": self._facts(f"{h}-train").get("peak_memory_bytes") for h in HEADS},
             "results": results,
         }
         write_json(self.options.output / "gpu_check.json", content)
@@ -221,16 +201,17 @@ def run_step(step: Step, limit: float, environment: dict[str, str], log: Path) -
         file.write(f"\n===== {step.name}: {command}\n")
         file.flush()
         begin = file.tell()
-        process = subprocess.Popen(
-            step.command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True,
-        )  # fmt: skip
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        process = subprocess.Popen(step.command, cwd=ROOT, env=environment, start_new_session=True, **streams)
         try:
             status = "passed" if process.wait(limit) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "timed out"
         finally:
-            _end(process)
+            # With all it started. No step needs to be asked politely, as files are written whole.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         file.seek(begin)
         # A progress bar overwrites its line.
         lines = [line.rstrip().rsplit("\r", 1)[-1] for line in file.read().split("\n")]
@@ -238,8 +219,30 @@ def run_step(step: Step, limit: float, environment: dict[str, str], log: Path) -
     return Outcome(step.name, status, round(time.monotonic() - started, 1), round(limit, 1), command, error)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process and all it started; no step needs to be asked politely, as files are written whole."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def read_tests(path: Path) -> dict[str, Any] | None:
+    """Count a JUnit file's tests and name those that failed."""
+    if not path.exists():
+        return None
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = [case for case in cases if case.find("skipped") is not None]
+    return {
+        "passed": len(cases) - len(failed) - len(skipped),
+        "failed": len(failed),
+        "skipped": len(skipped),
+        "failures": [f"{case.get('classname')}::{case.get('name')}" for case in failed],
+    }
+
+
+def read_stages(path: Path) -> dict[str, Any]:
+    """Return the figures that a run directory's finished stages reported, with tokens per second."""
+    if not path.exists():
+        return {}
+    found = {}
+    for name, record in json.loads(path.read_text(encoding="utf-8")).items():
+        facts = dict(record["facts"])
+        tokens = facts.get("output_tokens", facts.get("tokens"))
+        if tokens and facts.get("seconds"):
+            facts["tokens_per_second"] = tokens / facts["seconds"]
+        found[name] = {"state": record["state"], **facts}
+    return found

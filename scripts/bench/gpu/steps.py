@@ -1,4 +1,4 @@
-"""The parts of the GPU check that need torch: each runs in a process of its own and leaves a JSON file of facts.
+"""Run a part of the GPU check that needs torch, in a process of its own, and write a JSON file of facts.
 
 python -m scripts.bench.gpu.steps FACTS machine
 python -m scripts.bench.gpu.steps FACTS target DEVICE CACHE [--small]
@@ -8,6 +8,7 @@ python -m scripts.bench.gpu.steps FACTS stage COMMAND --recipe R ...        # a 
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -21,31 +22,27 @@ PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", 
 
 
 def machine() -> dict[str, Any]:
-    """Who measures: hardware, driver, versions, commit and date."""
+    """Describe the machine: hardware, driver, versions, commit and date."""
     from draftsmith.eval.measure.machine import environment
 
     facts = environment()
     facts["hardware"] = asdict(facts["hardware"])
     facts["versions"] |= {name: metadata.version(name) for name in PACKAGES}
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
+        properties, driver = torch.cuda.get_device_properties(0), None
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with suppress(OSError, subprocess.SubprocessError):
+            found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+            driver = found.stdout.split("\n")[0]
         facts["gpu"] = {
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "capability": f"{properties.major}.{properties.minor}",
-            "driver": _driver(),
+            "driver": driver,
             "cuda": torch.version.cuda,
             "flash_attention": torch.backends.cuda.is_flash_attention_available(),
         }
     return facts
-
-
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")[0]
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def make_target(device: str, cache: Path, small: bool) -> dict[str, Any]:
@@ -67,17 +64,8 @@ def make_target(device: str, cache: Path, small: bool) -> dict[str, Any]:
     }
 
 
-def run_stage(words: list[str]) -> dict[str, Any]:
-    """Run a command of draftsmith; a failure is an exception."""
-    from draftsmith.cli.main import main
-
-    if code := main(words):
-        raise SystemExit(code)
-    return {}
-
-
 def main() -> None:
-    """Run one part and write its facts, its seconds and the GPU memory it took at most."""
+    """Run one part and write its facts, its seconds and its peak GPU memory."""
     facts, what, *rest = sys.argv[1:]
     started = time.perf_counter()
     if what == "machine":
@@ -85,7 +73,11 @@ def main() -> None:
     elif what == "target":
         found = make_target(rest[0], Path(rest[1]), "--small" in rest)
     else:
-        found = run_stage(rest)
+        from draftsmith.cli.main import main as run_command
+
+        found = {}
+        if code := run_command(rest):
+            raise SystemExit(code)
     seconds = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     write_json(Path(facts), found | {"seconds": seconds, "peak_memory_bytes": peak})

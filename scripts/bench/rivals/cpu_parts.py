@@ -12,13 +12,7 @@ from torch import Tensor
 
 
 def document_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    scaling: float,
-    **_: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     """Attention of a training-time-test step under the package's dense mask, a document at a time.
 

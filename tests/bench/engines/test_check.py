@@ -21,9 +21,9 @@ from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from scripts.bench.engines import check as engine_check
 from scripts.bench.engines import compare as engine_compare
 from scripts.bench.engines import page as engine_page
-from scripts.bench.engines import subjects as engine_subjects
+from scripts.bench.engines import served as engine_served
 from scripts.bench.engines.compare import OurSide, greedy_row
-from scripts.bench.engines.subjects import PLANS, Candidate, HeadPlan, Subject, slug
+from scripts.bench.engines.served import PLANS, Candidate, HeadPlan, ServedTarget, slug
 from tests.exports import make_medusa, make_target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -88,7 +88,7 @@ def test_a_row_that_differs_is_not_called_verified(change: dict, tmp_path: Path)
 
 def test_every_plan_is_a_recipe_and_is_served_from_layouts_of_its_method() -> None:
     for plan in PLANS:
-        recipe = parse_recipe(["--recipe", str(ROOT / f"recipes/{plan.method}/tiny.yaml"), *plan.words])
+        recipe = parse_recipe(["--recipe", str(ROOT / f"recipes/{plan.method}/tiny.yaml"), *plan.words.split()])
         assert recipe.method == plan.method
         assert {layouts()[name].method for name in plan.layouts} == {plan.method}
     assert len({slug(plan.name) for plan in PLANS}) == len(PLANS)
@@ -115,8 +115,8 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     target = make_target(num_hidden_layers=2)
-    candidates = [Candidate(name, "medusa", (), make_medusa(target)) for name in ("first", "second")]
-    subject = Subject("tiny", target, Path("models/tiny"), [], candidates)
+    candidates = [Candidate(name, (), make_medusa(target)) for name in ("first", "second")]
+    served = ServedTarget("tiny", target, Path("models/tiny"), [], candidates)
     seen = []
 
     def run(side, folder, options):
@@ -128,7 +128,7 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     places = ["--work", str(tmp_path), "--vllm", "v", "--llama-cpp", "l"]
     words = ["--engine", "vllm", "--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["engine_check", *places, *words])
-    monkeypatch.setattr(engine_check, "train_subject", lambda *arguments: subject)
+    monkeypatch.setattr(engine_check, "prepare_target", lambda *arguments: served)
     assert engine_check.main() == 0
     assert seen == [0, 1]
     found = json.loads((tmp_path / "out" / "vllm-tiny.json").read_text())
@@ -136,9 +136,9 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     assert found["command"].startswith("bash scripts/test_engines.sh --engine vllm --output ")
     assert "--work" not in found["command"]
     assert "2 of 2 comparisons agree" in capsys.readouterr().out
-    monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: totals",))])
+    monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: rounds",))])
     assert engine_check.main() == 1
-    assert "DIFFERS: p: totals" in capsys.readouterr().out
+    assert "DIFFERS: p: rounds" in capsys.readouterr().out
 
 
 def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
@@ -146,7 +146,7 @@ def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
 ) -> None:
     target = make_target(num_hidden_layers=2)
     head = make_medusa(target)
-    subject = Subject("tiny", target, Path("models/tiny"), [], [Candidate("only", "medusa", (), head)])
+    served = ServedTarget("tiny", target, Path("models/tiny"), [], [Candidate("only", (), head)])
     together, busy, runs = threading.Barrier(2, timeout=60), [0], []
     monkeypatch.setattr(engine_compare, "compare_answers", lambda *arguments: [])
     monkeypatch.setattr(engine_compare, "logit_gaps", lambda *arguments: [])
@@ -169,7 +169,7 @@ def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
     monkeypatch.setattr(OurSide, "simulate", simulate)
     monkeypatch.setattr(engine_check, "check_in_vllm", run("vllm"))
     monkeypatch.setattr(engine_check, "check_in_llama_cpp", run("llama.cpp"))
-    monkeypatch.setattr(engine_check, "train_subject", lambda *arguments: subject)
+    monkeypatch.setattr(engine_check, "prepare_target", lambda *arguments: served)
     places = ["--work", str(tmp_path), "--vllm", "v", "--llama-cpp", "l", "--output", str(tmp_path / "out")]
     assert engine_check.main(places) == 0
     assert runs == [1, 1]
@@ -188,14 +188,13 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
         asked.append(command)
         return subprocess.run([sys.executable, "-c", program, *command[4:]], **options)
 
-    monkeypatch.setattr(engine_subjects, "features_stage", lambda session, samples: None)
-    monkeypatch.setattr(engine_subjects, "load_samples", lambda session: SimpleNamespace(samples=[]))
-    monkeypatch.setattr(engine_subjects, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(engine_served, "features_stage", lambda session, samples: None)
+    monkeypatch.setattr(engine_served, "load_samples", lambda session: SimpleNamespace(samples=[]))
+    monkeypatch.setattr(engine_served, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
     plans = [
-        HeadPlan(name, "medusa", words, ())
-        for name, words in (("a", ("--head.num_layers", "2")), ("b c", ("--name", "bad")))
+        HeadPlan(name, "medusa", (), words) for name, words in (("a", "--head.num_layers 2"), ("b c", "--name bad"))
     ]
-    found = engine_subjects._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
+    found = engine_served._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
     folder = Path(asked[0][asked[0].index("--output_dir") + 1])
     assert found == {"a": folder / "train" / "best"}
     assert folder.parent == tmp_path / "heads"
@@ -204,7 +203,7 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
     assert asked[0][asked[0].index("--seed") + 1] == "1"
     assert "a: trained in" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"Training b c failed \(it broke\): its whole log is .*/b-c-\w+/train.log\."):
-        engine_subjects._train_all(plans, "tiny", None, tmp_path, ())
+        engine_served._train_all(plans, "tiny", None, tmp_path, ())
     (log,) = tmp_path.glob("heads/b-c-*/train.log")
     assert "recipes/medusa/tiny.yaml" in log.read_text()
 
@@ -213,7 +212,7 @@ def test_heads_of_changed_recipes_are_trained_in_folders_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def folders(*words: str, own: tuple[str, ...] = ()) -> tuple[str, ...]:
-        line = engine_subjects._recipe_words("medusa", "tiny", tmp_path / "work", "a", words, own)
+        line = engine_served._recipe_words("medusa", "tiny", tmp_path / "work", "a", words, own)
         return tuple(line[line.index(key) + 1] for key in ("--data_dir", "--output_dir"))
 
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")

@@ -12,8 +12,7 @@ import pytest
 from draftsmith.errors import UserError
 from scripts.bench.gpu import check as gpu_check
 from scripts.bench.gpu import wheels as gpu_wheels
-from scripts.bench.gpu.check import Check, Step, main, run_step
-from scripts.bench.gpu.figures import read_stages, read_tests, summarize_result
+from scripts.bench.gpu.check import GpuCheck, Step, main, read_stages, read_tests, run_step
 from scripts.bench.gpu.wheels import install_wheels
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,10 +47,10 @@ def test_a_step_that_hangs_is_ended_with_all_it_started(tmp_path):
     assert not status.exists() or "zombie" in status.read_text()
 
 
-def make_check(tmp_path: Path, minutes: float = 9.0) -> Check:
+def make_check(tmp_path: Path, minutes: float = 9.0) -> GpuCheck:
     options = gpu_check._parse(["--device", "cpu", "--output", str(tmp_path / "out"), "--minutes", str(minutes)])
     options.output.mkdir()
-    return Check(options, tmp_path, dict(os.environ), time.monotonic())
+    return GpuCheck(options, tmp_path, dict(os.environ), time.monotonic())
 
 
 def test_what_a_step_leaves_of_its_time_goes_to_the_next(tmp_path):
@@ -135,16 +134,14 @@ def test_tests_and_stages_are_counted(tmp_path):
     assert read_stages(run_json)["answers"]["tokens_per_second"] == 30.0
 
 
-def test_a_result_is_summed_up():
-    measures = {"tau": 2.0, "tau_simulated": 2.1, "speedup": 1.5, "ms_per_round": {"draft": 1.0}}
-    result = {
-        "settings": {"temperature": 0.0},
-        "costs": None,
-        "drafters": {"eagle3": {"overall": measures, "slices": {"a": measures}}},
-    }
-    found = summarize_result(result)["drafters"]["eagle3"]
-    assert found["overall"]["ms_per_round"] == {"draft": 1.0}
-    assert found["slices"] == {"a": {"tau": 2.0, "tau_simulated": 2.1, "speedup": 1.5}}
+def test_measures_of_every_result_are_in_the_one_file(tmp_path):
+    check = make_check(tmp_path)
+    result = {"settings": {"temperature": 0.0}, "costs": None, "drafters": {"eagle3": {"overall": {"tau": 2.0}}}}
+    folder = tmp_path / "eagle3" / "evaluation" / "t0"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result | {"recipe": {}, "examples": []}))
+    check._write()
+    assert json.loads((tmp_path / "out" / "gpu_check.json").read_text())["results"] == {"eagle3-t0": result}
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import torch
 from draftsmith.eval.decode.decode import Request, decode_batch
 from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.engines.rows import AgreementRow, Counts, count, ratio_error, to_generations, within_text
-from draftsmith.eval.engines.traces import EngineAnswer, EngineRound, Recorder
+from draftsmith.eval.engines.traces import ChainTracer, EngineAnswer, EngineRound
+from draftsmith.heads.base import DraftHead
 from scripts.bench.engines.compare import SAMPLED, OurSide, greedy_row, sampled_row
-from scripts.bench.engines.subjects import Candidate, Subject
-from tests.exports import make_medusa, make_target
+from scripts.bench.engines.served import Candidate, ServedTarget
+from tests.exports import make_draft_model, make_medusa, make_target
 
 K = 4
 
@@ -28,14 +29,15 @@ def make_side(method: str = "draft_model", prompts: int = 5) -> OurSide:
         for i in range(prompts)
     ]
     if method == "medusa":
-        candidate = Candidate("h", method, (), make_medusa(target))
+        head: DraftHead = make_medusa(target)
     else:
-        model = make_target(num_hidden_layers=2)
+        head = make_draft_model(target, num_hidden_layers=2, num_key_value_heads=2)
         with torch.no_grad():
-            for value in model.model.parameters():
-                value += 0.04 * value.std() * torch.randn(value.shape, generator=generator)
-        candidate = Candidate("h", method, (), model=model)
-    return OurSide(Subject("tiny", target, Path("models/tiny"), requests, []), candidate, K)
+            for name, value in head.named_parameters():
+                near = target.model.get_parameter(name)
+                value.copy_(near + 0.04 * near.std() * torch.randn(near.shape, generator=generator))
+    served = ServedTarget("tiny", target, Path("models/tiny"), requests, [])
+    return OurSide(served, Candidate("h", (), head), K)
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +53,12 @@ def as_vllm(side: OurSide, answers: list[EngineAnswer]) -> list[EngineAnswer]:
     found = []
     for answer in answers:
         known, rounds = 1, []
-        for r in answer.rounds or ():
+        for r in answer.rounds:
             past = known + r.accepted == len(answer.output_ids)
             drafted = (*r.drafted, *[7] * (side.K - len(r.drafted)))
             rounds.append(EngineRound(drafted, side.K if past else r.accepted))
             known += r.accepted + 1
-        found.append(EngineAnswer.of_rounds(answer.sample_id, answer.output_ids, rounds))
+        found.append(EngineAnswer(answer.sample_id, answer.output_ids, tuple(rounds)))
     return found
 
 
@@ -65,7 +67,7 @@ def agrees(side: OurSide, found: dict) -> bool:
 
 
 def test_within_text_cuts_what_lies_past_the_end_and_adds_plain_steps() -> None:
-    answer = EngineAnswer.of_rounds("a", range(6), [EngineRound((1, 2, 9), 2), EngineRound((4, 5, 6), 3)])
+    answer = EngineAnswer("a", tuple(range(6)), (EngineRound((1, 2, 9), 2), EngineRound((4, 5, 6), 3)))
     cut = within_text(answer)
     assert cut.rounds == (EngineRound((1, 2, 9), 2), EngineRound((4, 5), 2))
     assert (cut.drafted, cut.accepted) == (5, 4)
@@ -78,7 +80,7 @@ def test_within_text_cuts_what_lies_past_the_end_and_adds_plain_steps() -> None:
 
 def test_a_drafted_end_counts_as_accepted() -> None:
     """llama.cpp takes an end token inside a draft for the target's own."""
-    answer = EngineAnswer.of_rounds("a", (7, 1, 2), [EngineRound((1, 2, 9), 1)])
+    answer = EngineAnswer("a", (7, 1, 2), (EngineRound((1, 2, 9), 1),))
     assert within_text(answer).rounds == (EngineRound((1, 2), 2),)
     assert within_text(replace(answer, output_ids=(7, 1, 3))).rounds == (EngineRound((1, 2), 1),)
     assert within_text(replace(answer, output_ids=(7, 1, 2, 2))).rounds[0] == EngineRound((1, 2, 9), 1)
@@ -106,12 +108,7 @@ def test_equal_greedy_answers_agree(method: str) -> None:
 
 
 def change(answers: list[EngineAnswer], place: int, **fields: object) -> list[EngineAnswer]:
-    answer = replace(answers[place], **fields)
-    return [
-        *answers[:place],
-        EngineAnswer.of_rounds(answer.sample_id, answer.output_ids, answer.rounds),
-        *answers[place + 1 :],
-    ]
+    return [*answers[:place], replace(answers[place], **fields), *answers[place + 1 :]]
 
 
 MUTANTS = {
@@ -147,11 +144,11 @@ def test_a_close_call_is_listed_and_excused(side: OurSide, monkeypatch: pytest.M
 
 def sampled_answers(side: OurSide) -> list[EngineAnswer]:
     """Answers at temperature 1 with greedy drafts, as vLLM makes them."""
-    recorder, found = Recorder(side.candidate.drafter(side.target, K)), []
+    tracer, found = ChainTracer(side.drafter(greedy_drafts=True)), []
     for request in side.requests:
-        (answer,) = decode_batch(side.target, recorder, [replace(request, key=request.key + 9)], SAMPLED).generations
-        rounds = [EngineRound(d, r.accepted) for d, r in zip(recorder.drafts, answer.rounds, strict=True)]
-        found.append(EngineAnswer.of_rounds(request.sample_id, answer.output_ids, rounds))
+        (answer,) = decode_batch(side.target, tracer, [replace(request, key=request.key + 9)], SAMPLED).generations
+        rounds = [EngineRound(d, r.accepted) for d, r in zip(tracer.drafts, answer.rounds, strict=True)]
+        found.append(EngineAnswer(request.sample_id, tuple(answer.output_ids), tuple(rounds)))
     return found
 
 

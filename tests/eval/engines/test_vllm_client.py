@@ -41,7 +41,7 @@ def make_home(folder: Path, body: str) -> Path:
 
 def settings(home: Path) -> VllmSettings:
     draft = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 2}
-    return VllmSettings(home, Path("target"), draft, context=64, eos_ids=(2,), seed=5)
+    return VllmSettings(home, Path("target"), draft, context=64, eos_ids=(2,))
 
 
 def answering(answers: dict, counters: dict) -> str:
@@ -58,8 +58,8 @@ def test_a_run_gives_the_job_and_reads_the_answers(tmp_path: Path, monkeypatch: 
     assert run.version == "0.0.1"
     assert run.answers == {
         0.0: [
-            EngineAnswer("a", (1, 2, 3, 2), (EngineRound((2, 3), 2),), 2, 2),
-            EngineAnswer("b", (1, 2), (EngineRound((9, 9), 0),), 2, 0),
+            EngineAnswer("a", (1, 2, 3, 2), (EngineRound((2, 3), 2),)),
+            EngineAnswer("b", (1, 2), (EngineRound((9, 9), 0),)),
         ]
     }
     job = json.loads((tmp_path / "run" / "job.json").read_text())
@@ -67,7 +67,7 @@ def test_a_run_gives_the_job_and_reads_the_answers(tmp_path: Path, monkeypatch: 
         {"id": "a", "ids": [5, 6], "max_new_tokens": 4},
         {"id": "b", "ids": [7], "max_new_tokens": 3},
     ]
-    assert (job["model"], job["temperatures"], job["eos"], job["dtype"]) == ("target", [0.0], [2], "float32")
+    assert (job["model"], job["temperatures"], job["eos"]) == ("target", [0.0], [2])
     assert job["speculative_config"]["model"] == "draft"
     environment = json.loads((tmp_path / "run" / "env").read_text())
     assert environment["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"

@@ -1,0 +1,195 @@
+"""Train the heads that the engine check serves, and prepare their target and its prompts."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.decode import Request
+from draftsmith.eval.measure.machine import available_cores
+from draftsmith.files import fingerprint
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
+from draftsmith.stages.session import Session, say
+from draftsmith.stages.stages import features_stage, load_samples
+
+SHORT = (
+    *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
+    *("--train.max_steps", "120", "--train.evaluations", "1"),
+)
+"""Short training: enough for drafts to be accepted, which is all that a comparison needs."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """A head to train and serve: its name, method, the layouts it is served from, and further words of the recipe."""
+
+    name: str
+    method: str
+    layouts: tuple[str, ...]
+    words: str = ""
+
+
+_DATA_KEYS = ("seed", "target", "data", "answers", "features")
+_BOTH = ("eagle3", "eagle3_speculators")
+_ALL = (*_BOTH, LLAMA_CPP_LAYOUT)
+_60_STEPS = "--train.max_steps 60"
+PLANS = (
+    HeadPlan("eagle3", "eagle3", _ALL),
+    HeadPlan(
+        "eagle3 norm_before_residual, W=512",
+        "eagle3",
+        _ALL,
+        f"--head.norm_before_residual true --head.draft_vocab_size 512 {_60_STEPS}",
+    ),
+    HeadPlan("eagle3 norm_before_fc", "eagle3", _ALL, f"--head.norm_before_fc true {_60_STEPS}"),
+    HeadPlan("eagle3 fc_norm", "eagle3", _BOTH, f"--head.fc_norm true {_60_STEPS}"),
+    HeadPlan("eagle3 norm_output", "eagle3", _BOTH, f"--head.norm_output true {_60_STEPS}"),
+    HeadPlan(
+        "eagle3 fc_norm, norm_output",
+        "eagle3",
+        ("eagle3",),
+        f"--head.fc_norm true --head.norm_output true {_60_STEPS}",
+    ),
+    HeadPlan(
+        "eagle3 of 2 layers, sliding window of 32",
+        "eagle3",
+        _BOTH,
+        f"--head.num_hidden_layers 2 --head.sliding_window 32 {_60_STEPS}",
+    ),
+    HeadPlan(
+        "eagle3 of width 64",
+        "eagle3",
+        _ALL,
+        "--head.hidden_size 64 --head.train_embeddings true --head.num_attention_heads 2 --head.num_key_value_heads 1",
+    ),
+    HeadPlan("peagle", "peagle", ("peagle", "peagle_speculators")),
+    HeadPlan("eagle1", "eagle1", ("eagle1",)),
+    # A block of K + 1 slots, since engines fill in no more of it than they draft.
+    HeadPlan("dflash", "dflash", ("dflash_llama_cpp",), "--head.block_size 6"),
+    # On CPUs vLLM 0.32 takes the first layer's norm of keys for the context of all layers, so one layer is what agrees.
+    HeadPlan(
+        "dflash of one layer",
+        "dflash",
+        ("dflash",),
+        f"--head.block_size 6 --head.num_layers 1 --head.draft_vocab_size 512 {_60_STEPS}",
+    ),
+    HeadPlan("dspark", "dspark", ("dspark_llama_cpp",), "--head.block_size 5"),
+    HeadPlan("draft model, trained", "draft_model", ("draft_model",)),
+    HeadPlan("medusa", "medusa", ("medusa_vllm",)),
+    HeadPlan(
+        "medusa on the target's projection, 2 blocks",
+        "medusa",
+        ("medusa_vllm",),
+        f"--head.original_lm_head true --head.num_layers 2 --export.layout medusa_vllm {_60_STEPS}",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A trained head, and the layouts that it is exported to."""
+
+    name: str
+    layouts: tuple[str, ...]
+    head: DraftHead
+
+
+@dataclass(frozen=True)
+class ServedTarget:
+    """A target in float32, its folder, the prompts, and the heads that draft for it."""
+
+    name: str
+    target: Target
+    folder: Path
+    requests: list[Request]
+    candidates: list[Candidate]
+
+
+def prepare_target(
+    recipes: str, work: Path, heads: Mapping[str, Path], only: Sequence[str], words: Sequence[str]
+) -> ServedTarget:
+    """Train the heads of `recipes/*/<recipes>.yaml` briefly, and return them with the recipe's target and prompts.
+
+    work: where answers, features and heads are kept between runs. heads: finished ones, by the name of their plan. only:
+    names to take, all if empty. words: further words for every recipe, the last of equal ones counts.
+    """
+    plans = [plan for plan in PLANS if not only or plan.name in only]
+    session = Session(parse_recipe(_recipe_words("eagle3", recipes, work, "eagle3", words)))
+    target = session.load_target("float32")
+    missing = [plan for plan in plans if plan.name not in heads]
+    folders = dict(heads) | _train_all(missing, recipes, session, work, words)
+    candidates = [Candidate(p.name, p.layouts, load_head(folders[p.name], target).eval()) for p in plans]
+    requests, _ = make_requests(session, target)
+    return ServedTarget(recipes, target, Path(session.target_path).resolve(), requests, candidates)
+
+
+def slug(name: str) -> str:
+    """Return a name as that of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _recipe_words(
+    method: str, recipes: str, work: Path, name: str, words: Sequence[str], own: Sequence[str] = ()
+) -> list[str]:
+    """Return a head's command line. words: those of every head. own: its own.
+
+    Folders are named after the settings that decide their content, so that a changed recipe trains anew beside what an earlier
+    state of the recipes left.
+    """
+    shared = parse_recipe(["--recipe", f"recipes/eagle3/{recipes}.yaml", *SHORT, *words])
+    data = work / f"data-{fingerprint({key: asdict(shared)[key] for key in _DATA_KEYS})}"
+    plain = ["--recipe", f"recipes/{method}/{recipes}.yaml", *SHORT, *own, "--data_dir", str(data), *words]
+    folder = work / "heads" / f"{slug(name)}-{fingerprint(asdict(parse_recipe(plain)))}"
+    return [*plain, "--output_dir", str(folder)]
+
+
+def _train_all(
+    plans: Sequence[HeadPlan], recipes: str, session: Session, work: Path, words: Sequence[str]
+) -> dict[str, Path]:
+    """Train heads, as many at once as there are cores, each on one; return their folders by the plans' names.
+
+    Raises UserError with the last line of the log of a training that failed, once all have ended.
+    """
+    if not plans:
+        return {}
+    # What all learn from is made before, by this process alone.
+    features_stage(session, load_samples(session).samples)
+    found, failed = {}, []
+    pool = ThreadPoolExecutor(available_cores())
+    try:
+        running = {pool.submit(_train, plan, recipes, work, words): plan for plan in plans}
+        for future in as_completed(running):
+            plan, (seconds, log, error) = running[future], future.result()
+            found[plan.name] = log.parent / "train" / "best"
+            failed += [f"Training {plan.name} failed ({error}): its whole log is {log}."] if error else []
+            say(f"{plan.name}: {'failed' if error else 'trained'} in {seconds:.0f} s, {len(found)} of {len(plans)}")
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if failed:
+        raise UserError(failed[0])
+    return found
+
+
+def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tuple[float, Path, str]:
+    """Train a head in a process of its own; return the seconds, its log, and that one's last line where it failed."""
+    more = _recipe_words(plan.method, recipes, work, plan.name, words, plan.words.split())
+    started, log = time.perf_counter(), Path(more[-1]) / "train.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        command = [sys.executable, "-m", "draftsmith.cli.main", "train", *more]
+        # Lines in the order in which they are said: the error is the last.
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
+    last = (log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"])[-1]
+    return time.perf_counter() - started, log, last if done.returncode else ""

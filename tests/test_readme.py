@@ -11,7 +11,7 @@ from draftsmith.eval.report.report import headline_markdown
 from scripts.bench.decoder.tables import read_bench, render
 from scripts.bench.drafters.page import headline
 from scripts.bench.drafters.page import render as render_drafters
-from scripts.bench.drafters.table import SUBJECTS
+from scripts.bench.drafters.table import DRAFTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -40,12 +40,12 @@ def test_readme_shows_a_table_of_results_and_one_of_drafters() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert BLOCK.search(text)
     ((folder, table),) = re.findall(r"<!-- drafters: (.+?) -->\n(.*?)<!-- end -->", text, re.DOTALL)
-    assert table.strip() == headline(ROOT / folder, [s.name for s in SUBJECTS]).strip()
+    assert table.strip() == headline(ROOT / folder, [s.name for s in DRAFTERS]).strip()
 
 
 def test_the_page_of_drafters_is_that_of_the_committed_results() -> None:
     folder = ROOT / "docs" / "results" / "drafters"
-    page = render_drafters(folder, [s.name for s in SUBJECTS])
+    page = render_drafters(folder, [s.name for s in DRAFTERS])
     assert (folder / "README.md").read_text(encoding="utf-8") == page, "run python -m scripts.bench.drafters --page"
 
 

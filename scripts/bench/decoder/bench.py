@@ -1,4 +1,4 @@
-"""The decoder beside other decoders, in one run: `python -m scripts.bench.decoder --recipe R --output FOLDER`.
+"""Compare the decoder with other decoders in one run: `python -m scripts.bench.decoder --recipe R --output FOLDER`.
 
 Measured are the target alone, every drafter of the recipe's `evaluate` section, and transformers' own decoding
 (`generate`, prompt lookup, assisted generation where the recipe names a draft model). Systems take turns on every prompt,
@@ -36,11 +36,11 @@ from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.round_profile import RoundProfile, profile_rounds
 from draftsmith.files import write_json
 from draftsmith.heads.target.target import Target
-from scripts.bench.decoder.tables import Row, as_json, render
+from scripts.bench.decoder.tables import SystemSpeed, as_json, render
 
 ALONE = "target alone"
 _PROFILED = 6
-"""Prompts that rounds are profiled on."""
+"""Prompts on which rounds are profiled."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ def _share(word: str) -> float:
 
 def bench(
     session: Any, batches: Sequence[int], head: Path | None, alphas: Sequence[float] = ()
-) -> tuple[list[Row], dict[str, Any]]:
-    """Measure every system at every batch size; transformers' own answer one prompt at a time."""
+) -> tuple[list[SystemSpeed], dict[str, Any]]:
+    """Measure every system at every batch size, transformers' own at batch 1 alone."""
     from draftsmith.stages.evaluation import make_requests
     from draftsmith.stages.lineup import at_temperature, load_heads, make_lineup
 
@@ -115,15 +115,16 @@ def bench(
     requests, _ = make_requests(session, target)
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    lineup = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
-    lineup += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
-    costs = _ideal_costs(target, lineup, requests, sampling) if 1 in batches else {}
+    drafters = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
+    drafters += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
+    costs = _ideal_costs(target, drafters, requests, sampling) if 1 in batches else {}
     rows = []
     for batch in batches:
-        systems = _systems(target, lineup, sampling, batch)
-        outcomes = _take_turns(systems, requests, batch, spec.repeats)
-        profiles = _profiles(target, lineup, requests, sampling, batch)
-        rows += _rows(outcomes, batch, lineup, costs, profiles, sampling)
+        outcomes = _take_turns(_systems(target, drafters, sampling, batch), requests, batch, spec.repeats)
+        some = requests[:: max(len(requests) // max(_PROFILED, batch), 1)]
+        profiled = {ALONE: TargetAlone()} | {c.name: c.make(c.num_speculative_tokens) for c in drafters if c.lossless}
+        profiles = {name: profile_rounds(target, one, some, sampling, batch) for name, one in profiled.items()}
+        rows += _rows(outcomes, batch, drafters, costs, profiles, greedy=sampling.greedy)
     facts = {
         "command": shlex.join(["python", *sys.argv]),
         **environment(),
@@ -139,12 +140,12 @@ def _known(
     target: Target, requests: Sequence[Request], sampling: Sampling, alphas: Sequence[float], k: int
 ) -> list[Contender]:
     """Return drafters of known acceptance, which know the answers beforehand."""
-    if alphas and not sampling.greedy:
+    if not alphas:
+        return []
+    if not sampling.greedy:
         raise UserError("--known-acceptance needs temperature 0: above it there is no one answer to know.")
-    answers = {}
-    if alphas:
-        alone = decode_batch(target, TargetAlone(), requests, sampling, rows=8).generations
-        answers = {g.request.prompt_ids: g.output_ids for g in alone}
+    alone = decode_batch(target, TargetAlone(), requests, sampling, rows=8).generations
+    answers = {g.request.prompt_ids: g.output_ids for g in alone}
 
     def make(alpha: float) -> DrafterFactory:
         return lambda length: KnownAcceptance(answers, alpha, length, target.vocab_size)
@@ -155,10 +156,7 @@ def _known(
     ]
 
 
-def _systems(target: Target, lineup: Sequence[Contender], sampling: Sampling, batch: int) -> dict[str, Run]:
-    drafters: dict[str, tuple[Drafter, Any]] = {ALONE: (TargetAlone(), None)}
-    drafters |= {c.name: (c.make(c.num_speculative_tokens), c.typical) for c in lineup}
-
+def _systems(target: Target, drafters: Sequence[Contender], sampling: Sampling, batch: int) -> dict[str, Run]:
     def ours(drafter: Drafter, typical: Any) -> Run:
         def run(requests: Sequence[Request]) -> Outcome:
             decoded = decode_batch(target, drafter, requests, sampling, typical, rows=batch)
@@ -168,15 +166,24 @@ def _systems(target: Target, lineup: Sequence[Contender], sampling: Sampling, ba
 
         return run
 
-    systems: dict[str, Run] = {name: ours(*drafter) for name, drafter in drafters.items()}
+    def theirs(system: GenerateSystem) -> Run:
+        def run(requests: Sequence[Request]) -> Outcome:
+            timed = [system.answer(request, sampling) for request in requests]
+            seconds, texts = sum(t.decode_s for t in timed), tuple(t.output_ids for t in timed)
+            return Outcome(sum(t.tokens for t in timed), seconds, texts)
+
+        return run
+
+    systems: dict[str, Run] = {ALONE: ours(TargetAlone(), None)}
+    systems |= {c.name: ours(c.make(c.num_speculative_tokens), c.typical) for c in drafters}
     if batch == 1:
-        systems |= {f"transformers: {s.name}": _theirs(s, sampling) for s in _transformers(target, lineup)}
+        systems |= {f"transformers: {s.name}": theirs(s) for s in _transformers(target, drafters)}
     return systems
 
 
-def _transformers(target: Target, lineup: Sequence[Contender]) -> list[GenerateSystem]:
+def _transformers(target: Target, drafters: Sequence[Contender]) -> list[GenerateSystem]:
     systems = [plain(target)]
-    for c in lineup:
+    for c in drafters:
         drafter = c.make(c.num_speculative_tokens)
         if c.method == "prompt_lookup":
             systems.append(looked_up(target, c.num_speculative_tokens))
@@ -186,45 +193,35 @@ def _transformers(target: Target, lineup: Sequence[Contender]) -> list[GenerateS
     return systems
 
 
-def _theirs(system: GenerateSystem, sampling: Sampling) -> Run:
-    def run(requests: Sequence[Request]) -> Outcome:
-        timed = [system.answer(request, sampling) for request in requests]
-        return Outcome(sum(t.tokens for t in timed), sum(t.decode_s for t in timed), tuple(t.output_ids for t in timed))
-
-    return run
-
-
 def _take_turns(
     systems: Mapping[str, Run], requests: Sequence[Request], batch: int, repeats: int
 ) -> dict[str, list[list[Outcome]]]:
-    """Return every system's outcomes, repeat by repeat; a batch has four times its rows waiting."""
+    """Run all systems in turns; return their outcomes, repeat by repeat. A group has four times the rows of a batch."""
     size = 1 if batch == 1 else 4 * batch
     groups = [requests[i : i + size] for i in range(0, len(requests), size)]
     warm = [Request(r.sample_id, r.slice, r.prompt_ids, min(8, r.max_new_tokens)) for r in requests[:batch]]
     for run in systems.values():
         run(warm)
-    outcomes: dict[str, list[list[Outcome]]] = {name: [] for name in systems}
+    names = list(systems)
+    outcomes: dict[str, list[list[Outcome]]] = {name: [[] for _ in range(repeats)] for name in systems}
     with tqdm(total=repeats * len(requests), desc=f"decoding, batch {batch}", unit="prompt") as bar:
-        for _ in range(repeats):
-            for found in outcomes.values():
-                found.append([])
+        for repeat in range(repeats):
             for turn, group in enumerate(groups):
-                names = list(systems)
                 # Who comes first changes, so that nobody always follows the same one.
                 for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    outcomes[name][-1].append(systems[name](group))
+                    outcomes[name][repeat].append(systems[name](group))
                 bar.update(len(group))
     return outcomes
 
 
 def _ideal_costs(
-    target: Target, lineup: Sequence[Contender], requests: Sequence[Request], sampling: Sampling
+    target: Target, drafters: Sequence[Contender], requests: Sequence[Request], sampling: Sampling
 ) -> dict[str, float]:
-    """Return the separately timed milliseconds of a round of a single prompt: its target pass and its drafts."""
+    """Time the target pass and the draft of a single prompt's round apart; return their sum in ms, by system."""
     middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
     ids = list(middle.prompt_ids)
     context = (ids * (1 + middle.max_new_tokens))[: len(ids) + middle.max_new_tokens // 2]
-    lengths = [replace(c, simulate=None) for c in lineup if c.method != "known_acceptance"]
+    lengths = [replace(c, simulate=None) for c in drafters if c.method != "known_acceptance"]
     costs = measure_costs(target, lengths, context, sampling)
     found = {ALONE: costs.verify_ms["1"]}
     for c in lengths:
@@ -233,49 +230,45 @@ def _ideal_costs(
     return found
 
 
-def _profiles(
-    target: Target, lineup: Sequence[Contender], requests: Sequence[Request], sampling: Sampling, batch: int
-) -> dict[str, RoundProfile]:
-    drafters: dict[str, Drafter] = {ALONE: TargetAlone()}
-    drafters |= {c.name: c.make(c.num_speculative_tokens) for c in lineup if c.lossless}
-    some = requests[:: max(len(requests) // max(_PROFILED, batch), 1)]
-    return {name: profile_rounds(target, drafter, some, sampling, batch) for name, drafter in drafters.items()}
-
-
 def _rows(
     outcomes: Mapping[str, list[list[Outcome]]],
     batch: int,
-    lineup: Sequence[Contender],
+    drafters: Sequence[Contender],
     costs: Mapping[str, float],
     profiles: Mapping[str, RoundProfile],
-    sampling: Sampling,
-) -> list[Row]:
-    steady = {c.name: c.steady for c in lineup} | {ALONE: True}
+    *,
+    greedy: bool,
+) -> list[SystemSpeed]:
+    steady = {c.name: c.steady for c in drafters} | {ALONE: True}
+    lengths = {c.name: c.num_speculative_tokens for c in drafters} | {ALONE: 1}
     alone = [_speed(repeat) for repeat in outcomes[ALONE]]
-    expected = _texts(outcomes[ALONE][0])
+    expected = [text for outcome in outcomes[ALONE][0] for text in outcome.texts]
     rows = []
     for name, repeats in outcomes.items():
         speeds = [_speed(repeat) for repeat in repeats]
         ratios = [ours / base for ours, base in zip(speeds, alone, strict=True)]
-        texts = _texts(repeats[0])
-        tau = _tau(repeats, next((c.num_speculative_tokens for c in lineup if c.name == name), 1))
+        texts = [text for outcome in repeats[0] for text in outcome.texts]
+        decoded = [o.decoded for repeat in repeats for o in repeat if o.decoded is not None]
+        # transformers' own have no rounds of ours to count.
+        k = lengths.get(name, 1)
+        tau = total((tally_generation(g, k) for d in decoded for g in d.generations), k).tau if decoded else None
         # A batch's rounds are those of its slowest row, which tau does not tell.
         known = tau is not None and batch == 1 and steady.get(name, False)
         ideal = 1000 * tau / costs[name] if known and tau is not None else None
         rows.append(
-            Row(
-                name,
-                batch,
-                median(speeds),
-                (min(speeds), max(speeds)),
-                median(ratios),
-                (min(ratios), max(ratios)),
-                tau,
-                ideal,
-                median(speeds) / ideal if ideal else None,
-                sum(a == b for a, b in zip(expected, texts, strict=True)) if sampling.greedy else None,
-                len(texts),
-                profiles.get(name),
+            SystemSpeed(
+                system=name,
+                batch=batch,
+                tok_s=median(speeds),
+                tok_s_spread=(min(speeds), max(speeds)),
+                speedup=median(ratios),
+                speedup_spread=(min(ratios), max(ratios)),
+                tau=tau,
+                ideal_tok_s=ideal,
+                share_of_ideal=median(speeds) / ideal if ideal else None,
+                texts=len(texts),
+                profile=profiles.get(name),
+                equal=sum(a == b for a, b in zip(expected, texts, strict=True)) if greedy else None,
             )
         )
     return rows
@@ -286,13 +279,3 @@ def _speed(repeat: Sequence[Outcome]) -> float:
     if not tokens:
         raise UserError("No answer has a second token, so there is nothing to time: raise evaluate.max_new_tokens.")
     return tokens / seconds
-
-
-def _texts(repeat: Sequence[Outcome]) -> list[tuple[int, ...]]:
-    return [text for outcome in repeat for text in outcome.texts]
-
-
-def _tau(repeats: Sequence[Sequence[Outcome]], num_speculative_tokens: int) -> float | None:
-    decoded = [o.decoded for repeat in repeats for o in repeat if o.decoded is not None]
-    tallies = (tally_generation(g, num_speculative_tokens) for d in decoded for g in d.generations)
-    return total(tallies, num_speculative_tokens).tau if decoded else None

@@ -1,4 +1,4 @@
-"""Every drafter on the same target, data and budget: `python -m scripts.bench.drafters --store FOLDER --runs FOLDER`.
+"""Compare every drafter on the same target, data and budget: `python -m scripts.bench.drafters --store FOLDER --runs FOLDER`.
 
 Trains each drafter of scripts/bench/drafters/table.py that is not yet trained, simulates its acceptance on the shared prompts,
 decodes them with it and with the target alone in turns, and writes a result file per drafter and a page of tables.
@@ -26,8 +26,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from scripts.bench.drafters.page import write_page
-from scripts.bench.drafters.runs import answers_of, best, read_entries
-from scripts.bench.drafters.table import ROOT, SUBJECTS, Subject
+from scripts.bench.drafters.runs import answers_of, read_entries
+from scripts.bench.drafters.table import DRAFTERS, ROOT, ComparedDrafter
 
 OUTPUT = ROOT / "docs" / "results" / "drafters"
 
@@ -49,31 +49,31 @@ class Options:
     words: tuple[str, ...]
 
 
-def main(argv: list[str] | None = None, subjects: Sequence[Subject] = SUBJECTS, root: Path = ROOT) -> int:
+def main(argv: list[str] | None = None, drafters: Sequence[ComparedDrafter] = DRAFTERS, root: Path = ROOT) -> int:
     """Train, measure and write; a user's mistake is one sentence and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in ("-h", "--help"):
         print(__doc__)
         return 0
     try:
-        options = parse(words, subjects)
+        options = parse(words, drafters)
         if not options.page:
-            run(options, subjects, root)
+            run(options, drafters, root)
         if not options.jobs:
-            print(write_page(options.output, [s.name for s in subjects]))
+            print(write_page(options.output, [s.name for s in drafters]))
         return 0
     except UserError as error:
         print(f"bench_drafters: {error}", file=sys.stderr)
         return 2
 
 
-def parse(words: list[str], subjects: Sequence[Subject]) -> Options:
+def parse(words: list[str], drafters: Sequence[ComparedDrafter]) -> Options:
     """Read the command line. Raises UserError for a drafter that is unknown and for a number that is none."""
     places = {key: take(words, f"--{key}") for key in ("store", "runs", "output", "budget", "repeats")}
     only = tuple(take(words, "--only"))
     flags = {key: bool(take(words, f"--{key}", flag=True)) for key in ("no-train", "no-decode", "page", "rival-jobs")}
-    names = [s.name for s in subjects]
-    runs = [run for s in subjects if len(s.run_names) > 1 for run in s.run_names]
+    names = [s.name for s in drafters]
+    runs = [run for s in drafters if len(s.run_names) > 1 for run in s.run_names]
     if unknown := [name for name in only if name not in (*names, *runs)]:
         raise UserError(f"--only {unknown[0]}: the drafters are {', '.join(names)}; single runs {', '.join(runs)}.")
 
@@ -100,62 +100,59 @@ def parse(words: list[str], subjects: Sequence[Subject]) -> Options:
     )
 
 
-def run(options: Options, subjects: Sequence[Subject], root: Path) -> None:
-    """Do what the options ask for, drafter by drafter; those whose recipe or method is not there are left out."""
-    from draftsmith.stages.session import Session, say
+def run(options: Options, drafters: Sequence[ComparedDrafter], root: Path) -> None:
+    """Do what the options ask for, drafter by drafter."""
+    from draftsmith.stages.session import Session
     from scripts.bench.drafters.measure import Measure
     from scripts.bench.drafters.training import BUDGET, Bench, rival_jobs, train_runs
 
     bench = Bench(options.store, options.runs, options.words, options.budget or BUDGET, root)
-    first = subjects[0]
+    first = drafters[0]
     if options.jobs:
-        for subject in subjects:
-            for name, job in (rival_jobs(bench, subject, first) if not subject.recipe else {}).items():
+        for drafter in drafters:
+            for name, job in (rival_jobs(bench, drafter, first) if not drafter.recipe else {}).items():
                 write_json(options.runs / name / "job.json", job)
                 print(options.runs / name / "job.json")
         return
     session = Session(bench.recipe(first, f"--output_dir={options.runs / 'evaluation'}"))
     measure = Measure(session, options.runs / "answers", options.repeats)
-    for subject in subjects:
-        asked = subject.narrowed(options.only) if options.only else subject
-        if asked is None:
-            continue
-        if not subject.present(root):
-            say(f"{subject.name}: there is no {subject.recipe} here, or its method is not known; left out")
-            continue
-        trained = train_runs(bench, asked, train=options.train)
-        if trained:
-            _measure(options, bench.budget, subject, trained, measure)
+    for drafter in drafters:
+        asked = drafter.narrowed(options.only) if options.only else drafter
+        if asked is not None and (trained := train_runs(bench, asked, train=options.train)):
+            _measure(options, bench.budget, drafter, trained, measure)
 
 
-def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[Any], measure: Any) -> None:
-    """Simulate every run of a drafter, decode with the best, and keep what the result file has of the same heads and of
-    runs that are not at hand."""
+def _measure(options: Options, budget: int, drafter: ComparedDrafter, trained: Sequence[Any], measure: Any) -> None:
+    """Simulate every run of a drafter, decode with the best, and write the result file. Figures of the same heads that the
+    file has already, and of runs that are not at hand, are kept."""
     from draftsmith.stages.session import say
 
-    file = options.output / f"{subject.name}.json"
+    file = options.output / f"{drafter.name}.json"
     before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     heads = [measure.digest(one) for one in trained]
     known = {r["head"]: r for r in before.get("runs", ()) if r["inputs"] == measure.inputs}
     decoded = before.get("decoded")
-    # On another set of answers, a run of the same name is another one.
+    # A run of the same name on another set of answers is a different one.
     here = {(one.name, one.answers) for one in trained}
-    apart = [r for r in known.values() if _which(r) not in here and r["head"] not in heads]
-    same = before.get("budget") == budget
-    others = [r for r in apart if same and r["training"]["name"] in subject.run_names]
+    others = []
+    if before.get("budget") == budget:
+        kept_names = [
+            r for r in known.values() if r["training"]["name"] in drafter.run_names and r["head"] not in heads
+        ]
+        others = [r for r in kept_names if (r["training"]["name"], answers_of(r)) not in here]
 
     def save() -> None:
         """Write what is known so far; the decoded run only beside the run whose head it is of."""
         pairs = zip(heads, trained, strict=True)
         runs = [known[head] | {"training": one.record} for head, one in pairs if head in known] + others
-        runs.sort(key=lambda r: (subject.run_names.index(r["training"]["name"]), r["date"]))
+        runs.sort(key=lambda r: (drafter.run_names.index(r["training"]["name"]), r["date"]))
         fits = decoded is not None and any(all(decoded[key] == r[key] for key in ("head", "inputs")) for r in runs)
-        entry = {"name": subject.name, "recipe": subject.recipe or None, "budget": budget, "runs": runs}
+        entry = {"name": drafter.name, "recipe": drafter.recipe or None, "budget": budget, "runs": runs}
         write_json(file, entry | {"decoded": decoded if fits else None})
 
     for one, head in zip(trained, heads, strict=True):
         if head not in known:
-            contender = measure.contender(subject.name, one)
+            contender = measure.contender(drafter.name, one)
             known[head] = {
                 "head": head,
                 "inputs": measure.inputs,
@@ -166,37 +163,32 @@ def _measure(options: Options, budget: int, subject: Subject, trained: Sequence[
                 "simulated": measure.simulated(contender),
                 **_facts(),
             }
-        if len(subject.run_names) > 1 and "heldout_tau" not in known[head]:
+        if len(drafter.run_names) > 1 and "heldout_tau" not in known[head]:
             known[head]["heldout_tau"] = measure.heldout_tau(one)
         save()
     if not options.decode:
         return
-    # The one that the tables show, which they choose among all drafters' results.
-    kept = next(best(entry) for entry in read_entries(options.output, ()) if entry["name"] == subject.name)
+    # The run that the tables show, which they choose among all drafters' results.
+    kept = next(entry["row"] for entry in read_entries(options.output, ()) if entry["name"] == drafter.name)
     head, wanted = kept["head"], (kept["head"], measure.inputs)
     if head not in heads:
         say(
-            f"{kept['training']['name']} is the best run of {subject.name} on the answers that most drafters learned from, and not "
+            f"{kept['training']['name']} is the best run of {drafter.name} on the answers that most drafters learned from, and not "
             "at hand: nothing is decoded; name another --output for results of your own"
         )
     elif decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options):
-        figures = measure.decoded(measure.contender(subject.name, trained[heads.index(head)]))
+        figures = measure.decoded(measure.contender(drafter.name, trained[heads.index(head)]))
         decoded = {"head": head, "inputs": measure.inputs, **_facts(), "at": figures}
         save()
 
 
-def _which(run: dict[str, Any]) -> tuple[str, str | None]:
-    """What tells a run of a drafter from its others: the name, and the answers that it learned from."""
-    return run["training"]["name"], answers_of(run)
-
-
 def _few(decoded: dict[str, Any], options: Options) -> bool:
-    """Whether the prompts were decoded less often than is asked for now."""
+    """Return whether the prompts were decoded less often than is asked for now."""
     return any(at["repeats"] < options.repeats for at in decoded["at"].values())
 
 
 def _facts() -> dict[str, Any]:
-    """Who measured, how and when, without folders of this machine."""
+    """Return the command, commit, machine and date, without folders of this machine."""
     facts, words = environment(), sys.argv[1:]
     for place in ("--store", "--runs", "--output"):
         take(words, place)

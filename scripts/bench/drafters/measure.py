@@ -1,4 +1,4 @@
-"""What the comparison of drafters measures: simulated acceptance on the target's own answers, and one decoded run each.
+"""Simulate each drafter of the comparison on the target's own answers, and decode with it once.
 
 The answers of a target at a temperature are made once and kept, so that all drafters face the same texts. Shapes: K
 speculative tokens.
@@ -34,14 +34,17 @@ from scripts.bench.drafters.training import Trained
 LENGTHS = (3, 5, 7)
 """Draft lengths of the tables."""
 PAIRED = 5
-"""The draft length at which drafters are held against each other prompt by prompt."""
+"""The draft length at which drafters are compared prompt by prompt."""
 OVERALL = "overall"
 _ROWS = 32
 
 
 class Measure:
-    """A session of the recipe whose prompts and settings all drafters are measured with, the folder of the answers, and how
-    often the prompts are decoded (what is simulated has the recipe's own repeats)."""
+    """Measure drafters with the prompts and settings of one recipe.
+
+    session: of that recipe. answers: folder of the target's answers. repeats: how often the prompts are decoded; what is
+    simulated has the recipe's own repeats.
+    """
 
     def __init__(self, session: Session, answers: Path, repeats: int = 1) -> None:
         self.session, self.folder, self.spec = session, answers, session.recipe.evaluate
@@ -64,15 +67,15 @@ class Measure:
 
     @cached_property
     def inputs(self) -> str:
-        """Identifies what drafters are measured on and how, the drafter apart."""
+        """Fingerprint of what drafters are measured on and how, without the drafter."""
         prompts = [(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in self.requests]
         facts = (self.target.fingerprint, self.target.dtype_name, prompts, self.session.recipe.seed, self.spec.repeats)
         draft_probs = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
         return fingerprint([*facts, draft_probs, self.spec.num_speculative_tokens, self.spec.batch])
 
     def contender(self, name: str, run: Trained) -> Contender:
-        """Return the drafter that a trained head makes: a block drafter drafts its block, another one as far as the recipe
-        says, or as far as it reaches."""
+        """Return a trained head as a drafter: a block drafter drafts its block, another one as many tokens as the recipe says,
+        or its maximum draft length."""
         head = load_best(self.session, self.target, run.folder, warn=self.session.warn)
         head = head.deployed(self.target).to(self.target.dtype)
         verifier = head.verifier(self.target)
@@ -89,8 +92,8 @@ class Measure:
         return source, make_heldout_batches(source, places, spec.row_tokens, spec.rows)
 
     def heldout_tau(self, run: Trained) -> float:
-        """Return a head's tau at K = PAIRED on the answers that no training saw: what one of several learning rates is chosen
-        by, so that the prompts of the tables choose nothing."""
+        """Return a head's tau at K = PAIRED on the held-out answers, by which one of several learning rates is chosen, so
+        that the prompts of the tables choose nothing."""
         recipe, target = self.session.recipe, self.session.target
         head = load_best(self.session, target, run.folder, warn=self.session.warn).float().eval()
         data, spec = self._heldout, recipe.train
@@ -98,7 +101,7 @@ class Measure:
         return evaluate_heldout(head, *data, spec.row_tokens, target.head, spec.loss, sampling, PAIRED).tau
 
     def digest(self, run: Trained) -> str:
-        """Identify a trained head."""
+        """Return the fingerprint of a trained head."""
         return head_digest(self.session, run.folder)
 
     def answers(self, target: Target, sampling: Sampling) -> list[Generation]:

@@ -8,66 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Template
 
 from draftsmith.files import write_text
 from scripts.bench.drafters.runs import Entry, answers_of, best_run, read_entries
 from scripts.bench.markdown import markdown_table
 
-_AGAIN = """
-## Making it again
-
-```bash
-python -m scripts.bench.drafters --store runs/drafters/store --runs runs/drafters
-```
-
-It trains what is not trained yet, and goes on where it was stopped; `--only NAME`, `--no-train` and `--no-decode` do a part.
-`speculators-eagle3` is the EAGLE-3 of the speculators package, at that package's own defaults, in an environment of its own;
-[speculators_eagle3.py](../../../scripts/bench/rivals/speculators_eagle3.py) lists what is the package's own and what had to be ours:
-
-```bash
-python -m venv rival
-rival/bin/pip install torch transformers openai datasets httpx -c constraints.txt
-rival/bin/pip install --no-deps speculators==0.9.0 hs-connectors==0.9.0 loguru pydantic-settings python-dotenv
-python -m scripts.bench.drafters --store runs/drafters/store --runs runs/drafters --rival-jobs
-for job in runs/drafters/speculators-eagle3-*/job.json; do
-    OMP_NUM_THREADS=1 rival/bin/python scripts/bench/rivals/speculators_eagle3.py "$job"
-done
-```
-
-The store is there once a drafter of ours was trained (`--only eagle3`).
-"""
-
-
 PAGE, FINDINGS = "README.md", "findings.md"
 LENGTHS = ("3", "5", "7")
 
-_INTRO = """# Drafters side by side
-
-Every drafter learned from answers of the same target, with the same number of supervised tokens (one that is trained in two
-stages has them in both together), and is measured on the same prompts; exceptions are listed under the overview. Made by
-`python -m scripts.bench.drafters`, which writes this page from the result files beside it.
-
-- `tau` is the accepted length: tokens per target pass, the bonus token included, simulated on the target's own answers
-  (exact, see [decoder](../../decoder.md)), with its 95% bootstrap interval over prompts. K is the number of drafted tokens; "own"
-  is the draft length that the drafter was decoded with: the block of a block drafter, else 5 or its maximum draft length.
-- `trained parameters` leaves out what is frozen: input embeddings, and the output projection of `speculators-eagle3` and
-  `eagle3-as-speculators` (0.79M), which `eagle3` trains, and of block drafters, which is the target's.
-- `ms per draft` is the median time of drafting K tokens in the middle of an answer at temperature 0, beside `target ms`, one
-  pass of the target over one token in the same run; drafters were timed one after the other, beside other work. `speedup` is
-  measured: decoding with the drafter and with the target alone in turns, one request at a time: the median of the repeats with
-  the lowest and the highest behind it, or "once", where there was no time for more.
-- `training` is wall time on a machine that had other work too, so it compares roughly; a training that was
-  interrupted counts as if all of it had run at the speed of its last part.
-- Ours are the heads with the best held-out tau among the evaluations of their run; the last table but one has the step.
-  speculators' own trainer would hold a tenth of the answers back and mark the best of its epochs; here it learns from the same
-  answers as ours, and its head is that of the last step, where its learning rate has reached zero.
-- speculators takes steps of 8,192 tokens by default; here they are half as large, as ours are (the last table but one).
-- A drafter that was trained at several learning rates is shown with the one whose head has the longest tau on the held-out
-  answers (their own temperature, K 5), which are none of the prompts, among its runs on the set of answers that most drafters
-  learned from, or else on its newest set; the last table but one lists all runs with their sets. "Compared with" relates every
-  drafter to the first one's run on the same set, and has a dash where there is none. The other drafters were trained at one
-  rate, chosen in short trials or taken from a related method.
-"""
+TEMPLATE = Path(__file__).with_name("page.md.jinja")
 
 
 def write_page(folder: Path, order: Sequence[str]) -> Path:
@@ -79,16 +29,16 @@ def write_page(folder: Path, order: Sequence[str]) -> Path:
 def render(folder: Path, order: Sequence[str]) -> str:
     """Return the page; drafters without a result file are left out."""
     entries = read_entries(folder, order)
-    parts = [_INTRO.rstrip()]
-    if (findings := folder / FINDINGS).exists():
-        parts.append(findings.read_text(encoding="utf-8").strip())
+    findings = folder / FINDINGS
+    said = findings.read_text(encoding="utf-8").strip() if findings.exists() else ""
+    tables = {}
     if entries:
-        parts.append(f"## Overview\n\n{overview(entries)}{_exceptions(entries)}".rstrip())
+        tables = {"Overview": overview(entries) + _exceptions(entries)}
         if len(entries) > 1:
-            parts.append(f"## Compared with {entries[0]['name']}\n\n{compared(entries)}".rstrip())
-        tables = {"tau per slice": slices(entries), "Learning rates": rates(entries), "Files": files(entries)}
-        parts += [f"## {title}\n\n{table}".rstrip() for title, table in tables.items()]
-    return "\n\n".join([*parts, _AGAIN.strip()]) + "\n"
+            tables[f"Compared with {entries[0]['name']}"] = compared(entries)
+        tables |= {"tau per slice": slices(entries), "Learning rates": rates(entries), "Files": files(entries)}
+    template = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, keep_trailing_newline=True)
+    return template.render(findings=said, tables={title: table.rstrip() for title, table in tables.items()})
 
 
 def _exceptions(entries: Sequence[Entry]) -> str:

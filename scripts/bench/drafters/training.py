@@ -1,4 +1,4 @@
-"""Training of the drafters that are compared: every one from the same answers, with the same number of supervised tokens.
+"""Train the drafters that are compared, each from the same answers and with the same number of supervised tokens.
 
 A run is trained by the stages that `draftsmith train` has, in a run directory of its own, so that it is resumed and reused
 like any other.
@@ -18,7 +18,7 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.stages import stages
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, say
-from scripts.bench.drafters.table import ROOT, Subject
+from scripts.bench.drafters.table import ROOT, ComparedDrafter
 
 BUDGET = 3_000_000
 """Supervised tokens of a training."""
@@ -41,16 +41,16 @@ class Bench:
     budget: int = BUDGET
     root: Path = ROOT
 
-    def recipe(self, subject: Subject, *further: str) -> Recipe:
+    def recipe(self, drafter: ComparedDrafter, *further: str) -> Recipe:
         """Return a drafter's recipe on the shared data, with its own overrides, then those of the bench, then `further`."""
-        words = ["--recipe", str(self.root / subject.recipe), f"--data_dir={self.store}", "--train.patience=null"]
-        return parse_recipe([*words, *subject.overrides, *self.words, *further], "bench_drafters", __doc__ or "")
+        words = ["--recipe", str(self.root / drafter.recipe), f"--data_dir={self.store}", "--train.patience=null"]
+        return parse_recipe([*words, *drafter.overrides, *self.words, *further], "bench_drafters", __doc__ or "")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained head. folder: of the run or of the head. lr, muon_lr: its peak learning rates. overrides: what its recipe was
-    called with. answers: identify the texts that it learned from. seconds, tokens, steps: of its training, both stages where
+    """A trained head. folder: of the run or of the head. lr, muon_lr: its peak learning rates. overrides: of its recipe.
+    answers: fingerprint of the texts that it learned from. seconds, tokens, steps: of its training, both stages where
     there are two; supervised_tokens: with repetition. parameters: None where the head itself tells. settings: what another
     package trained it with. head_step: the step whose head it is, None for the last one."""
 
@@ -85,25 +85,24 @@ def epochs_for(budget: int, supervised_tokens: int) -> int:
     return max(1, round(budget / supervised_tokens))
 
 
-def supervised(samples: Sequence[Tokenized], places: Sequence[int]) -> int:
-    """Return the supervised tokens of the samples at `places`."""
+def _supervised(samples: Sequence[Tokenized], places: Sequence[int]) -> int:
     return sum(int(samples[place].mask.sum()) for place in places)
 
 
 def identify_texts(samples: Sequence[Tokenized]) -> str:
-    """Identify what is learned from: a target that answers anew on another machine samples other texts."""
+    """Return a fingerprint of the answers: a target that answers anew on another machine samples other texts."""
     return fingerprint([[one.sample_id, one.ids.tolist()] for one in samples])
 
 
-def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Trained]:
+def train_runs(bench: Bench, drafter: ComparedDrafter, *, train: bool = True) -> list[Trained]:
     """Return the runs of a drafter, trained first where they are not yet; without `train` those that are trained."""
-    if not subject.recipe:
-        found = [_imported(bench.runs / name, name) for name in subject.run_names]
+    if not drafter.recipe:
+        found = [_imported(bench.runs / name, name) for name in drafter.run_names]
         return [one for one in found if one is not None]
-    before = subject.first_stage
-    session = Session(bench.recipe(before or subject))
+    before = drafter.first_stage
+    session = Session(bench.recipe(before or drafter))
     samples = stages.load_samples(session).samples
-    per_epoch, texts = supervised(samples, stages.split_samples(session, samples)[0]), identify_texts(samples)
+    per_epoch, texts = _supervised(samples, stages.split_samples(session, samples)[0]), identify_texts(samples)
     epochs = epochs_for(bench.budget, per_epoch)
     words, earlier = [], dict.fromkeys(_SUMS, 0)
     if before is not None:
@@ -116,42 +115,41 @@ def train_runs(bench: Bench, subject: Subject, *, train: bool = True) -> list[Tr
             return []
         earlier = _sums(begun, halves[0] * per_epoch)
         words = [f"--train.warm_start={folder}"]
-    plain = bench.recipe(subject, *words)
+    plain = bench.recipe(drafter, *words)
     words += [f"--train.epochs={epochs}", *_source(Session(plain))]
     runs = []
-    for name, factor in zip(subject.run_names, subject.factors, strict=True):
+    for name, factor in zip(drafter.run_names, drafter.factors, strict=True):
         rates = (plain.train.lr * factor, plain.train.muon_lr * factor)
         own = (*words, f"--train.lr={rates[0]:.12g}", f"--train.muon_lr={rates[1]:.12g}")
-        recipe = bench.recipe(subject, f"--name={name}", f"--output_dir={bench.runs / name}", *own)
+        recipe = bench.recipe(drafter, f"--name={name}", f"--output_dir={bench.runs / name}", *own)
         facts = _finished(Session(recipe), train)
         if facts is None:
             continue
         muon = rates[1] if recipe.train.optimizer == "muon" else None
         done = {key: value + earlier[key] for key, value in _sums(facts, epochs * per_epoch).items()}
         # Folders of this machine have no place in a result file.
-        overrides = tuple(w.replace(f"={bench.runs}/", "=RUNS/") for w in (*subject.overrides, *bench.words, *own))
-        head_step = earlier["steps"] + facts["best_step"]
-        facts_of = {"head_step": head_step, "answers": texts}
-        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done, **facts_of))
+        overrides = tuple(w.replace(f"={bench.runs}/", "=RUNS/") for w in (*drafter.overrides, *bench.words, *own))
+        done |= {"head_step": earlier["steps"] + facts["best_step"], "answers": texts}
+        runs.append(Trained(name, recipe.run_dir, rates[0], muon, overrides, **done))
     return runs
 
 
 def _sums(facts: Mapping[str, Any], supervised_tokens: int) -> dict[str, Any]:
-    """What a finished training took, by the names of `Trained`."""
+    """Return what a finished training took, by the names of `Trained`."""
     return dict(zip(_SUMS, (whole_seconds(facts), facts["tokens"], supervised_tokens, facts["step"]), strict=True))
 
 
 def whole_seconds(facts: Mapping[str, Any]) -> float:
-    """Return how long a training took whose facts are those of a finished run.
+    """Return how many seconds a finished training took, by its facts.
 
-    Their clock is that of the last process: a run that was interrupted counts as if all of it had gone at that one's pace.
+    Their clock is that of the last process: a run that was interrupted counts as if all of it had run at that one's speed.
     """
     speed = facts["tokens_per_second"]
     return facts["tokens"] / speed if speed else facts["train_seconds"]
 
 
 def _source(session: Session) -> list[str]:
-    """Compute the hidden states while training where the head reads layers that are not stored."""
+    """Return the override that computes hidden states online, for a head that reads layers which are not stored."""
     known = session.directory("features").record("features")
     stored = known.inputs.get("layer_ids", ()) if known and known.state == "done" else ()
     needed = stages.layer_ids(session)
@@ -164,20 +162,13 @@ def _source(session: Session) -> list[str]:
 
 
 def _finished(session: Session, train: bool) -> dict[str, Any] | None:
-    """Return what a training took, trained first where it is not yet; None where it is not and shall not be."""
+    """Return the facts of a training with these settings, after training if `train`; None where it is not trained."""
     if train:
         preflight(session, "train")
         stages.train_stage(session)
-    facts = _facts(session)
-    if facts is None:
-        say(f"{session.recipe.name}: not trained with these settings yet")
-    return facts
-
-
-def _facts(session: Session) -> dict[str, Any] | None:
-    """Return what a finished training with these settings took."""
     directory = session.directory("train")
     if not directory.holds("train", stages.train_inputs(session)):
+        say(f"{session.recipe.name}: not trained with these settings yet")
         return None
     record = directory.record("train")
     assert record is not None
@@ -202,7 +193,7 @@ def _imported(folder: Path, name: str) -> Trained | None:
         raise UserError(f"{file} is no record of a training ({error!r}): train the head again.") from error
 
 
-def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[str, Any]]:
+def rival_jobs(bench: Bench, drafter: ComparedDrafter, ours: ComparedDrafter) -> dict[str, dict[str, Any]]:
     """Return the jobs that scripts/bench/rivals/speculators_eagle3.py trains, by run: the documents, the draft vocabulary, the layers,
     the steps and the epochs that `ours` is trained with."""
     recipe = bench.recipe(ours)
@@ -218,11 +209,11 @@ def rival_jobs(bench: Bench, subject: Subject, ours: Subject) -> dict[str, dict[
         "train": [samples[place].sample_id for place in places],
         "ttt_steps": session.head_options.ttt_steps,
         "answers": identify_texts(samples),
-        "epochs": epochs_for(bench.budget, supervised(samples, places)),
+        "epochs": epochs_for(bench.budget, _supervised(samples, places)),
         "step_tokens": recipe.train.row_tokens * recipe.train.rows * recipe.train.accumulation,
         "row_tokens": max(recipe.train.row_tokens, *(len(samples[place].ids) for place in places)),
         "dtype": "float32",
         "checkpoint_minutes": recipe.train.checkpoint_minutes,
     }
-    names = zip(subject.run_names, subject.rates, strict=True)
+    names = zip(drafter.run_names, drafter.rates, strict=True)
     return {name: {**common, "lr": rate, "output": str((bench.runs / name).resolve())} for name, rate in names}

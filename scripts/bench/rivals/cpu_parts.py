@@ -1,4 +1,4 @@
-"""What speculators' EAGLE-3 training is made of on a CPU, in place of parts of it that want a GPU: the same results, cheaper.
+"""Replace the parts of speculators' EAGLE-3 training that need a GPU, with the same results on a CPU.
 
 Imported by the package's own Python beside `speculators_eagle3.py`, so it needs nothing but torch.
 """

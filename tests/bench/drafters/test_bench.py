@@ -16,24 +16,21 @@ from scripts.bench.drafters import bench as drafters_bench
 from scripts.bench.drafters.bench import OUTPUT, main, parse
 from scripts.bench.drafters.measure import Measure
 from scripts.bench.drafters.page import render
-from scripts.bench.drafters.runs import best, best_run, read_entries
-from scripts.bench.drafters.table import ROOT, SUBJECTS, Subject
+from scripts.bench.drafters.runs import best_run, read_entries
+from scripts.bench.drafters.table import DRAFTERS, ROOT, ComparedDrafter
 from scripts.bench.drafters.training import Bench, epochs_for, rival_jobs, whole_seconds
 from scripts.bench.rivals.cpu_parts import Supervision, blocks, document_attention, orthogonalise
-from scripts.bench.rivals.our_store import Store, final_norm
-from scripts.bench.rivals.speculators_eagle3 import identify_job, refuse_other_job, vocab_maps
+from scripts.bench.rivals.speculators_eagle3 import Store, final_norm, identify_job, refuse_other_job, vocab_maps
 from scripts.bench.rivals.speculators_eagle3 import train as train_rival
 from tests.workplace import make_workplace
 
-RIVAL = Subject("rival", rates=(0.1, 0.2))
+RIVAL = ComparedDrafter("rival", rates=(0.1, 0.2))
 TINY = (
-    Subject("eagle3", "recipe.yaml", factors=(1.0, 2.0)),
+    ComparedDrafter("eagle3", "recipe.yaml", factors=(1.0, 2.0)),
     RIVAL,
-    Subject("other-layers", "recipe.yaml", overrides=("--head.layer_ids=[1, 3]",)),
-    Subject("medusa", "medusa.yaml"),
-    Subject("medusa2", "medusa2.yaml", first="medusa.yaml"),
-    Subject("unborn", "unborn.yaml"),
-    Subject("absent", "absent.yaml"),
+    ComparedDrafter("other-layers", "recipe.yaml", overrides=("--head.layer_ids=[1, 3]",)),
+    ComparedDrafter("medusa", "medusa.yaml"),
+    ComparedDrafter("medusa2", "medusa2.yaml", first="medusa.yaml"),
 )
 
 
@@ -48,7 +45,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "medusa.yaml").write_text(yaml.safe_dump(recipe | {"method": "medusa", "head": {"num_heads": 2}}))
     second = {"head": {"num_heads": 2, "lora_r": 2}, "train": recipe["train"] | {"warm_start": "nowhere"}}
     (folder / "medusa2.yaml").write_text(yaml.safe_dump(recipe | {"method": "medusa2"} | second))
-    (folder / "unborn.yaml").write_text(yaml.safe_dump(recipe | {"method": "unborn"}))
     return folder
 
 
@@ -371,7 +367,7 @@ def test_the_run_in_the_tables_is_on_the_answers_of_most(tmp_path: Path) -> None
     runs["d"] = [run("d-1", "most", "2", 1.0)]
     for name, some in runs.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"name": name, "runs": some}))
-    rows = {entry["name"]: best(entry) for entry in read_entries(tmp_path, [])}
+    rows = {entry["name"]: entry["row"] for entry in read_entries(tmp_path, [])}
     chosen = {name: (row["training"]["name"], row["training"]["answers"]) for name, row in rows.items()}
     assert chosen == {"a": ("a-2", "most"), "b": ("b-1", "most"), "c": ("c-1", "new"), "d": ("d-1", "most")}
 
@@ -436,7 +432,7 @@ def test_the_page_is_made_of_the_files(tmp_path: Path) -> None:
     assert "[a.json](a.json) | `recipes/a.yaml`" in page
     assert "[b.json](b.json) | other 1.0" in page
     assert page.index("| a | 2.50M") < page.index("| b (tuned target) | 2.50M") < page.index("| c | 2.50M")
-    assert render(tmp_path, ["b", "a"]).index("## Beside b") > 0
+    assert render(tmp_path, ["b", "a"]).index("## Compared with b") > 0
 
 
 def test_what_the_tables_show_stands_on_top(tmp_path: Path) -> None:
@@ -449,15 +445,14 @@ def test_what_the_tables_show_stands_on_top(tmp_path: Path) -> None:
 def test_the_committed_page_is_that_of_its_files() -> None:
     if not (OUTPUT / "README.md").exists():
         pytest.skip("no results are committed yet")
-    assert (OUTPUT / "README.md").read_text() == render(OUTPUT, [s.name for s in SUBJECTS])
+    assert (OUTPUT / "README.md").read_text() == render(OUTPUT, [s.name for s in DRAFTERS])
 
 
 def test_the_table_names_every_drafter_once() -> None:
-    names = [name for subject in SUBJECTS for name in (subject.name, *subject.run_names)]
+    names = [name for drafter in DRAFTERS for name in (drafter.name, *drafter.run_names)]
     assert len(names) == len(set(names))
-    assert SUBJECTS[0].run_names == ("eagle3-lr0.5", "eagle3-lr1", "eagle3-lr2")
-    assert SUBJECTS[0].present(ROOT)
-    assert not Subject("x", "recipes/none.yaml").present()
+    assert DRAFTERS[0].run_names == ("eagle3-lr0.5", "eagle3-lr1", "eagle3-lr2")
+    assert all((ROOT / drafter.recipe).exists() for drafter in DRAFTERS)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +470,7 @@ def test_mistakes_are_one_sentence(further: list[str], message: str, capsys: pyt
 
 @pytest.mark.parametrize(("asked", "again"), [("1", False), ("3", False), ("4", True)])
 def test_more_repeats_are_decoded_again(asked: str, again: bool) -> None:
-    options = parse(["--repeats", asked], SUBJECTS)
+    options = parse(["--repeats", asked], DRAFTERS)
     assert drafters_bench._few({"at": {"0": {"repeats": 3}, "1": {"repeats": 3}}}, options) == again
 
 
@@ -485,6 +480,6 @@ def test_the_command_in_the_files_names_no_folders(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_left_of_the_words_overrides_every_recipe() -> None:
-    options = parse(["--only", "eagle3", "--no-decode", "--evaluate.repeats", "1"], SUBJECTS)
+    options = parse(["--only", "eagle3", "--no-decode", "--evaluate.repeats", "1"], DRAFTERS)
     assert options.words == ("--evaluate.repeats", "1")
     assert (options.train, options.decode, options.only) == (True, False, ("eagle3",))

@@ -1,8 +1,6 @@
-"""Every drafter on the same target, data and budget: `python -m scripts.bench.drafters --store DIR --runs DIR`."""
-
-import sys
+"""Compare every drafter on one target, data and budget: `python -m scripts.bench.drafters --store DIR --runs DIR`."""
 
 from scripts.bench.drafters.bench import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

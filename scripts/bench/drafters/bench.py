@@ -25,8 +25,7 @@ from draftsmith.cli.arguments import take
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
-from scripts.bench.drafters.page import write_page
-from scripts.bench.drafters.runs import answers_of, read_entries
+from scripts.bench.drafters.page import answers_of, read_entries, write_page
 from scripts.bench.drafters.table import DRAFTERS, ROOT, ComparedDrafter
 
 OUTPUT = ROOT / "docs" / "results" / "drafters"

@@ -57,18 +57,14 @@ class Measure:
         return self.session.target_in(self.spec.dtype)
 
     @cached_property
-    def _requests(self) -> Any:
+    def prompts(self) -> tuple[list[Request], Any]:
+        """The prompts as requests, and the conversations that they begin."""
         return make_requests(self.session, self.target)
-
-    @property
-    def requests(self) -> list[Request]:
-        """The prompts."""
-        return self._requests[0]
 
     @cached_property
     def inputs(self) -> str:
         """Fingerprint of what drafters are measured on and how, without the drafter."""
-        prompts = [(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in self.requests]
+        prompts = [(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in self.prompts[0]]
         facts = (self.target.fingerprint, self.target.dtype_name, prompts, self.session.recipe.seed, self.spec.repeats)
         draft_probs = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
         return fingerprint([*facts, draft_probs, self.spec.num_speculative_tokens, self.spec.batch])
@@ -111,7 +107,7 @@ class Measure:
         asked = [
             replace(r, key=row_key(seed, "evaluate", repeat, r.sample_id))
             for repeat in range(repeats)
-            for r in self.requests
+            for r in self.prompts[0]
         ]
         asked.sort(key=lambda r: len(r.prompt_ids))
         facts = [target.fingerprint, target.dtype_name, asdict(sampling), [asdict(r) for r in asked]]
@@ -149,14 +145,13 @@ class Measure:
         for answer, found in zip(answers, tallies, strict=True):
             sums[answer.request.sample_id][0] += found[k - 1].tokens
             sums[answer.request.sample_id][1] += found[k - 1].rounds
-        ordered = [sums[r.sample_id] for r in self.requests]
+        ordered = [sums[r.sample_id] for r in self.prompts[0]]
         return {"tokens": [round(a, 3) for a, _ in ordered], "rounds": [round(b, 3) for _, b in ordered]}
 
     def decoded(self, contender: Contender) -> dict[str, Any]:
         """Decode the prompts with the drafter and the target alone in turns; return the figures per temperature."""
-        conversations = self._requests[1]
         contender = replace(contender, max_k=contender.num_speculative_tokens)  # other lengths need not be timed
-        evaluator = Evaluator(self.timed, self.target, self.requests, conversations, [contender])
+        evaluator = Evaluator(self.timed, self.target, *self.prompts, [contender])
         found = {}
         for temperature in self.spec.temperatures:
             result = evaluator.decoded(self.spec.sampling(temperature), {})

@@ -40,33 +40,19 @@ class ComparedDrafter:
         fewer = tuple(value for value, keep in zip(values, kept, strict=True) if keep)
         return replace(self, factors=fewer) if self.recipe else replace(self, rates=fewer)
 
-    @property
-    def first_stage(self) -> "ComparedDrafter | None":
-        """The first of two stages as a drafter of its own, None where there is one stage."""
-        return ComparedDrafter(f"{self.name}-first", self.first) if self.first else None
 
-
+_EAGLE3 = "recipes/eagle3/shared-target.yaml"
 DRAFTERS = (
-    ComparedDrafter("eagle3", "recipes/eagle3/shared-target.yaml", factors=(0.5, 1.0, 2.0)),
-    ComparedDrafter(
-        "eagle3-whole-vocab",
-        "recipes/eagle3/shared-target.yaml",
-        factors=(0.5,),
-        overrides=("--head.draft_vocab_size=null",),
-    ),
+    ComparedDrafter("eagle3", _EAGLE3, factors=(0.5, 1.0, 2.0)),
+    ComparedDrafter("eagle3-whole-vocab", _EAGLE3, factors=(0.5,), overrides=("--head.draft_vocab_size=null",)),
     ComparedDrafter(
         # Our trainer with these of speculators' defaults: the norms, the frozen projection, equal weights of the steps, weight
         # decay and a rate that ends at zero. Warmup, the curve of the rate, AdamW's and Muon's own settings are ours.
         "eagle3-as-speculators",
-        "recipes/eagle3/shared-target.yaml",
-        factors=(1.0,),
+        _EAGLE3,
         overrides=(
-            "--head.norm_before_fc=true",
-            "--head.norm_output=true",
-            "--head.train_lm_head=false",
-            "--train.loss.decay=1.0",
-            "--train.weight_decay=0.1",
-            "--train.final_lr=0",
+            *("--head.norm_before_fc=true", "--head.norm_output=true", "--head.train_lm_head=false"),
+            *("--train.loss.decay=1.0", "--train.weight_decay=0.1", "--train.final_lr=0"),
         ),
     ),
     ComparedDrafter("speculators-eagle3", rates=(0.003, 0.01, 0.03)),

@@ -99,7 +99,7 @@ def train_runs(bench: Bench, drafter: ComparedDrafter, *, train: bool = True) ->
     if not drafter.recipe:
         found = [_imported(bench.runs / name, name) for name in drafter.run_names]
         return [one for one in found if one is not None]
-    before = drafter.first_stage
+    before = ComparedDrafter(f"{drafter.name}-first", drafter.first) if drafter.first else None
     session = Session(bench.recipe(before or drafter))
     samples = stages.load_samples(session).samples
     per_epoch, texts = _supervised(samples, stages.split_samples(session, samples)[0]), identify_texts(samples)

@@ -1,8 +1,6 @@
-"""Trained heads in real serving engines, against the built-in decoder: `bash scripts/test_engines.sh` prepares and runs it."""
-
-import sys
+"""Check trained heads in real serving engines; `bash scripts/test_engines.sh` prepares and runs it."""
 
 from scripts.bench.engines.check import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -23,8 +23,7 @@ from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from draftsmith.stages.session import say
 from scripts.bench.engines.compare import OurSide
-from scripts.bench.engines.in_llama_cpp import check_in_llama_cpp
-from scripts.bench.engines.in_vllm import check_in_vllm
+from scripts.bench.engines.serve import check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
 
 ENGINES = ("vllm", "llama.cpp")

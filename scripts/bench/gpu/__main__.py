@@ -1,8 +1,6 @@
-"""The check of a CUDA machine: `bash scripts/gpu_check.sh` finds a Python and runs it."""
-
-import sys
+"""Check a CUDA machine; `bash scripts/gpu_check.sh` finds a Python and runs it."""
 
 from scripts.bench.gpu.check import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

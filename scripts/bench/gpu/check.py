@@ -18,15 +18,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from scripts.bench.gpu.wheels import install_wheels
 
 ROOT = Path(__file__).resolve().parents[3]
+WHEELS = ROOT / "scripts" / "gpu_wheels.txt"
 HEADS = ("eagle3", "medusa")
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
@@ -116,10 +117,7 @@ class GpuCheck:
     def run(self) -> None:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
         device, small = self.options.device, ["--small"] if self.options.small else []
-        tests = (
-            *["pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider", "--junitxml"],
-            str(self._at("tests")),
-        )
+        tests = ("pytest", "-qm", "gpu", "tests/gpu", "-p", "no:cacheprovider", f"--junitxml={self._at('tests')}")
         self._step(Step("machine", 0.1, self._part("machine", "machine")))
         if device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
@@ -246,3 +244,33 @@ def read_stages(path: Path) -> dict[str, Any]:
             facts["tokens_per_second"] = tokens / facts["seconds"]
         found[name] = {"state": record["state"], **facts}
     return found
+
+
+def install_wheels(wheels: Path | None, packages: Path) -> Path:
+    """Install what is missing of gpu_wheels.txt, in any version, into the folder `packages`, from wheels alone.
+
+    Raises UserError with what has no wheel.
+    """
+    lines = (line.partition("#")[0].strip() for line in WHEELS.read_text(encoding="utf-8").splitlines())
+    here = {_wheel_name(str(found.name)) for found in metadata.distributions()}
+    needed = [line for line in lines if line and _wheel_name(line.partition("==")[0]) not in here]
+    files = [file.name.lower() for file in wheels.glob("*.whl")] if wheels else []
+    absent = [
+        line for line in needed if not any(f.startswith(f"{_wheel_name(line).replace('==', '-')}-") for f in files)
+    ]
+    if absent:
+        raise UserError(
+            f"This python lacks {', '.join(absent)}, and {f'{wheels} holds no wheels of them' if wheels else 'no --wheels'}: "
+            f"fetch them where there is a network, as {WHEELS.relative_to(ROOT)} says, and give their folder with --wheels."
+        )
+    if needed:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+        command += ["--find-links", str(wheels), "--upgrade", "--target", str(packages), *needed]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise UserError(f"pip could not install the wheels in {wheels}: {' '.join(done.stderr.split())[-400:]}.")
+    return packages
+
+
+def _wheel_name(name: str) -> str:
+    return name.lower().replace("-", "_")

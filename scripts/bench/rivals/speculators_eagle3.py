@@ -184,7 +184,7 @@ def train(job: Facts) -> Facts:
         return record
 
     from speculators.train.optimizers import build_optimizers
-    from speculators.train.trainer import _resolve_scheduler_steps
+    from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
     from transformers import get_linear_schedule_with_warmup
 
     output.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,9 @@ def train(job: Facts) -> Facts:
     model = make_model(job, config).train()
     store = Store(job["store"], job["layer_ids"], final_norm(job["target"]))
     rows = Rows(job, store, config, model.hidden_size)
-    settings = trainer_settings(config)
+    flat = config.flatten()
+    names = {key: flat[key] for key in TrainerConfig._fields if key in flat and key != "hidden_states_dtype"}
+    settings = TrainerConfig(num_epochs=flat["epochs"], **names)
     optimizers = build_optimizers(model, settings)
     epoch_steps = [len(rows.epoch(number)) for number in range(job["epochs"])]
     warmup, total = _resolve_scheduler_steps(settings, epoch_steps[0])
@@ -227,17 +229,14 @@ def train(job: Facts) -> Facts:
 
 
 def identify_job(job: Facts) -> str:
-    """What tells a job from another: not where things are, nor how often it is saved."""
+    """Return a fingerprint of the job, without its folders and how often it is saved."""
     facts = {key: value for key, value in job.items() if key not in ("store", "target", "output", "checkpoint_minutes")}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def refuse_other_job(begun: str | None, job: Facts, output: Path) -> None:
-    """End with a sentence where what is in `output` was begun with another job, so that it is not taken for this one; None, of
-    before jobs were told apart, is."""
-    if begun is None:
-        print(f"{output} does not say which job it is of: taken for this one", file=sys.stderr)
-    elif begun != identify_job(job):
+    """Exit with a sentence where `output` holds a training of another job, which must not be taken for this one."""
+    if begun != identify_job(job):
         raise SystemExit(
             f"{output} holds a training of another job (other answers, rows or rates): move it away first."
         )
@@ -254,15 +253,6 @@ def on_cpu(model: Any, call: Facts) -> Any:
     model.lm_head.forward = supervision.project(model.lm_head)
     call["loss_config"] = {name: (supervision.loss(one), weight) for name, (one, weight) in call["loss_config"].items()}
     return supervision
-
-
-def trainer_settings(config: Any) -> Any:
-    """The part of the configuration that the package hands to its Trainer, for its schedule."""
-    from speculators.train.trainer import TrainerConfig
-
-    flat = config.flatten()
-    names = {key: flat[key] for key in TrainerConfig._fields if key in flat and key != "hidden_states_dtype"}
-    return TrainerConfig(num_epochs=flat["epochs"], **names)
 
 
 def one_step(
@@ -340,10 +330,8 @@ def log(output: Path, record: Facts) -> None:
     """Append a line to metrics.jsonl and show it."""
     with (output / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-    shown, speed = " ".join(f"{x:.3f}" for x in record["accuracy"]), record["tokens"] / max(record["seconds"], 1e-9)
     left = (record["of"] - record["step"]) * record["seconds"] / record["step"]
-    place = f"step {record['step']}/{record['of']} loss {record['loss']:.3f} accuracy {shown}"
-    print(f"{place} {speed:.0f} tok/s, {left:.0f} s to go", flush=True)
+    print(f"step {record['step']}/{record['of']} loss {record['loss']:.3f}, {left:.0f} s to go", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ from draftsmith.stages.session import Session
 from scripts.bench.drafters import bench as drafters_bench
 from scripts.bench.drafters.bench import OUTPUT, main, parse
 from scripts.bench.drafters.measure import Measure
-from scripts.bench.drafters.page import render
-from scripts.bench.drafters.runs import best_run, read_entries
+from scripts.bench.drafters.page import best_run, read_entries, render
 from scripts.bench.drafters.table import DRAFTERS, ROOT, ComparedDrafter
 from scripts.bench.drafters.training import Bench, epochs_for, rival_jobs, whole_seconds
 from scripts.bench.rivals.cpu_parts import Supervision, blocks, document_attention, orthogonalise
@@ -227,7 +226,6 @@ def test_a_training_of_another_job_is_not_taken_for_this_one(tmp_path: Path) -> 
     for key, value in (("row_tokens", 1024), ("lr", 0.02), ("train", ["y"])):
         with pytest.raises(SystemExit, match="holds a training of another job"):
             refuse_other_job(begun, job | {key: value}, tmp_path)
-    refuse_other_job(None, job, tmp_path)  # from before they were told apart
     record = {"steps": 7, "job": begun}
     (tmp_path / "training.json").write_text(json.dumps(record))
     assert train_rival(job | {"output": str(tmp_path)}) == record

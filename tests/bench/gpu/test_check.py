@@ -11,9 +11,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from scripts.bench.gpu import check as gpu_check
-from scripts.bench.gpu import wheels as gpu_wheels
-from scripts.bench.gpu.check import GpuCheck, Step, main, read_stages, read_tests, run_step
-from scripts.bench.gpu.wheels import install_wheels
+from scripts.bench.gpu.check import GpuCheck, Step, install_wheels, main, read_stages, read_tests, run_step
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -99,8 +97,8 @@ def test_missing_wheels_are_named(tmp_path, monkeypatch):
     listed = tmp_path / "scripts" / "gpu_wheels.txt"
     listed.parent.mkdir()
     listed.write_text("# a comment\npytest==9.9.9\nnot-there==1.0\nnor_this==2.0  # why\n")
-    monkeypatch.setattr(gpu_wheels, "WHEELS", listed)
-    monkeypatch.setattr(gpu_wheels, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_check, "WHEELS", listed)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
     (tmp_path / "not_there-1.0-py3-none-any.whl").touch()
     with pytest.raises(UserError, match=r"lacks not-there==1.0, nor_this==2.0, and no --wheels: .* scripts/gpu_wheels"):
         install_wheels(None, tmp_path / "packages")
@@ -110,7 +108,7 @@ def test_missing_wheels_are_named(tmp_path, monkeypatch):
 
 def test_the_wheels_are_pinned_as_in_the_constraints():
     pinned = (ROOT / "constraints.txt").read_text().splitlines()
-    lines = [line for line in gpu_wheels.WHEELS.read_text().splitlines() if line and not line.startswith("#")]
+    lines = [line for line in gpu_check.WHEELS.read_text().splitlines() if line and not line.startswith("#")]
     assert lines
     assert not [line for line in lines if line not in pinned]
 

@@ -24,7 +24,7 @@ from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Timings, collect_texts, judge, run_systems, summarize, sweep_point
 from draftsmith.eval.measure.result import (
     WARNING,
-    Drafter,
+    DrafterResult,
     Example,
     Lossless,
     Measures,
@@ -70,7 +70,7 @@ class Evaluator:
         with bar:
             timings = run_systems(self.target, lineup, repeats, sampling, batch=spec.batch, on_batch=bar.update)
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
-        drafters: dict[str, Drafter] = {}
+        drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         examples: list[Example] = []
         for c in lineup:
@@ -128,7 +128,7 @@ class Evaluator:
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
         answers = {self.target: _answers(self.target, requests, sampling)}
-        drafters: dict[str, Drafter] = {}
+        drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         for c in self.lineup:
             if c.simulate is not None:
@@ -150,7 +150,7 @@ class Evaluator:
         generations: Sequence[Generation],
         simulation: Simulation,
         judged: Mapping[str, Mapping[str, Any]],
-    ) -> Drafter:
+    ) -> DrafterResult:
         """Return a drafter's measures on the target's own answers. judged: see `judge`."""
         c, tallies = contender, simulation.tallies
 
@@ -173,7 +173,7 @@ class Evaluator:
 
         slices = dict.fromkeys(r.slice for r in self.requests)
         per_slice = {slice_name: scope(slice_name) for slice_name in slices}
-        return Drafter(scope(None), per_slice, c.info)
+        return DrafterResult(scope(None), per_slice, c.info)
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Above temperature 0 every repeat draws new answers; greedy ones only repeat themselves."""
@@ -182,7 +182,7 @@ class Evaluator:
     def _result(
         self,
         sampling: Sampling,
-        drafters: dict[str, Drafter],
+        drafters: dict[str, DrafterResult],
         off_text: Mapping[str, int],
         *,
         batch: int,

@@ -1,1 +1,1 @@
-"""Real serving engines: started, asked, and held against our decoder."""
+"""Run real serving engines and compare them with our decoder."""

@@ -33,7 +33,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class AgreementRow:
-    """A head in an engine, beside our decoder and simulator.
+    """A head in an engine, compared with our decoder and simulator.
 
     weights: of the draft in the engine. drafts: "greedy" or "sampled". equal_answers: those with the same ids as ours, None
     where texts are sampled. equal_rounds: of `ours.rounds`, those with the same draft tokens and as many accepted; None

@@ -1,4 +1,4 @@
-"""Statistics over decoded answers: intervals over prompts, the luck of the accept draws, loops.
+"""Compute statistics over decoded answers: intervals over prompts, the sampling error of acceptance, loops.
 
 Shapes: K speculative tokens.
 """
@@ -29,7 +29,7 @@ def mean_tau(texts: Sequence[Text]) -> float | None:
 
 
 def bootstrap_tau(texts: Sequence[Text], draws: int = 1000) -> "tuple[float, float] | None":
-    """95% interval of tau by resampling prompts (all answers to one prompt stay together)."""
+    """Return the 95% interval of tau by resampling prompts (all answers to one prompt stay together)."""
     by_prompt: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
     for text in texts:
         by_prompt[text.generation.request.sample_id] += (text.decoded.tokens, text.decoded.rounds)
@@ -43,7 +43,7 @@ def bootstrap_tau(texts: Sequence[Text], draws: int = 1000) -> "tuple[float, flo
 
 
 def sampling_error(texts: Sequence[Text], k: int) -> float | None:
-    """Standard error of decoded tau around simulated tau on the same texts: the luck of the accept draws."""
+    """Return the standard error of decoded tau around simulated tau on the same texts: the sampling error of acceptance."""
     rounds = sum(t.decoded.rounds for t in texts)
     if not rounds:
         return None

@@ -1,4 +1,4 @@
-"""What single steps cost on this machine: a target pass over n tokens, and proposing k tokens.
+"""Time single steps on this machine: a target pass over n tokens, and proposing k tokens.
 
 Each cost is the median of interleaved repeats at a typical context length, so that drifts of the machine
 hit all sizes alike.
@@ -60,7 +60,7 @@ def measure_costs(
 def _prefill(
     target: Target, cache: KVCache, context_ids: Sequence[int], rows: int, layer_ids: tuple[int, ...]
 ) -> Prompts:
-    """Read the context into every row of the cache; return it as a drafter is given prompts."""
+    """Read the context into every row of the cache; return it as prompts for a drafter."""
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
     output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
     cache.lengths_B = torch.full_like(cache.lengths_B, ids_BL.shape[1])
@@ -82,7 +82,7 @@ def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: in
 
 
 def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Callable[[], object]:
-    """Propose again and again as in the middle of an answer, with two tokens fresh."""
+    """Return a job that proposes as in the middle of an answer, with two new tokens."""
     rows, length = prompts.ids_bL.shape
     drafter.start(rows, length)
     drafter.admit(prompts)

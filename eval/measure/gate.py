@@ -1,4 +1,4 @@
-"""The gate: thresholds that the numbers of result.json must reach, for CI after a new target or a new head.
+"""Check result.json against thresholds, for CI after a new target or a new head.
 
     draftsmith evaluate --recipe R --fail-under tau=2.5,code.tau.low=2.4
     draftsmith report RESULT.json --fail-under "eagle3:code.tau@T0=3"
@@ -57,8 +57,8 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Check:
-    """A threshold held against one drafter at one sampling setting. source: the name of its result."""
+class ThresholdCheck:
+    """A threshold compared with one drafter at one sampling setting. source: the name of its result."""
 
     threshold: Threshold
     drafter: str
@@ -68,7 +68,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Reaching the threshold is enough."""
+        """Whether the measured value reaches the threshold."""
         return self.measured >= self.threshold.minimum
 
     @property
@@ -82,7 +82,7 @@ class Check:
 
 
 def parse_thresholds(texts: Sequence[str]) -> list[Threshold]:
-    """Read the values of --fail-under, each a comma-separated list. Raises UserError for what is no threshold."""
+    """Parse the values of --fail-under, each a comma-separated list. Raises UserError for what is no threshold."""
     return [_parse(part) for text in texts for part in _split(text)]
 
 
@@ -111,8 +111,8 @@ def check_names(
             _expect(threshold, "drafter", threshold.drafter, drafters)
 
 
-def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]) -> list[Check]:
-    """Hold every threshold against every drafter and setting that it applies to; at least one check each.
+def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]) -> list[ThresholdCheck]:
+    """Compare every threshold with every drafter and setting that it applies to; at least one check each.
 
     results: by the name that messages give them, such as their file. Raises UserError for a threshold that names a
     drafter, a slice or a temperature that is not there, and for a number that was not measured.
@@ -131,7 +131,7 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
                     f"--fail-under {threshold.text}: {threshold.name} was not measured for {drafter} at "
                     f"{_setting(result)} ({source}){_instead(threshold, measures)}."
                 )
-            checks.append(Check(threshold, drafter, _setting(result), source, measured))
+            checks.append(ThresholdCheck(threshold, drafter, _setting(result), source, measured))
     return checks
 
 
@@ -218,11 +218,8 @@ def _setting(result: Result) -> str:
 
 
 def _instead(threshold: Threshold, measures: Measures) -> str:
-    if (
-        threshold.metric.startswith("tau")
-        and threshold.metric != "tau_simulated"
-        and measures.tau_simulated is not None
-    ):
+    simulated_only = threshold.metric in ("tau", "tau.low") and measures.tau_simulated is not None
+    if simulated_only:
         return ": it was only simulated, so use tau_simulated"
     if threshold.metric == "tau_simulated" and measures.tau is not None:
         return ": it was only decoded, so use tau, or name the drafters that have it"

@@ -1,4 +1,4 @@
-"""transformers' own decoding, timed on the same prompts: given beside our baseline, never instead of it.
+"""Time transformers' own decoding on the same prompts: reported besides our baseline, never instead of it.
 
 `generate` alone, with an assistant model, and with prompt lookup. One call per request: a streamer notes when tokens come,
 so the prefill needs no call of its own, whose length would have to be taken off another one.
@@ -20,10 +20,11 @@ from draftsmith.heads.target.target import Target
 
 @dataclass(frozen=True)
 class Timed:
-    """One answer. output_ids: up to and with EOS. ttft_s: until the first tokens came, which is one token, or with an
+    """A timed answer. output_ids: up to and with EOS. ttft_s: until the first tokens came, which is one token, or with an
     assistant all of its first round (its own reading of the prompt included, which favours it a little). decode_s, tokens:
     what came after them, and how long that took."""
 
+    request: Request
     output_ids: tuple[int, ...]
     ttft_s: float
     decode_s: float
@@ -65,7 +66,7 @@ class GenerateSystem:
         clock.watch.lap("decode")
         found = tuple(output[0, ids.shape[1] :].tolist())
         seconds = clock.watch.seconds
-        return Timed(found, seconds["ttft"], seconds["decode"], len(found) - clock.first)
+        return Timed(request, found, seconds["ttft"], seconds["decode"], len(found) - clock.first)
 
 
 class _Arrivals(BaseStreamer):
@@ -123,19 +124,9 @@ def _sampling_options(target: Target, sampling: Sampling) -> dict[str, object]:
     return options
 
 
-@dataclass(frozen=True)
-class GenerateTiming:
-    """Decode tokens and seconds of one request, the first token and its time taken off."""
-
-    sample_id: str
-    slice: str
-    tokens: int
-    seconds: float
-
-
 def time_generate(
     target: Target, requests: Sequence[Request], sampling: Sampling, *, per_slice: int = 4, seed: int = 0
-) -> list[GenerateTiming]:
+) -> list[Timed]:
     """Time `generate` on the first prompts of each slice, one at a time, after a warm-up.
 
     Sampled texts differ from ours, so speeds are per token.
@@ -147,9 +138,5 @@ def time_generate(
             chosen[request.slice].append(request)
     torch.manual_seed(seed)
     system.answer(requests[0], sampling)
-    timings = []
-    for request in (r for group in chosen.values() for r in group):
-        timed = system.answer(request, sampling)
-        if timed.tokens > 0 and timed.decode_s > 0:
-            timings.append(GenerateTiming(request.sample_id, request.slice, timed.tokens, timed.decode_s))
-    return timings
+    timings = (system.answer(request, sampling) for group in chosen.values() for request in group)
+    return [timed for timed in timings if timed.tokens > 0 and timed.decode_s > 0]

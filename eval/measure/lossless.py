@@ -1,4 +1,4 @@
-"""Greedy losslessness: with and without a draft, the same ids; and the same tau decoded and simulated."""
+"""Check greedy losslessness: the same ids with and without a draft, and the same tau decoded and simulated."""
 
 from collections.abc import Sequence
 

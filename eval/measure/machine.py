@@ -1,4 +1,4 @@
-"""Who measured: commit, hardware, versions and date of a run."""
+"""Describe the environment of a run: commit, hardware, versions and date."""
 
 import os
 import platform

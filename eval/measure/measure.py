@@ -1,4 +1,4 @@
-"""One evaluation: decode prompts with and without drafts, simulate the same texts, and sum both up.
+"""Evaluate at one sampling setting: decode prompts with and without drafts, simulate the same texts, summarize both.
 
 Systems are interleaved group by group within every repeat, and groups hold one slice, so that seconds
 belong to a slice. Shapes: K speculative tokens.
@@ -15,16 +15,15 @@ import numpy as np
 from draftsmith.eval.decode.answers import Decoded, Generation, Request
 from draftsmith.eval.decode.clock import peak_memory
 from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter as Proposer
-from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import Tally, tally_generation, total
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
-from draftsmith.eval.measure.generate_baseline import GenerateTiming
+from draftsmith.eval.measure.generate_baseline import Timed
 from draftsmith.eval.measure.quality import compare_targets, perplexities
-from draftsmith.eval.measure.result import Costs, Drafter, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
+from draftsmith.eval.measure.result import Costs, DrafterResult, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
 from draftsmith.heads.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
@@ -62,7 +61,7 @@ def run_systems(
     batch: requests decoded at once. A batch is continuous, as in serving engines: a request that is done makes room for
     the next of its group.
     """
-    systems: dict[str, tuple[Target, Proposer, Typical | None]] = {"": (target, TargetAlone(), None)}
+    systems: dict[str, tuple[Target, Drafter, Typical | None]] = {"": (target, TargetAlone(), None)}
     systems |= {c.name: (c.verified_by(target), c.make(c.num_speculative_tokens), c.typical) for c in contenders}
     timings = {name: Timings() for name in systems}
     warm_up = [
@@ -145,8 +144,8 @@ def summarize(
     costs: Costs,
     lossless: Mapping[str, Lossless],
     lossless_timed: Mapping[str, Lossless],
-    generate: Sequence[GenerateTiming],
-) -> Drafter:
+    generate: Sequence[Timed],
+) -> DrafterResult:
     """Return one drafter's measures over everything and per slice."""
 
     def scope(slice_name: str | None) -> Measures:
@@ -158,14 +157,14 @@ def summarize(
             timings[contender.name].of(slice_name),
             timings[""].of(slice_name),
             costs,
-            [g for g in generate if slice_name in (None, g.slice)],
+            [g for g in generate if slice_name in (None, g.request.slice)],
         )
         return replace(
             measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.judged.get(key, {})
         )
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
-    return Drafter(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, contender.info)
+    return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, contender.info)
 
 
 def _measures(
@@ -174,7 +173,7 @@ def _measures(
     repeats: list[list[Decoded]],
     baseline: list[list[Decoded]],
     costs: Costs,
-    generate: Sequence[GenerateTiming],
+    generate: Sequence[Timed],
 ) -> Measures:
     name, k = contender.name, contender.num_speculative_tokens
     decoded = total((t.decoded for t in texts), k)
@@ -234,12 +233,12 @@ def _spread(values: Sequence[float]) -> "tuple[float, float] | None":
     return (min(values), max(values)) if values else None
 
 
-def _over_generate(repeats: Sequence[Sequence[Decoded]], generate: Sequence[GenerateTiming]) -> float | None:
+def _over_generate(repeats: Sequence[Sequence[Decoded]], generate: Sequence[Timed]) -> float | None:
     """Decode tok/s over generate's, both on generate's prompts."""
-    names = {g.sample_id for g in generate}
+    names = {g.request.sample_id for g in generate}
     same = [[d for d in r if d.generations[0].request.sample_id in names] for r in repeats]
     ours = _median([speed for r in same if (speed := _tok_s(r))])
-    theirs = sum(g.tokens for g in generate) / sum(g.seconds for g in generate) if generate else None
+    theirs = sum(g.tokens for g in generate) / sum(g.decode_s for g in generate) if generate else None
     return ours / theirs if ours and theirs else None
 
 

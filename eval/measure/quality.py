@@ -1,5 +1,5 @@
-"""What a lossy decoder, or a tuned target, did to the text: its perplexity under the target, beside that of the target's
-own text, and how far two targets' distributions are apart.
+"""Measure how a lossy decoder or a tuned target changes texts: perplexity under the target, and how far the distributions
+of two targets differ.
 
 Shapes: B rows, L tokens, R answer tokens, V target vocab.
 """

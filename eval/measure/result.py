@@ -112,7 +112,7 @@ class Measures:
     tau_interval: tuple[float, float] | None = None
     #: Accepted length, exact, from one teacher-forced pass over the target's answers.
     tau_simulated: float | None = None
-    #: Standard error of tau - tau_simulated: the luck of the accept draws on the same texts (0 when greedy).
+    #: Standard error of tau - tau_simulated: the sampling error of acceptance on the same texts (0 when greedy).
     tau_difference_se: float | None = None
     #: Accepted / drafted tokens.
     acceptance_rate: float | None = None
@@ -168,7 +168,7 @@ class Measures:
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterResult:
     """One drafter's measures over everything and per slice. draft: how it drafts."""
 
     overall: Measures
@@ -240,7 +240,7 @@ class Settings:
 
     @property
     def filters(self) -> dict[str, float | None]:
-        """What shapes the target's distribution beside the temperature, by the name a report gives it."""
+        """The filters of the target's distribution besides the temperature, by the name a report gives them."""
         return {
             "top-k": self.top_k,
             "top-p": self.top_p,
@@ -278,7 +278,7 @@ class Result:
     recipe: dict[str, Any] | None
     target: TargetInfo
     settings: Settings
-    drafters: dict[str, Drafter]
+    drafters: dict[str, DrafterResult]
     costs: Costs | None = None
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Where a round's time goes: target and draft forwards against everything around them, by wrapping a few functions.
+"""Profile a round: time target and draft forwards against everything around them, by wrapping a few functions.
 
 The forwards are what no decoder can do without: the target's layers and its projection, and the draft's own layers and
 projections. What is left, from masks and random numbers to verification and bookkeeping, is the decoder's own.

@@ -1,4 +1,4 @@
-"""Reading result.json files of earlier versions: what they did not measure becomes null."""
+"""Read result.json files of earlier versions: what they did not measure becomes null."""
 
 from collections.abc import Iterator
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""The sections of the report that explain the numbers: positions, draft length, and where the time goes.
+"""Build the sections of the report that explain the numbers: positions, draft length, and where the time goes.
 
 K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
@@ -38,8 +38,8 @@ def positions(view: View) -> Section:
     return Section(
         "positions",
         "Acceptance by draft position",
-        "How far a draft carries. A flat α says that later positions are as good as the first; a falling one that the "
-        "drafter loses the thread.",
+        "How acceptance changes along a draft. With a flat α later positions are as good as the first; with a falling α the "
+        "draft gets worse with every token.",
         tuple(figure for figures, _ in drawn for figure in figures),
         tuple(table for _, tables in drawn for table in tables),
         (f"By simulation, as nothing was decoded: {', '.join(simulated)}.",) if simulated else (),
@@ -81,7 +81,7 @@ def sweep(view: View) -> Section:
     about = (
         "Accepted length for every draft length K, by simulation, and the speedup predicted from it with the costs of a draft "
         "and of a target pass measured on this machine. A ring marks the best K: beyond it, one more drafted token costs more "
-        "than it brings."
+        "time than it saves."
     )
     points = [p for name in view.slices for _, m in view.measured(name) for p in m.k_sweep or ()]
     lengths = sorted({p.num_speculative_tokens for p in points})
@@ -140,7 +140,7 @@ def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table
 
 
 def _cost_tables(view: View) -> list[Table]:
-    """What one pass costs: the figures behind the predicted speedups."""
+    """List what one pass costs, which the predicted speedups are computed from."""
     tables = []
     for i, result in enumerate(view.results):
         if result.costs is None:
@@ -157,7 +157,7 @@ def time_split(view: View) -> Section:
     """Milliseconds of a round by part, and the share of the ideal speedup that was reached."""
     about = (
         "Mean milliseconds of one round (one target pass) by part. The ideal speedup is τ / (verify(K)/verify(1) + "
-        "draft/verify(1)): what the drafter would bring if committing and everything else cost nothing."
+        "draft/verify(1)): the speedup if committing and everything else cost nothing."
     )
     timed = [(name, s, m, m.ms_per_round) for name in view.slices for s, m in view.measured(name)]
     rows = [_time_row(name, s, m) for name, s, m, _ in timed if m.ms_per_round or m.ideal_speedup is not None]

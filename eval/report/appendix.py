@@ -1,4 +1,4 @@
-"""The closing sections of the report: latency, equality with the target, loops, examples, and how it was measured.
+"""Build the appendix of the report: latency, equality with the target, loops, examples, and how it was measured.
 
 Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
@@ -76,13 +76,13 @@ def losslessness(view: View) -> Section:
     return Section(
         "losslessness",
         "Losslessness",
-        "With a lossless drafter greedy texts are the target's own. In fp32 every token must be equal; in bf16 and fp16 rounding "
-        "may tip a near tie, which shows as a tiny logit gap between the two candidates (the target's own logits). A "
-        "drafter marked lossy writes other texts than the target would: their perplexity stands beside that of the "
-        "target's own texts at the same setting, and its speed is no like-for-like comparison. A drafter with a tuned target "
-        "(Medusa-2) is lossless to that one, which the counts below are about, but not to the original: the perplexity of "
-        "its texts under the original stands beside that of the original's own; and on the original's texts, token by "
-        "token, how often both targets' likeliest choice is the same, and KL(original, tuned) in nats.",
+        "With a lossless drafter greedy texts equal the target's own. In fp32 every token must be equal; in bf16 and fp16 rounding "
+        "may decide a near tie, which shows as a tiny gap between the target's logits of the two candidates. A drafter marked "
+        "lossy writes texts that differ from the target's: compare their perplexity with that of the target's own texts at the "
+        "same setting; its speed is not a like-for-like comparison. A drafter with a tuned target (Medusa-2) is lossless with "
+        "respect to the tuned target, which the counts below refer to, but not to the original. For it the report gives the "
+        "perplexity under the original of its texts and of the original's own, and, on the original's texts, how often both "
+        "targets' likeliest token is the same, and KL(original || tuned) per token in nats.",
         tables=tuple(tables),
         notes=() if divergences or not counts else ("No text diverged.",),
         missing="Equality with the target alone was not checked.",
@@ -90,7 +90,7 @@ def losslessness(view: View) -> Section:
 
 
 def _changed_rows(view: View, *, tuned: bool) -> list[Row]:
-    """What became of the texts of drafters that change them: by a lossy rule, or by a tuned target."""
+    """List how drafters change texts: by a lossy rule, or by a tuned target."""
     return [
         Row(
             (
@@ -146,7 +146,7 @@ def looping(view: View) -> Section:
     return Section(
         "looping",
         "Looping answers",
-        "Share of answers that repeat a 6-gram four times. A loop is easy to draft, so it flatters τ and speedup.",
+        "Share of answers that repeat a 6-gram four times. A loop is easy to draft, so it raises τ and speedup.",
         tables=(Table("Looping answers", ("slice", *(s.label for s in view.systems)), tuple(rows)),) if rows else (),
         missing="Loops were not counted.",
     )
@@ -162,8 +162,8 @@ def examples(view: View) -> Section:
     return Section(
         "examples",
         "Worked examples",
-        "What a person would have seen: drafted tokens that were accepted, and the target's own, which are the first token "
-        "of an answer, a correction where a draft was rejected, and a bonus where it was accepted whole.",
+        "Answers with their tokens marked: drafted tokens that were accepted, and the target's own, which are the first token "
+        "of an answer, a correction where a draft was rejected, and a bonus where the whole draft was accepted.",
         samples=tuple(samples),
         missing="No examples were kept.",
     )
@@ -182,7 +182,7 @@ def _rounds(example: Example) -> tuple[tuple[Piece, ...], ...]:
 
 
 def method(view: View) -> Section:
-    """Settings, machine, versions, command and recipe: what it takes to do it again."""
+    """Settings, machine, versions, command and recipe: what a repetition needs."""
     facts = [dict(_facts(result)) for result in view.results]
     names = dict.fromkeys(name for one in facts for name in one)
     rows = tuple(Row((name, *(one.get(name, DASH) for one in facts))) for name in names)

@@ -1,4 +1,4 @@
-"""What a report says, as plain values: results in, sections of text, tables and panels out.
+"""Model a report as plain values: results in, sections of text, tables and panels out.
 
 Both templates (HTML and Markdown) print these values, so the two reports never differ in a number.
 Pure: nothing here reads a clock, a file or the machine.
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from draftsmith.eval.measure.result import Drafter, Measures, Piece, Result
+from draftsmith.eval.measure.result import DrafterResult, Measures, Piece, Result
 from draftsmith.eval.report.plots import swatch
 
 OVERALL = "overall"
@@ -22,7 +22,7 @@ class System:
     label: str
     index: int
     name: str
-    drafter: Drafter
+    drafter: DrafterResult
     result_index: int
 
     def at(self, slice_name: str) -> Measures | None:
@@ -40,9 +40,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The first `heads` columns name the row; equal first cells in a run are one group where heads is 2.
+    """A table. The first `heads` columns name the row; equal first cells in a run are one group where heads is 2.
 
-    folded: shown on demand, as a picture tells the same. words: the cells are text rather than numbers.
+    folded: shown on demand, as a picture shows the same. words: the cells are text rather than numbers.
     """
 
     caption: str
@@ -121,7 +121,7 @@ class View:
 
 
 def view_of(results: Sequence[Result]) -> View:
-    """Label every drafter of every result by what tells them apart."""
+    """Label every drafter of every result by what distinguishes them."""
     labels = setting_labels(results)
     pairs = [(i, label, name) for i, label in enumerate(labels) for name in results[i].drafters]
     systems = tuple(
@@ -133,7 +133,7 @@ def view_of(results: Sequence[Result]) -> View:
 
 
 def setting_labels(results: Sequence[Result]) -> list[str]:
-    """Return one short label per result: its temperature and, as far as needed, what else tells them apart."""
+    """Return one short label per result: its temperature and, as far as needed, what else distinguishes it."""
     traits = [_traits(result) for result in results]
     kept = [0]
     for i in range(1, len(traits[0]) if traits else 0):

@@ -1,8 +1,8 @@
-"""Small SVG pictures for the report, as text: no library, no randomness, so the same input gives the same bytes.
+"""Draw small SVG pictures for the report, as text: no library, no randomness, so the same input gives the same bytes.
 
 Colours and fonts come from the page's style sheet (classes `s0`..`s7` for systems, `part0`.. for stacked parts),
 which is how one picture serves a light page, a dark page and paper. Every system also has its own marker shape,
-so nothing is told by colour alone. Every picture carries its numbers as a text alternative.
+so nothing depends on colour alone. Every picture carries its numbers as a text alternative.
 """
 
 import math

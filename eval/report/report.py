@@ -1,8 +1,8 @@
-"""report.html and report.md from one or several result.json: pure functions, so the same results give the same bytes.
+"""Render report.html and report.md from one or several result.json; the same results give the same bytes.
 
     draftsmith report runs/x/eval/temperature-0/result.json runs/x/eval/temperature-1/result.json
 
-The HTML stands alone: style and pictures are inside, it loads nothing from anywhere.
+The HTML is self-contained: style and pictures are inside, it loads nothing from anywhere.
 """
 
 import re
@@ -12,34 +12,33 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.markup import escape
 from rich.table import Table as TerminalTable
 
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.result import Result
-from draftsmith.eval.report import analysis as findings
-from draftsmith.eval.report import appendix as evidence
-from draftsmith.eval.report import summary as story
+from draftsmith.eval.report import analysis, appendix, summary
 from draftsmith.eval.report.page_model import OVERALL, Sample, System, View, number, significant, tau_of, times, view_of
 from draftsmith.files import write_text
 
 _SECTIONS = (
-    story.headline,
-    story.two_ways,
-    findings.positions,
-    findings.sweep,
-    findings.time_split,
-    evidence.latency,
-    evidence.memory,
-    evidence.losslessness,
-    evidence.looping,
-    evidence.examples,
-    evidence.method,
+    summary.headline,
+    summary.accepted_length,
+    analysis.positions,
+    analysis.sweep,
+    analysis.time_split,
+    appendix.latency,
+    appendix.memory,
+    appendix.losslessness,
+    appendix.looping,
+    appendix.examples,
+    appendix.method,
 )
 
 
 @dataclass(frozen=True)
 class Card:
-    """One system at the top of the page: its large numbers and what they say in words."""
+    """One system at the top of the page: its main numbers and a summary in words."""
 
     label: str
     figures: tuple[tuple[str, str], ...]
@@ -95,7 +94,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
         table.add_column(name, justify="left" if place < 2 else "right", no_wrap=place < 2)
     for cells in headline_rows(results):
         last = cells[1] == OVERALL
-        table.add_row(*(_literal(cell) for cell in cells), style="bold" if last else None, end_section=last)
+        table.add_row(*map(escape, cells), style="bold" if last else None, end_section=last)
     return table
 
 
@@ -106,11 +105,6 @@ def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) 
     return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
 
 
-def _literal(text: str) -> str:
-    """Text that rich prints as it is, without reading [tags] in it."""
-    return text.replace("[", r"\[")
-
-
 def _view(results: Sequence[Result]) -> View:
     if not results:
         raise UserError("A report needs at least one result.json; run the evaluation first.")
@@ -119,11 +113,11 @@ def _view(results: Sequence[Result]) -> View:
 
 def _render(template: str, results: Sequence[Result]) -> str:
     view = _view(results)
-    targets = list(dict.fromkeys(_short_name(result.target.path) for result in results))
+    targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
     context: dict[str, Any] = {
         "title": ", ".join(targets),
         "subtitle": _subtitle(view),
-        "cards": [_card(system, text) for system, (_, text) in zip(view.systems, story.reading(view), strict=True)],
+        "cards": [_card(system) for system in view.systems],
         "sections": [make(view) for make in _SECTIONS],
     }
     return _environment(html=template.endswith(".html.jinja")).get_template(template).render(**context)
@@ -142,10 +136,6 @@ def _environment(html: bool) -> Environment:
     return environment
 
 
-def _short_name(path: str) -> str:
-    return path.rstrip("/").split("/")[-1] or path
-
-
 def _subtitle(view: View) -> str:
     first = view.results[0]
     machine = f"{first.hardware.gpu or first.hardware.cpu}, {first.hardware.cores} cores"
@@ -153,14 +143,13 @@ def _subtitle(view: View) -> str:
     return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
 
 
-def _card(system: System, text: str) -> Card:
-    m = system.drafter.overall
-    figures = []
+def _card(system: System) -> Card:
+    m, figures = system.drafter.overall, []
     if tau_of(m) is not None:
         figures.append(("tokens per target pass", number(tau_of(m))))
     if m.speedup is not None:
-        figures += [("the target's own speed", times(m.speedup)), ("tokens per second", significant(m.decode_tok_s))]
-    return Card(system.label, tuple(figures), text)
+        figures += [("speedup", times(m.speedup)), ("tokens per second", significant(m.decode_tok_s))]
+    return Card(system.label, tuple(figures), summary.describe(system))
 
 
 def markdown_cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The first sections of the report: what it says in plain words, the speed, and the accepted length.
+"""Build the first sections of the report: a summary in words, the speed, and the accepted length.
 
 K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
@@ -31,12 +31,8 @@ from draftsmith.eval.report.plots import Bar, bar_panel
 ALONE = "target alone"
 
 
-def reading(view: View) -> list[tuple[str, str]]:
-    """Return (system, plain sentences) for every system."""
-    return [(system.label, _reading(system)) for system in view.systems]
-
-
-def _reading(system: System) -> str:
+def describe(system: System) -> str:
+    """Summarize a system in a few sentences."""
     m, parts = system.drafter.overall, []
     if tau_of(m) is not None:
         verb = "writes" if m.tau is not None else "would write, by simulation,"
@@ -60,13 +56,15 @@ def _range_over_slices(system: System) -> str:
 
 
 def _change(m: Measures) -> str:
-    """What a tuned target changed."""
+    """Say how far a tuned target differs from the original."""
     if m.agreement is None:
         return ""
-    perplexity = f"{number(m.perplexity)} under the original, whose own have {number(m.perplexity_baseline)}"
+    perplexity = (
+        f"{number(m.perplexity)} under the original (the original's own texts: {number(m.perplexity_baseline)})"
+    )
     return (
-        f" It changes the target: on the original's texts the tuned one would choose the same token {percent(m.agreement)} of "
-        f"the time (KL {number(m.kl, 4)} per token); its own texts have a perplexity of {perplexity}."
+        f" It changes the target: on the original's texts the tuned target's likeliest token is the same {percent(m.agreement)} "
+        f"of the time (KL {number(m.kl, 4)} per token); its own texts have a perplexity of {perplexity}."
     )
 
 
@@ -110,17 +108,13 @@ def headline(view: View) -> Section:
         "Headline",
         "τ is the accepted length: tokens written per target pass, bonus included, after the first token. Speedup compares "
         "decode tokens per second with the target alone in the same engine on the same prompts. TTFT is the time to the first "
-        "token: prefill only, so drafting must not move it. In parentheses the 95% interval over prompts for τ, and "
+        "token: prefill only, so drafting must not change it. Parentheses hold the 95% interval over prompts for τ, and "
         "the lowest and highest repeat otherwise.",
         (Figure(caption, tuple(panels), view.legend, wide=True),) if panels else (),
         tuple(tables),
-        notes=_warnings(view),
+        # Each warning once.
+        notes=tuple(dict.fromkeys(f"Warning: {text}" for result in view.results for text in result.warnings)),
     )
-
-
-def _warnings(view: View) -> tuple[str, ...]:
-    """Each warning of the results once."""
-    return tuple(dict.fromkeys(f"Warning: {text}" for result in view.results for text in result.warnings))
 
 
 def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
@@ -155,24 +149,24 @@ def _bars(
     return bar_panel(title, groups, show=show, reference=(1.0, ALONE))
 
 
-def two_ways(view: View) -> Section:
-    """The accepted length as decoded and as simulated, with the counts behind it."""
-    rows = [_two_ways_row(name, s, m) for name in view.slices for s, m in view.measured(name)]
+def accepted_length(view: View) -> Section:
+    """The accepted length, decoded and simulated, with the counts behind it."""
+    rows = [_accepted_length_row(name, s, m) for name in view.slices for s, m in view.measured(name)]
     columns = ("slice", "system", "prompts", "tokens", "rounds", "τ decoded", "τ simulated", "difference")
     ends = ("mean over prompts", "accepted / drafted")
     known = some([tau_of(m) for name in view.slices for _, m in view.measured(name)])
     return Section(
         "accepted-length",
-        "Accepted length, two ways",
+        "Accepted length, decoded and simulated",
         "Decoded: tokens over rounds, counted while decoding. Simulated: exact, from one teacher-forced pass over the "
-        "decoded answers. The difference has the standard error of the accept draws. At temperature 0 the two are the same number; above it "
-        "they agree within the sampling error. A slice is a sum over its tokens; the mean over prompts weighs prompts equally.",
+        "decoded answers. At temperature 0 the two are equal; above it they agree within the sampling error of acceptance, whose "
+        "standard error follows the difference. A slice is a sum over its tokens; the mean over prompts weighs prompts equally.",
         tables=(Table("Counts and accepted length", (*columns, *ends), tuple(rows), heads=2),) if known else (),
         missing="The accepted length was not measured.",
     )
 
 
-def _two_ways_row(name: str, system: System, m: Measures) -> Row:
+def _accepted_length_row(name: str, system: System, m: Measures) -> Row:
     simulated = number(m.tau_simulated, 3)
     difference = DASH
     if m.tau is not None and m.tau_simulated is not None:

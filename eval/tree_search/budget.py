@@ -1,4 +1,4 @@
-"""What trees of every size cost on this machine, and which one is the fastest."""
+"""Estimate what trees of every size cost on this machine, and find the fastest."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from draftsmith.heads.target.target import Target
 _PASSES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 """Tokens of the target passes that are timed; between them costs are interpolated."""
 _DRAFTS = (1, 7, 31, 127)
-"""Nodes of the trees whose drafts are timed, the largest one besides."""
+"""Nodes of the trees whose drafts are timed, besides the largest one."""
 
 
 @dataclass(frozen=True)

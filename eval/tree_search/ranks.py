@@ -1,4 +1,4 @@
-"""Where the tokens of answers stand among a head's predictions: all that the worth of a static tree depends on.
+"""Rank the tokens of answers among a head's predictions, which decide the tau of every static tree.
 
 Shapes: S answers, T roots of the longest one, R supervised rows (flat b*L+t), D depth, B rows, L tokens, W draft vocab.
 """

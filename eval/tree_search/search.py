@@ -1,6 +1,6 @@
-"""The static tree that suits a head best, from where the true tokens of answers stand among its predictions.
+"""Search the static tree with the longest tau for a head, from the ranks of the true tokens among its predictions.
 
-A node adds one token to every round whose text follows its path, so the share of rounds that do is what it is worth.
+A node adds one token to every round whose text follows its path, so its gain in tau is the share of such rounds.
 Shares never grow along a path, so taking the largest again and again gives the best tree of every size (Cai et al.,
 "Medusa", 2024, section 2.3.3, where a share is the product of per-head accuracies). Rounds do not begin everywhere alike:
 what counts is where they begin under the tree itself, which is found by following it through the text and searching

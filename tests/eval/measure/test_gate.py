@@ -8,8 +8,8 @@ import pytest
 
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.gate import Check, check_names, check_results, parse_thresholds
-from draftsmith.eval.measure.result import Drafter, Hardware, Measures, Result, Settings, TargetInfo, write_result
+from draftsmith.eval.measure.gate import ThresholdCheck, check_names, check_results, parse_thresholds
+from draftsmith.eval.measure.result import DrafterResult, Hardware, Measures, Result, Settings, TargetInfo, write_result
 
 
 def measures(tau: float, /, **changes: Any) -> Measures:
@@ -38,7 +38,7 @@ def result(temperature: float, drafters: dict[str, float], **changes: Any) -> Re
         target=TargetInfo("t"),
         settings=Settings(temperature, None, None, 5, 1, "float32", 0, 1),
         drafters={
-            name: Drafter(
+            name: DrafterResult(
                 measures(tau, **changes),
                 {"chat": measures(tau - 1, **changes), "code.v2": measures(tau + 1, **changes)},
             )
@@ -53,7 +53,7 @@ RESULTS = {
 }
 
 
-def run(*texts: str, results: dict[str, Result] = RESULTS) -> list[Check]:
+def run(*texts: str, results: dict[str, Result] = RESULTS) -> list[ThresholdCheck]:
     return check_results(results, parse_thresholds(texts))
 
 
@@ -152,7 +152,7 @@ def test_names_that_are_not_there_are_refused(text: str, said: str) -> None:
 
 
 def test_a_slice_that_one_result_lacks_is_refused() -> None:
-    bare = replace(RESULTS["b"], drafters={"eagle3": Drafter(measures(2.0), {"chat": measures(2.0)})})
+    bare = replace(RESULTS["b"], drafters={"eagle3": DrafterResult(measures(2.0), {"chat": measures(2.0)})})
     with pytest.raises(UserError, match=r"no slice code\.v2 for eagle3 in b"):
         run("eagle3:code.v2.tau=2", results={"a": RESULTS["a"], "b": bare})
 

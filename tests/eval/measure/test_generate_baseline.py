@@ -118,5 +118,5 @@ def test_the_clock_starts_with_the_call_and_turns_over_at_the_first_tokens(targe
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=5)], ids=str)
 def test_generate_is_timed_per_slice(target: Target, sampling: Sampling) -> None:
     timings = time_generate(target, requests(6, 8), sampling, per_slice=2)
-    assert {t.sample_id for t in timings} == {"p0", "p1", "p2", "p3"}
-    assert all(t.tokens == 7 and t.seconds > 0 for t in timings)
+    assert {t.request.sample_id for t in timings} == {"p0", "p1", "p2", "p3"}
+    assert all(t.tokens == 7 and t.decode_s > 0 for t in timings)

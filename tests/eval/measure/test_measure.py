@@ -17,7 +17,7 @@ from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure import measure
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.generate_baseline import GenerateTiming, time_generate
+from draftsmith.eval.measure.generate_baseline import Timed
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, Timings, collect_texts, run_systems, summarize
 from draftsmith.eval.measure.result import Costs
@@ -80,12 +80,12 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     assert found.slices["code"].acceptance_rate == 1.0
 
 
-def test_both_are_held_against_generate_on_its_own_prompts() -> None:
+def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     """The first prompt is drafted twice as fast as it is answered alone, the second four times; generate had the second."""
     a, b = answer("a", "chat", [2, 2]), answer("b", "chat", [2, 2])
     drafted = Timings([[decoded(a, verify=3.0), decoded(b, verify=3.0)]])
     plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=12.0)]])
-    generate = [GenerateTiming("b", "chat", 6, 24.0)]
+    generate = [Timed(b.request, (), 0.0, 24.0, 6)]
     timings = {"": plain, "eagle3": drafted}
     m = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
     assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
@@ -245,14 +245,6 @@ def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
     assert varying.ideal_speedup is None
     assert [p.predicted_speedup for p in varying.k_sweep or ()] == [None, None]
     assert [p.tau_simulated for p in varying.k_sweep or ()] == [p.tau_simulated for p in steady.k_sweep or ()]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=5)], ids=str)
-def test_generate_is_timed_per_slice(target: Target, sampling: Sampling) -> None:
-    requests = [Request(str(i), "ab"[i % 2], (3 + i, 5), 8) for i in range(6)]
-    timings = time_generate(target, requests, sampling, per_slice=2)
-    assert {t.sample_id for t in timings} <= {"0", "1", "2", "3"}
-    assert all(t.tokens <= 7 for t in timings)
 
 
 def test_first_divergence_is_found_with_its_gap(target: Target) -> None:

@@ -17,7 +17,7 @@ from draftsmith.eval.measure.machine import git_commit
 from draftsmith.eval.measure.result import (
     Costs,
     Divergence,
-    Drafter,
+    DrafterResult,
     Example,
     Lossless,
     Measures,
@@ -64,7 +64,9 @@ def full_result() -> Result:
         target=TargetInfo("models/tiny", "abc", 3_300_000, 16, 128, 1024),
         settings=Settings(1.0, 50, 0.9, 5, 1, "float32", 0, 3),
         drafters={
-            "eagle3": Drafter(measures, {"chat": measures, "code": Measures(prompts=0)}, DraftInfo("eagle3", 2, 2))
+            "eagle3": DrafterResult(
+                measures, {"chat": measures, "code": Measures(prompts=0)}, DraftInfo("eagle3", 2, 2)
+            )
         },
         costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}, {"eagle3": {"2": 3}}),
         examples=(Example("eagle3", "code", "Add.", (Piece("a", None), Piece("b", 0))),),
@@ -268,7 +270,7 @@ def test_a_bad_result_leaves_the_old_file_alone(tmp_path: Path) -> None:
     drafter = full_result().drafters["eagle3"]
     for bad in (replace(drafter.overall, tau=math.inf), replace(drafter.overall, tokens=3.5)):  # type: ignore[arg-type]
         with pytest.raises(UserError):
-            write_result(path, replace(full_result(), drafters={"eagle3": Drafter(bad, {})}))
+            write_result(path, replace(full_result(), drafters={"eagle3": DrafterResult(bad, {})}))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.result import (
     Costs,
     Divergence,
-    Drafter,
+    DrafterResult,
     Example,
     Hardware,
     Lossless,
@@ -87,10 +87,10 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
     )
 
 
-def invented_drafter(name: str, slices: dict[str, float], shift: float) -> Drafter:
+def invented_drafter(name: str, slices: dict[str, float], shift: float) -> DrafterResult:
     per_slice = {s: invented_measures(name, a + shift, s, 12) for s, a in slices.items()}
     mean = sum(slices.values()) / len(slices) + shift
-    return Drafter(invented_measures(name, mean, "overall", 12 * len(slices)), per_slice)
+    return DrafterResult(invented_measures(name, mean, "overall", 12 * len(slices)), per_slice)
 
 
 def invented_example() -> Example:
@@ -130,7 +130,7 @@ def invented_result(
 def bare_result() -> Result:
     """Nothing measured at all, in one slice."""
     result = invented_result()
-    nothing = Drafter(Measures(prompts=0), {"chat": Measures(prompts=0)})
+    nothing = DrafterResult(Measures(prompts=0), {"chat": Measures(prompts=0)})
     return replace(result, drafters={EAGLE: nothing}, costs=None, examples=(), recipe=None, commit=None, supplement={})
 
 
@@ -141,7 +141,7 @@ CASES = {
     "single slice": [invented_result(slices={"chat": 0.5})],
     "many slices": [invented_result(slices={f"slice number {i}": 0.4 + 0.02 * i for i in range(20)})],
     "no slices": [
-        replace(invented_result(), drafters={EAGLE: Drafter(invented_measures(EAGLE, 0.6, "overall", 3), {})})
+        replace(invented_result(), drafters={EAGLE: DrafterResult(invented_measures(EAGLE, 0.6, "overall", 3), {})})
     ],
     "nothing measured": [bare_result()],
     "measured and not": [invented_result(), bare_result()],
@@ -318,7 +318,7 @@ def test_reading_in_plain_words() -> None:
     assert "59 of 60 greedy answers checked in float32 equal the target's own; the others are listed below." in text
     assert "Beware: 14% of the json answers run in loops" in text
     assert f"K = {best_k(m)} is the best draft length" in text
-    slow = replace(result, drafters={EAGLE: Drafter(replace(m, speedup=0.8), {})})
+    slow = replace(result, drafters={EAGLE: DrafterResult(replace(m, speedup=0.8), {})})
     assert "decoding is 0.80× as fast as the target alone on this machine, that is slower" in render_markdown([slow])
 
 
@@ -341,7 +341,7 @@ def test_simulation_only_is_labelled() -> None:
     m = Measures(
         prompts=5, tau_simulated=2.5, alpha_at_simulated=(0.9, 0.8), k_sweep=(SweepPoint(1, 1.9), SweepPoint(2, 2.5))
     )
-    text = render_markdown([replace(invented_result(), drafters={EAGLE: Drafter(m, {})})])
+    text = render_markdown([replace(invented_result(), drafters={EAGLE: DrafterResult(m, {})})])
     assert "would write, by simulation, 2.50 tokens" in text
     assert "2.50 simulated" in text
     assert "By simulation, as nothing was decoded: eagle3." in text
@@ -353,7 +353,7 @@ def test_any_single_number_may_be_missing(missing: str) -> None:
     result = invented_result()
     drafter = result.drafters[EAGLE]
     slices = {name: replace(m, **{missing: None}) for name, m in drafter.slices.items()}
-    results = [replace(result, drafters={EAGLE: Drafter(replace(drafter.overall, **{missing: None}), slices)})]
+    results = [replace(result, drafters={EAGLE: DrafterResult(replace(drafter.overall, **{missing: None}), slices)})]
     Page(render_html(results))
     assert "None" not in render_markdown(results)
     headline_table(results)

@@ -1,6 +1,6 @@
 """Run our decoder and simulator for the engine check, and compare them with an engine at temperature 0 and 1."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -60,9 +60,9 @@ class OurSide:
 
     def export(self, layout: str, folder: Path) -> Path:
         """Export the head to a layout, in float32; return the folder."""
-        facts = {"layout": layout, "dtype": "float32", "num_speculative_tokens": self.K}
+        head, target, k = self.candidate.head, self.target, self.K
         with self.lock:
-            return export_head(self.candidate.head, self.target, folder / layout, **facts)
+            return export_head(head, target, folder / layout, layout=layout, dtype="float32", num_speculative_tokens=k)
 
     def simulate(self, generations: Sequence[Generation], sampling: Sampling, greedy_drafts: bool) -> list[Tally]:
         """Simulate the drafts on finished answers; return the expected tally of every answer."""
@@ -100,12 +100,8 @@ class OurSide:
         )
 
 
-def greedy_row(
-    side: OurSide, theirs: Sequence[EngineAnswer], count_as_engine: Callable[[EngineAnswer], EngineAnswer]
-) -> dict[str, Any]:
-    """Compare answers at temperature 0, token for token and round for round. count_as_engine: our answer with its rounds
-    as the engine counts them."""
-    ours = [count_as_engine(answer) for answer in side.greedy]
+def greedy_row(side: OurSide, ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer]) -> dict[str, Any]:
+    """Compare answers at temperature 0, token for token and round for round. ours: with rounds as the engine counts them."""
     with side.lock:
         found = compare_answers(ours, theirs, logit_gaps(side.target, side.requests, ours))
         simulated = side.simulate(to_generations(side.requests, side.greedy), Sampling(0.0), greedy_drafts=True)

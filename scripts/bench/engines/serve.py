@@ -38,7 +38,8 @@ def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> l
         draft = side.export(layout, folder)
         found = _serve(side, options.vllm, draft, layout, (0.0, 1.0), folder / f"{layout}-run")
         # vLLM drafts and counts past the end of an answer.
-        greedy = greedy_row(side, [within_text(a) for a in found.answers[0.0]], within_text)
+        ours, theirs = ([within_text(a) for a in answers] for answers in (side.greedy, found.answers[0.0]))
+        greedy = greedy_row(side, ours, theirs)
         rows.append(side.row(layout, "vllm", found.version, greedy))
         rows.append(side.row(layout, "vllm", found.version, sampled_row(side, found.answers[1.0])))
     if side.candidate.name == "eagle3":
@@ -89,7 +90,8 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
         with LlamaServer(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
             version, ends = server.version(), server.end_ids
             answers = [server.complete(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in side.requests]
-        found = greedy_row(side, answers, lambda a, e=ends: counted_by_llama_cpp(a, limits[a.sample_id], e))
+        ours = [counted_by_llama_cpp(a, limits[a.sample_id], ends) for a in side.greedy]
+        found = greedy_row(side, ours, answers)
         if weights != "f32":
             # Other weights draft other tokens; the target's answers are the same.
             found["differences"] = tuple(d for d in found["differences"] if "output" in d)

@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.tally import Tally
-from draftsmith.eval.engines.rows import AgreementRow, Counts, within_text
+from draftsmith.eval.engines.rows import AgreementRow, Counts
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
@@ -161,7 +161,7 @@ def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
     def run(engine):
         def check(side, folder, options):
             together.wait()  # neither goes on before the other is here
-            greedy_row(side, side.greedy, within_text)
+            greedy_row(side, side.greedy, side.greedy)
             return [replace(GREEDY, engine=engine)]
 
         return check

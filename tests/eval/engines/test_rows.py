@@ -62,6 +62,10 @@ def as_vllm(side: OurSide, answers: list[EngineAnswer]) -> list[EngineAnswer]:
     return found
 
 
+def within(answers: list[EngineAnswer]) -> list[EngineAnswer]:
+    return [within_text(answer) for answer in answers]
+
+
 def agrees(side: OurSide, found: dict) -> bool:
     return side.row("eagle3", "vllm", "0", found).agrees
 
@@ -100,7 +104,7 @@ def test_equal_greedy_answers_agree(method: str) -> None:
     side = make_side(method)
     theirs = as_vllm(side, side.greedy)
     assert sum(a.drafted for a in theirs) > sum(a.drafted for a in side.greedy)
-    found = greedy_row(side, [within_text(a) for a in theirs], within_text)
+    found = greedy_row(side, within(side.greedy), within(theirs))
     assert found["equal_answers"] == len(side.requests)
     assert found["equal_rounds"] == found["ours"].rounds == found["theirs"].rounds > 0
     assert found["simulated"] == pytest.approx(found["ours"].tau, abs=1e-12)
@@ -127,16 +131,16 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_every_way_to_differ_is_seen(mutant: str, side: OurSide) -> None:
-    answers = MUTANTS[mutant]([within_text(a) for a in side.greedy])
-    found = greedy_row(side, answers, within_text)
+    answers = MUTANTS[mutant](within(side.greedy))
+    found = greedy_row(side, within(side.greedy), answers)
     assert len(found["differences"]) == 1
     assert not agrees(side, found)
 
 
 def test_a_close_call_is_listed_and_excused(side: OurSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = MUTANTS["another token"]([within_text(a) for a in side.greedy])
+    answers = MUTANTS["another token"](within(side.greedy))
     monkeypatch.setattr("scripts.bench.engines.compare.CLOSE", math.inf)
-    found = greedy_row(side, answers, within_text)
+    found = greedy_row(side, within(side.greedy), answers)
     assert agrees(side, found)
     assert len(found["close_calls"]) == 1
     assert "p1: output at token 3" in found["close_calls"][0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_tools
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -200,7 +200,7 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
         for number, row in enumerate(rows, start=1):
             yield _Row(drop_nulls(row), f"{path}, row {number}", path.stem, number)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {_first_line(error)}.") from error
+        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}.") from error
 
 
 def _hub_rows(name: str, config: str | None, split: str, streaming: bool) -> Iterator[_Row]:
@@ -214,9 +214,5 @@ def _hub_rows(name: str, config: str | None, split: str, streaming: bool) -> Ite
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"There is no file or folder {label}, and the Hub data set of that name could not be read "
-            f"(split {split!r}): {_first_line(error)}."
+            f"(split {split!r}): {first_line(error)}."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__

@@ -11,7 +11,7 @@ import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.errors import UserError, did_you_mean
+from draftsmith.errors import UserError, did_you_mean, first_line
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -48,9 +48,8 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         files = "its files (tokenizer.json, or tokenizer.model, and tokenizer_config.json) are missing or damaged"
         if folder.is_dir():
             raise UserError(f"No tokenizer could be loaded from {path}: {files}; fetch the whole model.") from error
-        reason = str(error).strip().split("\n", 1)[0].rstrip(".: ")
         raise UserError(
-            f"No tokenizer could be loaded from {path}: {files}, or the name cannot be reached on the Hub ({reason})."
+            f"No tokenizer could be loaded from {path}: {files}, or the name cannot be reached on the Hub ({first_line(error)})."
         ) from error
     if not tokenizer.get_vocab():
         raise UserError(f"The tokenizer in {path} is empty: its vocabulary files are missing.")

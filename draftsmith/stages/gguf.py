@@ -1,6 +1,6 @@
-"""GGUF files for llama.cpp, made by the converter of a llama.cpp source tree that the user has.
+"""GGUF files for llama.cpp, written by the converter of the user's llama.cpp source tree.
 
-The converter is a script of that tree with a gguf library of its own; it runs in a process of its own, with this Python.
+The converter is a script of that tree with a gguf library of its own; it runs in a separate process of this Python.
 """
 
 import shlex
@@ -9,20 +9,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 from draftsmith.heads.formats.start import GGUF_TYPES
 from draftsmith.stages import gguf_wrapper
 from draftsmith.stages.exporting import export_options
+from draftsmith.stages.heads import load_best
 from draftsmith.stages.options import GgufOptions
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import load_best
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
 LAYOUT, WHOLE = "eagle3_llama_cpp", "draft_model"
 HEADS = {LAYOUT: "draft-eagle3", "dflash_llama_cpp": "draft-dflash", "dspark_llama_cpp": "draft-dspark"}
-"""The layouts that can be converted: heads, which need the target's tokenizer, with what llama-server's --spec-type calls
-them; and whole models."""
+"""The layouts that can be converted: those of heads, with their names for llama-server's --spec-type (they need the
+target's tokenizer), and WHOLE, that of whole models."""
 PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}
 """Modules that are installed under another name."""
 
@@ -57,10 +59,10 @@ def check_tree(tree: Path) -> None:
         raise UserError(f"The llama.cpp in {tree} is too old to convert EAGLE-3 heads: update it (`git pull`).")
 
 
-def check_options(session: Session, options: GgufOptions, head_folder: Path) -> None:
+def check_options(session: Session, options: GgufOptions, head_folder: Path | None) -> None:
     """Refuse, before any work, what cannot be converted."""
     check_tree(options.tree)
-    method = load_best(session, session.target, head_folder).method
+    method = load_best(session.recipe, session.target, head_folder).method
     if (layout := export_options(session.recipe, method)["layout"]) not in (*HEADS, WHOLE):
         own = f"{method}_llama_cpp"
         wanted = WHOLE if method == WHOLE else own if own in HEADS else ""
@@ -72,8 +74,9 @@ def check_options(session: Session, options: GgufOptions, head_folder: Path) -> 
 
 
 def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
-    """Convert the export in the folder `exported` to a GGUF file beside it, and say how the target becomes one."""
-    outtype = options.outtype or GGUF_TYPES[_dtype(session)]
+    """Convert the export in the folder `exported` to a GGUF file next to it; print the command that converts the target."""
+    dtype = session.recipe.export.dtype
+    outtype = options.outtype or GGUF_TYPES[session.target.dtype_name if dtype == "auto" else dtype]
     target, out = _local(session.target_path), exported.with_name(f"{exported.name}.gguf")
     if exported.name == WHOLE:
         convert_target(options.tree, exported, out, outtype, options.pre_tokenizer)
@@ -85,17 +88,10 @@ def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
     return out
 
 
-def _dtype(session: Session) -> str:
-    spec = session.recipe.export
-    return session.target.dtype_name if spec.dtype == "auto" else spec.dtype
-
-
 def _local(path: str) -> Path:
-    """The folder of a target's configuration and tokenizer, fetched from the Hub if need be."""
+    """Return the folder of a target's configuration and tokenizer, fetched from the Hub if need be."""
     if Path(path).is_dir():
         return Path(path).absolute()
-    from huggingface_hub import snapshot_download
-
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
 
 
@@ -121,7 +117,7 @@ def _convert(tree: Path, arguments: list[str], out: Path, outtype: str, pre_toke
 
 
 def _reason(output: str, model: str, tree: Path) -> str:
-    """What went wrong, from what the converter printed."""
+    """Return why the conversion failed, from what the converter printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     if "pre-tokenizer was not recognized" in output:

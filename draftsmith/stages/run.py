@@ -84,27 +84,31 @@ class RunDirectory:
         Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first), and
         where another process is making a stage in this directory.
         """
-        flat = _plain(inputs)
-        print_ = fingerprint(flat)
         if redo:
             self._alone()
             self.remove(stage)
-        known = self.record(stage)
-        if known and known.fingerprint != print_ and self._has_work(stage):
-            before = known.inputs
-            keys = sorted(flat.keys() | before)
-            changed = [key for key in keys if _plainly(flat.get(key)) != _plainly(before.get(key))] or keys
-            changed.sort(key=lambda key: key != "method")  # which brings its own options
-            shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
-            raise UserError(
-                f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
-                f"or add --redo {stage} to remove it and what follows from it."
-            )
+        self.check_unchanged(stage, inputs)
         if self.holds(stage, inputs):
             return True
         self._alone()
-        self._write(stage, StageRecord(flat, print_, "running", {}))
+        flat = _plain(inputs)
+        self._write(stage, StageRecord(flat, fingerprint(flat), "running", {}))
         return False
+
+    def check_unchanged(self, stage: str, inputs: dict[str, Any]) -> None:
+        """Raise UserError, which names the settings that changed, where a stage's files were made from other inputs."""
+        flat, known = _plain(inputs), self.record(stage)
+        if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
+            return
+        before = known.inputs
+        keys = sorted(flat.keys() | before)
+        changed = [key for key in keys if _plainly(flat.get(key)) != _plainly(before.get(key))] or keys
+        changed.sort(key=lambda key: key != "method")  # which brings its own options
+        shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
+        raise UserError(
+            f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
+            f"or add --redo {stage} to remove it and what follows from it."
+        )
 
     def _alone(self) -> None:
         """Keep other processes from making a stage here until `finish`, or until this process ends."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.heads.target.target import context_of
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The dimensions that formulas need.
+    """The dimensions of a target that cost formulas need.
 
     parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
     projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
@@ -96,8 +96,9 @@ def load_config(path: str, trust_remote_code: bool = False, what: str = "the tar
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         hub = "" if Path(path).exists() else ", or for a Hub name its spelling and the network"
-        reason = str(error).strip().split("\n", 1)[0].rstrip(". ")
-        raise UserError(f"The config of {what} {path} cannot be read ({reason}): check its path{hub}.") from error
+        raise UserError(
+            f"The config of {what} {path} cannot be read ({first_line(error)}): check its path{hub}."
+        ) from error
 
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:

@@ -27,8 +27,7 @@ from draftsmith.eval.tree_search.search import find_trees, measure_tree
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
 from draftsmith.heads.target.target import load_target
-from draftsmith.stages.calibration import answer_start
-from draftsmith.stages.tree_search import _of_any_depth
+from draftsmith.stages.tree_search import _of_any_depth, answer_start
 from tests.workplace import digests, make_workplace
 
 

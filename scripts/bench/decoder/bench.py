@@ -107,15 +107,15 @@ def bench(
     session: Any, batches: Sequence[int], head: Path | None, alphas: Sequence[float] = ()
 ) -> tuple[list[Row], dict[str, Any]]:
     """Measure every system at every batch size; transformers' own answer one prompt at a time."""
+    from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
     from draftsmith.stages.evaluation import make_requests
-    from draftsmith.stages.lineup import at_temperature, load_heads, make_lineup
 
     spec = session.recipe.evaluate
     target = session.target_in(spec.dtype)
     requests, _ = make_requests(session, target)
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    lineup = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
+    lineup = at_temperature(select_drafters(session, load_heads(session, target, head), target, longest), sampling)
     lineup += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
     costs = _ideal_costs(target, lineup, requests, sampling) if 1 in batches else {}
     rows = []

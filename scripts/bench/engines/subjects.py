@@ -27,8 +27,8 @@ from draftsmith.heads.target.target import Target, load_target
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
+from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import features_stage, load_samples
 
 DRAFT_MODEL = "draft model"
 SHORT = (
@@ -219,7 +219,7 @@ def _train_all(
     if not plans:
         return {}
     # What all learn from is made before, by this process alone.
-    features_stage(session, load_samples(session).samples)
+    make_stages(session, "extract")
     found, failed = {}, []
     pool = ThreadPoolExecutor(available_cores())
     try:
@@ -277,7 +277,7 @@ def _draft_model(session: Session, work: Path) -> Candidate:
     folder = work / f"draft-model-{fingerprint(asdict(settings))}"
     if not folder.exists():
         say(f"\n== {DRAFT_MODEL}")
-        samples, partial = load_samples(session).samples, folder.with_suffix(".partial")
+        samples, partial = make_stages(session, "extract").samples, folder.with_suffix(".partial")
         checkpoint = folder.with_suffix(".checkpoint.pt")
         folder.parent.mkdir(parents=True, exist_ok=True)
         model = train_target(samples, settings, checkpoint, session.device, progress=True, name=DRAFT_MODEL)

@@ -40,8 +40,7 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     folder = Path(path).expanduser()
     if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
         raise UserError(f"There is no folder {path} to load a tokenizer from.")
-    if folder.is_dir():
-        path = str(folder)
+    path = str(folder) if folder.is_dir() else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -85,7 +84,7 @@ def check_template_keys(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, A
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
 ) -> list[int]:
-    """Token ids of `messages` with the generation prompt, as a serving engine renders a request."""
+    """Return the token ids of `messages` with the generation prompt, as a serving engine renders a request."""
     return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True, **template_kwargs))
 
 
@@ -98,7 +97,7 @@ def render_text(
     name: str = "",
     **template_kwargs: Any,
 ) -> str:
-    """The text the chat template makes; UserError, naming the role at fault and the sample `name`, where it refuses."""
+    """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
     arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
@@ -111,19 +110,19 @@ def render_text(
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """How errors name a template."""
+    """Return the name of a chat template in errors."""
     return f"chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else "chat template"
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of rendered text; the template has already written every special token."""
+    """Return the token ids of rendered text; the template has already written every special token."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def generation_mask(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
 ) -> list[bool] | None:
-    """The template's own mask, where it marks answers with {% generation %}; None where it does not (usefully)."""
+    """Return the mask of a template that marks answers with {% generation %}; None where it marks nothing."""
     if not tokenizer.is_fast or "generation" not in str(tokenizer.chat_template):
         return None
     if tokenizer.get_chat_template(None, list(tools) if tools else None).find("endgeneration") < 0:

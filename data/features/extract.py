@@ -1,4 +1,4 @@
-"""Hidden states by the frozen target: into a store, or on demand.
+"""Extraction: the frozen target computes hidden states, into a store or on demand.
 
 Shapes: B rows of one forward pass, n its tokens, R real tokens, L tokens of a sample, A aux layers,
 Ht target hidden size, V target vocab.
@@ -16,15 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features.index import parse_dtype, readable_bytes
-from draftsmith.data.features.store import (
-    SHARD_BYTES,
-    FeatureStore,
-    FeatureWriter,
-    StoreSpec,
-    check_disk_space,
-    estimate_bytes,
-)
+from draftsmith.data.features.index import StoreSpec, check_disk_space, estimate_bytes, parse_dtype, readable_bytes
+from draftsmith.data.features.store import SHARD_BYTES, FeatureStore, FeatureWriter
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, TargetHead
@@ -77,11 +70,11 @@ def extract(
         shard_bytes=shard_bytes,
     )
     size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
-    told = f"Features of {len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)} in {path}"
-    print(told, file=sys.stderr, flush=True)
+    amount = f"{len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)}"
+    print(f"Features of {amount} in {path}", file=sys.stderr, flush=True)
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
-    done = writer.num_done
+    done = writer.index.num_samples
     total, already = sum(lengths), sum(lengths[:done])
     with tqdm(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
         for chunk in plan_chunks(lengths, batch_tokens):
@@ -100,9 +93,9 @@ def extract(
 
 
 class OnlineSource:
-    """The same interface as FeatureStore, computed by the target when asked for.
+    """Features with the interface of FeatureStore, computed by the target on every call.
 
-    layer_ids: the layers that `get` returns when it is given none; any layer of the target may be asked for.
+    layer_ids: the layers that `get` returns by default; any layer of the target can be requested.
     dtype: what the states are rounded to, as in a store; "auto" takes the target's.
     """
 
@@ -129,11 +122,11 @@ class OnlineSource:
         return len(self.lengths)
 
     def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """One sample; aux [L, A*Ht] has the columns of `layer_ids` in that order."""
+        """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order."""
         return self.get_many([index], layer_ids)[0]
 
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
+        """Return several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
         chosen = self.layer_ids if layer_ids is None else tuple(layer_ids)
         found: dict[int, Features] = {}
         for batch in plan_passes([self.lengths[i] for i in indices], self._batch_tokens):
@@ -193,7 +186,7 @@ def summarise_logits(head: TargetHead, last: Tensor) -> LogitSummary:
 
 
 def digest_samples(samples: Sequence[Tokenized]) -> str:
-    """16 hex digits that name a list of samples: ids, masks, names and order."""
+    """Return 16 hex digits that name a list of samples: ids, masks, names and order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps([sample.sample_id, sample.slice, len(sample.ids)]).encode())

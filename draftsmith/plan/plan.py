@@ -15,7 +15,8 @@ from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import find_layout
-from draftsmith.heads.target.shape import TargetShape, load_config, shape_of
+from draftsmith.heads.target.pretrained import load_config
+from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
 from draftsmith.heads.target.tokens import check_mask_token
 from draftsmith.plan.devices import Device

@@ -29,22 +29,35 @@ PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}
 """Modules that are installed under another name."""
 
 
-def convert_target(tree: Path, target: Path, out: Path, outtype: str, pre_tokenizer: str | None = None) -> Path:
-    """Write the model in the folder `target` as the GGUF file `out`, all or nothing, and return its path.
-
-    outtype: what the converter's --outtype takes. pre_tokenizer: llama.cpp's name of how text is split before BPE, where
-    the converter does not recognise the tokenizer. Raises UserError where the tree cannot convert it; the converter's
-    output is then in `out` with ".log" behind its name.
-    """
-    return _convert(tree, [str(target)], out, outtype, pre_tokenizer)
-
-
-def convert_draft(
-    tree: Path, draft: Path, target: Path, out: Path, outtype: str, pre_tokenizer: str | None = None
+def convert(
+    tree: Path,
+    model: Path,
+    out: Path,
+    outtype: str,
+    *,
+    target: Path | None = None,
+    pre_tokenizer: str | None = None,
 ) -> Path:
-    """Write an EAGLE-3 export as the GGUF file `out`; see `convert_target`. target: the folder of its target, whose
-    configuration and tokenizer are read, not its weights."""
-    return _convert(tree, [str(draft), "--target-model-dir", str(target)], out, outtype, pre_tokenizer)
+    """Write the model in the folder `model` as the GGUF file `out`, all or nothing, and return its path.
+
+    tree: a llama.cpp source tree. outtype: what the converter's --outtype takes. target: for the export of a head, the
+    folder of its target, whose configuration and tokenizer are read, not its weights. pre_tokenizer: llama.cpp's name of
+    how text is split before BPE, where the converter does not recognise the tokenizer. Raises UserError where the tree
+    cannot convert the model; the converter's output is then in `out` with ".log" added to its name.
+    """
+    check_tree(tree)
+    log = out.with_name(f"{out.name}.log")
+    arguments = [str(model), *([] if target is None else ["--target-model-dir", str(target)])]
+    with atomic_path(out) as temporary:
+        command = _command(tree, [*arguments, "--outfile", str(temporary), "--outtype", outtype], pre_tokenizer)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+        )
+        if done.returncode or not temporary.exists():
+            log.write_text(done.stdout, encoding="utf-8")
+            raise UserError(f"{_reason(done.stdout, arguments[0], tree)}; the converter's output is in {log}.")
+    log.unlink(missing_ok=True)
+    return out
 
 
 def check_tree(tree: Path) -> None:
@@ -78,10 +91,8 @@ def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
     dtype = session.recipe.export.dtype
     outtype = options.outtype or GGUF_TYPES[session.target.dtype_name if dtype == "auto" else dtype]
     target, out = _local(session.target_path), exported.with_name(f"{exported.name}.gguf")
-    if exported.name == WHOLE:
-        convert_target(options.tree, exported, out, outtype, options.pre_tokenizer)
-    else:
-        convert_draft(options.tree, exported, target, out, outtype, options.pre_tokenizer)
+    needs = None if exported.name == WHOLE else target
+    convert(options.tree, exported, out, outtype, target=needs, pre_tokenizer=options.pre_tokenizer)
     arguments = [str(target), "--outfile", "target.gguf", "--outtype", GGUF_TYPES[session.target.dtype_name]]
     say(f"gguf: {out} ({outtype})")
     say(f"the target: {shlex.join(_command(options.tree, arguments, options.pre_tokenizer))}")
@@ -99,21 +110,6 @@ def _command(tree: Path, arguments: Sequence[str], pre_tokenizer: str | None) ->
     if pre_tokenizer is None:
         return [sys.executable, str(tree / SCRIPT), *arguments]
     return [sys.executable, str(gguf_wrapper.__file__), str(tree), pre_tokenizer, *arguments]
-
-
-def _convert(tree: Path, arguments: list[str], out: Path, outtype: str, pre_tokenizer: str | None) -> Path:
-    check_tree(tree)
-    log = out.with_name(f"{out.name}.log")
-    with atomic_path(out) as temporary:
-        command = _command(tree, [*arguments, "--outfile", str(temporary), "--outtype", outtype], pre_tokenizer)
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
-        )
-        if done.returncode or not temporary.exists():
-            log.write_text(done.stdout, encoding="utf-8")
-            raise UserError(f"{_reason(done.stdout, arguments[0], tree)}; the converter's output is in {log}.")
-    log.unlink(missing_ok=True)
-    return out
 
 
 def _reason(output: str, model: str, tree: Path) -> str:

@@ -11,7 +11,8 @@ from math import gcd
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.draft_model.start import read_llama
-from draftsmith.heads.target.shape import TargetShape, load_config
+from draftsmith.heads.target.pretrained import load_config
+from draftsmith.heads.target.shape import TargetShape
 
 USUAL_LAYERS = 2
 

@@ -154,8 +154,8 @@ def _adapter_readme(method: str, tuned: TunedTarget) -> str:
     return f"""# The adapter of {method} heads
 
 A LoRA adapter for `{original}` (fingerprint {tuned.target.fingerprint}), trained together with the heads in the folder
-beside this one. The heads draft for the target with this adapter, not for the original alone. Its texts
-differ from the original's; the report of the evaluation says by how much.
+beside this one. The heads draft for the target with this adapter, not for the original alone. Texts of the tuned target
+differ from those of the original; the report of the evaluation says by how much.
 
 The README of the heads starts vLLM on all three. For an engine that drafts for no target with an adapter, export with
 `export.adapter: merge`.

@@ -36,7 +36,7 @@ def open_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
     _check_path(path)
-    _check_config(path, _load_config(path, trust_remote_code), trust_remote_code)
+    _check_config(path, load_config(path, trust_remote_code), trust_remote_code)
     directory = weights_directory(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -80,21 +80,17 @@ def _check_path(path: str) -> None:
         raise UserError(f"The target {path} has no config.json: give the folder that holds the model's files.")
 
 
-def _load_config(path: str, trust_remote_code: bool) -> Any:
+def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
+    """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise UserError(
-            f"The target {path} is neither a local folder nor a model that could be fetched from the Hub "
-            f"({first_line(error)}): check the spelling and the network, or give a folder."
-        ) from error
-    except (ValueError, KeyError) as error:
-        hint = (
-            "; it may need --target.trust_remote_code true, which runs code from its repository"
-            if "trust_remote_code" in str(error)
-            else ""
-        )
-        raise UserError(f"Cannot read the config of the target {path}: {first_line(error)}{hint}") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason, remedy = first_line(error), "check its path"
+        if not Path(path).exists():
+            remedy += ", or for a Hub name its spelling and the network"
+        if "trust_remote_code" in str(error):
+            remedy += "; it may need --target.trust_remote_code true, which runs code from its repository"
+        raise UserError(f"The config of {what} {path} cannot be read ({reason}): {remedy}.") from error
 
 
 def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:

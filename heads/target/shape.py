@@ -4,13 +4,12 @@ Symbols: n layers, H hidden, N query heads, G key/value heads, D head size, V vo
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from draftsmith.errors import UserError, first_line
+from draftsmith.errors import UserError
 from draftsmith.heads.target.target import context_of
 
 
@@ -88,17 +87,6 @@ class TargetShape:
         """FLOPs of one more token after `context` tokens."""
         seen = sum(context if w is None else min(w, context) for w in self.windows)
         return 2 * self.active + 4 * self.heads * self.head_dim * seen
-
-
-def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
-    """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        hub = "" if Path(path).exists() else ", or for a Hub name its spelling and the network"
-        raise UserError(
-            f"The config of {what} {path} cannot be read ({first_line(error)}): check its path{hub}."
-        ) from error
 
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:

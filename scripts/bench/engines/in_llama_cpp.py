@@ -11,7 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServer, ServerSettings, counted_by_llama_cpp
 from draftsmith.eval.engines.rows import AgreementRow
 from draftsmith.eval.engines.traces import EngineAnswer
-from draftsmith.stages.gguf import HEADS, WHOLE, convert_draft, convert_target
+from draftsmith.stages.gguf import HEADS, WHOLE, convert
 from draftsmith.stages.session import say
 from scripts.bench.engines.compare import OurSide, greedy_row
 
@@ -33,12 +33,12 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder.parent / "target.gguf"
     if not target.exists():
-        convert_target(tree, side.subject.folder, target, "f32", PRE_TOKENIZER)
+        convert(tree, side.subject.folder, target, "f32", pre_tokenizer=PRE_TOKENIZER)
     exported, draft = side.export(layout, folder), folder / "draft-f32.gguf"
     if whole:
-        convert_target(tree, exported, draft, "f32", PRE_TOKENIZER)
+        convert(tree, exported, draft, "f32", pre_tokenizer=PRE_TOKENIZER)
     else:
-        convert_draft(tree, exported, side.subject.folder, draft, "f32", PRE_TOKENIZER)
+        convert(tree, exported, draft, "f32", target=side.subject.folder, pre_tokenizer=PRE_TOKENIZER)
     kind = HEADS.get(layout, DRAFT_MODEL)
     settings = ServerSettings(target, draft, kind, side.K, context=side.context + 1, rounds=True)
     program = options.llama_cpp / "build" / "bin" / "llama-server"

@@ -95,7 +95,7 @@ def extract(
 class OnlineSource:
     """Features with the interface of FeatureStore, computed by the target on every call.
 
-    layer_ids: the layers that `get` returns by default; any layer of the target can be requested.
+    layer_ids: the layers that `get_many` returns by default; any layer of the target can be requested.
     dtype: what the states are rounded to, as in a store; "auto" takes the target's.
     """
 
@@ -112,18 +112,10 @@ class OnlineSource:
         if layer_ids:
             target.check_layer_ids(tuple(layer_ids))
         self.layer_ids = tuple(layer_ids)
-        self.ids = [sample.sample_id for sample in samples]
         self.slices = [sample.slice for sample in samples]
         self.lengths = [len(sample.ids) for sample in samples]
         self._target, self._samples, self._batch_tokens = target, samples, batch_tokens
         self._dtype = target.dtype if dtype == "auto" else parse_dtype(dtype)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order."""
-        return self.get_many([index], layer_ids)[0]
 
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
         """Return several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""

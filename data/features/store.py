@@ -39,17 +39,11 @@ class FeatureSource(Protocol):
     def slices(self) -> list[str]:
         """The slice of every sample."""
 
-    @property
-    def ids(self) -> list[str]:
-        """The id of every sample."""
-
-    def __len__(self) -> int: ...
-
-    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """Return one sample with aux columns of `layer_ids` in that order; None takes every layer of the source."""
-
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Return several samples, in the order of `indices`."""
+        """Return samples in the order of `indices`; aux [L, A*Ht] has the columns of `layer_ids` in that order.
+
+        None takes every layer of the source.
+        """
 
 
 class FeatureStore:

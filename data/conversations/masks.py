@@ -68,7 +68,7 @@ def tokenize_conversation(
 
     Samples longer than `max_length` tokens are dropped, truncated (the head stays) or an error; samples
     without a token to learn are left out; `stats`, if given, counts all of it.
-    Raises UserError where the template refuses the conversation or an answer cannot be told from its prompt.
+    Raises UserError where the template refuses the conversation or it is unclear where an answer begins.
     """
     renderings = render_conversation(tokenizer, conversation, **(template_kwargs or {}))
     stats = TokenizeStats() if stats is None else stats

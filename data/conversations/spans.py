@@ -66,7 +66,7 @@ def render_conversation(
 
     An answer's mask begins after the generation prompt (and after an empty think block, which the template
     forces) and ends with the token at which a served model stops. {% generation %} marks narrow it further.
-    Raises UserError, naming sample and turn, where an answer cannot be told from its prompt.
+    Raises UserError, naming sample and turn, where it is unclear where an answer begins.
     """
     turns = _Turns(tokenizer, conversation, template_kwargs)
     if not turns.answers:

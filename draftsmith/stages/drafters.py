@@ -82,8 +82,8 @@ def select_drafters(
 ) -> list[Contender]:
     """Return a drafter for every head and way to draft that fits it, then the baselines.
 
-    longest: tokens of the longest text that will be decoded. compared: `target` was tuned from another one, which the
-    evaluation compares it with. Raises UserError where a way fits no head, where the first head, the run's own, is left
+    longest: tokens of the longest text that will be decoded. compared: `target` was tuned, and the evaluation
+    compares it with its original. Raises UserError where a way fits no head, where the first head, the run's own, is left
     with none, where the longest text is longer than a drafter reads, and where two drafters have the same name.
     """
     for name, head in heads.items():

@@ -25,7 +25,7 @@ from draftsmith.stages.session import Session, say
 def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
     """Return the keyword arguments of `export_head` with which a recipe exports a head of `method`.
 
-    A layout that the recipe names for its own method does not apply to a head of another one.
+    A layout that the recipe names for its own method does not apply to a head of another method.
     """
     spec, layout = recipe.export, recipe.export.layout
     if layout in layouts_of(recipe.method) and layout not in layouts_of(method):
@@ -41,10 +41,10 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
 
 def check_adapter(recipe: Recipe, head: DraftHead) -> None:
     """Raise UserError where `export.adapter` is set for a head without an adapter, or keeps one that no engine serves."""
-    asked = recipe.export.adapter
-    if asked is not None and not head.tunes:
-        raise UserError(f"export.adapter is {asked!r}, but {head.method} heads come with no adapter: leave it out.")
-    if asked == "keep" and head.tunes:
+    adapter = recipe.export.adapter
+    if adapter is not None and not head.tunes:
+        raise UserError(f"export.adapter is {adapter!r}, but {head.method} heads come with no adapter: leave it out.")
+    if adapter == "keep" and head.tunes:
         layout = export_options(recipe, head.method)["layout"]
         serve = [
             name
@@ -70,7 +70,7 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     inputs = {
         "head": head_digest(recipe, head_folder),
         "target": session.target.fingerprint,
-        # What else the files hold of it: its name, the dtype unless one is asked for, and with whole models the rest.
+        # What else the files hold of the target: its name, the dtype unless one is named, and with whole models the rest.
         "target.reference": target_reference(session.target),
         "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
         "identity": {

@@ -52,7 +52,7 @@ def make_stages(
             made.answers = answers_stage(session)
         if "features" in stages:
             made.samples = load_samples(session, made.answers)
-            # Refuses what it can before hidden states are made, which may remove an earlier head.
+            # First, so that mistakes are found before hidden states are made and an earlier head is removed.
             start = prepare_training(session, made.samples) if "train" in stages else None
             made.features = features_stage(session, made.samples)
     if "train" in stages:

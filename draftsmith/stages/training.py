@@ -1,4 +1,4 @@
-"""The stage that trains the head: what it starts from, the answers it learns from, and what the result depends on."""
+"""The stage that trains the head: its initial weights, the split of the samples, and the settings it depends on."""
 
 import json
 from collections.abc import Iterable

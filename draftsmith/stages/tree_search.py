@@ -68,18 +68,18 @@ class _Search:
     nodes: int
 
 
-def search_tree(session: Session, asked: TreeOptions) -> Path:
+def search_tree(session: Session, options: TreeOptions) -> Path:
     """Find the tree, save it, print a table of the trees by size, and return the file.
 
     Raises UserError for a head, a size or a file with which that cannot be done.
     """
-    path = asked.output or session.recipe.run_dir / "tree.json"
+    path = options.output or session.recipe.run_dir / "tree.json"
     _check_output(path)
-    search = _prepare(session, asked)
+    search = _prepare(session, options)
     found = find_trees(search.texts, sizes_up_to(search.nodes))
-    if asked.nodes is not None and len(found[-1].tree.choices) < asked.nodes:
+    if options.nodes is not None and len(found[-1].tree.choices) < options.nodes:
         raise UserError(
-            f"--nodes is {asked.nodes}, but {search.texts.depth} drafted tokens of {search.texts.most} words make no tree of more "
+            f"--nodes is {options.nodes}, but {search.texts.depth} drafted tokens of {search.texts.most} words make no tree of more "
             f"than {len(found[-1].tree.choices)}: ask for fewer."
         )
     say("search-tree: timing target passes and drafts")
@@ -87,12 +87,12 @@ def search_tree(session: Session, asked: TreeOptions) -> Path:
     rows = session.recipe.evaluate.batch
     costs = measure_tree_costs(search.target, search.head, found, context_ids, search.answers.sampling, rows=rows)
     budgets = [costs.budget(one) for one in found]
-    if asked.nodes is None:
+    if options.nodes is None:
         budgets = _of_any_depth(search.texts, budgets, costs)
-    chosen = fastest(budgets) if asked.nodes is None else budgets[-1]
+    chosen = fastest(budgets) if options.nodes is None else budgets[-1]
     published = _published(search, costs)
     origin = {
-        "head": {"method": search.head.method, "digest": head_digest(session.recipe, asked.head)},
+        "head": {"method": search.head.method, "digest": head_digest(session.recipe, options.head)},
         **_describe(search),
         "chosen": _facts(chosen),
         "sizes": [_facts(budget) for budget in budgets],
@@ -106,17 +106,17 @@ def search_tree(session: Session, asked: TreeOptions) -> Path:
     return path
 
 
-def _prepare(session: Session, asked: TreeOptions) -> _Search:
-    folder = find_head(session.recipe, asked.head)
+def _prepare(session: Session, options: TreeOptions) -> _Search:
+    folder = find_head(session.recipe, options.head)
     original = session.target_in(session.recipe.evaluate.dtype)
-    head = load_fitting(session, original, asked.head).deployed(original).to(original.dtype)
+    head = load_fitting(session, original, options.head).deployed(original).to(original.dtype)
     target = head.verifier(original)  # for a tuned one, the original's answers serve as its own
     if "static" not in find_method(head.method).trees:
         raise UserError(
             f"The head in {folder} is of {head.method}, which drafts no static trees: there is none to search."
         )
-    nodes = _most_nodes(asked.nodes, target)
-    answers = calibrate(session, target, asked)
+    nodes = _most_nodes(options.nodes, target)
+    answers = calibration_answers(session, target, options)
     texts = read_ranks(target, head, answers.samples, *_limits(session, head, target, nodes))
     say(f"search-tree: {answers.source}: {texts.answers}, with {texts.places} places where a round may begin")
     if texts.answers < FEW:
@@ -133,12 +133,12 @@ def _check_output(path: Path) -> None:
         raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
 
 
-def _most_nodes(asked: int | None, target: Target) -> int:
+def _most_nodes(wanted: int | None, target: Target) -> int:
     """Return the size of the largest tree. Raises UserError where it and a text of its length exceed the context."""
-    room = target.context_length // 2 - 2
-    if asked is not None and asked > room:
-        raise UserError(f"--nodes is {asked}: the target's context of {target.context_length} has room for {room}.")
-    return min(AUTO_NODES, room) if asked is None else asked
+    most = target.context_length // 2 - 2
+    if wanted is not None and wanted > most:
+        raise UserError(f"--nodes is {wanted}: the target's context of {target.context_length} has room for {most}.")
+    return min(AUTO_NODES, most) if wanted is None else wanted
 
 
 def _limits(session: Session, head: DraftHead, target: Target, nodes: int) -> tuple[int, int]:
@@ -222,14 +222,14 @@ def _cells(budget: Budget) -> list[str]:
     return [str(budget.nodes), str(budget.found.tree.depth), *(f"{number:.3g}" for number in numbers)]
 
 
-def calibrate(session: Session, target: Target, asked: TreeOptions) -> Calibration:
+def calibration_answers(session: Session, target: Target, options: TreeOptions) -> Calibration:
     """Return the run's held-out answers, or for another temperature new answers of `target` to some of their prompts.
 
     Raises UserError where the run has no answers, or where the head may have been trained on them.
     """
     own = session.recipe.answers.sampling
-    sampling = own if asked.temperature is None else session.recipe.evaluate.sampling(asked.temperature)
-    heldout = _held_out(session, asked)
+    sampling = own if options.temperature is None else session.recipe.evaluate.sampling(options.temperature)
+    heldout = _held_out(session, options)
     if sampling == own:
         where = answers_file(session) if session.recipe.answers.regenerate else "the data"
         return Calibration(heldout, sampling, f"held-out answers of {where}")
@@ -243,7 +243,7 @@ def calibrate(session: Session, target: Target, asked: TreeOptions) -> Calibrati
     return Calibration(_answer(session, target, prompts, sampling), sampling, "new answers to held-out prompts")
 
 
-def _held_out(session: Session, asked: TreeOptions) -> list[Tokenized]:
+def _held_out(session: Session, options: TreeOptions) -> list[Tokenized]:
     recipe = session.recipe
     answers = None
     if recipe.answers.regenerate:
@@ -255,7 +255,7 @@ def _held_out(session: Session, asked: TreeOptions) -> list[Tokenized]:
                 f"There are no finished answers in {recipe.data_path} to search a tree on: run `draftsmith train` or "
                 "`draftsmith regenerate` with this recipe first."
             )
-    trained = session.run.record("train") if asked.head is None else None
+    trained = session.run.record("train") if options.head is None else None
     count = trained.inputs.get("data.heldout", recipe.data.heldout) if trained else recipe.data.heldout
     if recipe.data.heldout > count:
         raise UserError(

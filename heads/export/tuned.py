@@ -143,8 +143,8 @@ def _same_logits(one: Any, other: Any) -> bool:
 def _merged_readme(method: str, original: Target) -> str:
     return f"""# The target of {method} heads
 
-`{target_reference(original)}` (fingerprint {original.fingerprint}), tuned together with the heads in the folder beside
-this one; the adapter is merged into its weights. Serve this model where you would serve the original: its texts differ from
+`{target_reference(original)}` (fingerprint {original.fingerprint}), tuned together with the heads in the folder next
+to this one; the adapter is merged into its weights. Serve this model where you would serve the original: its texts differ from
 the original's. The report of the evaluation says by how much.
 """
 
@@ -154,7 +154,7 @@ def _adapter_readme(method: str, tuned: TunedTarget) -> str:
     return f"""# The adapter of {method} heads
 
 A LoRA adapter for `{original}` (fingerprint {tuned.target.fingerprint}), trained together with the heads in the folder
-beside this one. The heads draft for the target with this adapter, not for the original alone. Texts of the tuned target
+next to this one. The heads draft for the target with this adapter, not for the original alone. Texts of the tuned target
 differ from those of the original; the report of the evaluation says by how much.
 
 The README of the heads starts vLLM on all three. For an engine that drafts for no target with an adapter, export with

@@ -60,7 +60,7 @@ def find_projection(spans: Sequence[TensorSpan], folder: Path) -> TensorSpan | N
     embeddings, projection = find_tensor(spans, EMBEDDINGS), find_tensor(spans, PROJECTIONS)
     config = read_object(folder / "config.json")
     tie = config.get("tie_word_embeddings", read_text_config(config).get("tie_word_embeddings"))
-    if tie is True or (projection is None and tie is None):  # several architectures tie unless told otherwise
+    if tie is True or (projection is None and tie is None):  # the default of several architectures
         return embeddings
     return projection
 

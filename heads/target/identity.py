@@ -44,7 +44,7 @@ _MEANINGS: dict[str, tuple[str, str]] = {
     "embeddings": ("other input embeddings, which most heads read: fewer drafts may be accepted", _MEASURE),
     "lm_head": (
         "another output projection (lm_head): a head that shares it (EAGLE-1, DFlash, DSpark; Medusa and Hydra with "
-        "original_lm_head) drafts through another one than it learned with",
+        "original_lm_head) drafts through another projection than it was trained with",
         _MEASURE,
     ),
     "weights": ("other weights: texts stay exact, fewer drafts may be accepted", _MEASURE),
@@ -130,7 +130,7 @@ class TargetIdentity:
 def identify_directory(folder: Path, path: str | None = None) -> TargetIdentity:
     """Return the identity of the target in `folder` from its files alone; a folder of 16 GB takes about a second.
 
-    path: the name it goes by, `folder` if left out. What the folder has no files for is None. Raises UserError for
+    path: the recorded name, `folder` by default. What the folder has no files for is None. Raises UserError for
     damaged files.
     """
     folder = Path(folder)

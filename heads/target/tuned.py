@@ -3,8 +3,8 @@
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Cai et al., "Medusa" (2024), section 2.2.2.
 Shapes: B batch rows, L tokens, M documents of one pass, n its longest, R real tokens, H target hidden, V target vocab.
 
-The model is a second tree of modules over the same memory, so nothing of the original changes, and a copy costs no
-weights. The adapter's own layers stand in both trees: in the model, and under `layers`, which a head registers.
+The model is a second tree of modules over the same memory, so the original does not change, and a copy costs no memory for
+weights. The adapter's own layers are in both trees: in the model, and under `layers`, which a head registers.
 """
 
 import copy

@@ -24,6 +24,7 @@ from draftsmith.eval.drafters.contender import (
 from draftsmith.eval.drafters.draft_model import check_context
 from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target, load_target
@@ -212,6 +213,7 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
     check_draft_model_path(path)
     try:
         check_same_tokens(session.tokenizer, read_tokenizer(path), path)
+        refuse_head(path)
         model = load_target(
             path,
             dtype=target.dtype_name,

@@ -18,6 +18,7 @@ from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.selfcheck import check_decoding
 from draftsmith.files import fingerprint
+from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.fingerprint import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
@@ -76,9 +77,10 @@ class Session:
 
     def load_target(self, dtype: str, path: str | None = None) -> Target:
         """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
-        spec = self.recipe.target
+        spec, path = self.recipe.target, path or self.target_path
+        refuse_head(path)
         target = load_target(
-            path or self.target_path,
+            path,
             dtype=dtype,
             device=self.device,
             attn_implementation=spec.attn_implementation,

@@ -257,3 +257,14 @@ def test_a_rate_of_the_other_optimizer_is_warned_of(
     words = (f"--train.optimizer={optimizer}", "--train.muon_lr=0.5")
     preflight(session_of(workplace, tmp_path, "medusa", {}, *words), "train")
     assert ("train.muon_lr is 0.5, but train.optimizer is adamw" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"method": "eagle3", "layer_ids": [1]}, {"model_type": "llama", "draft_vocab_size": 9}, {"medusa_num_heads": 5}],
+)
+def test_a_draft_head_is_no_target(config: dict[str, Any], workplace: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--target.path={tmp_path}")
+    with pytest.raises(UserError, match=f"The target {tmp_path} is a draft head"):
+        preflight(session, "train")

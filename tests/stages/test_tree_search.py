@@ -223,6 +223,6 @@ def test_unfinished_answers_are_not_made_here(
 def test_a_method_without_static_trees_is_refused(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(methods, "medusa", replace(methods()["medusa"], trees=frozenset({"drawn"})))
+    monkeypatch.setitem(methods(), "medusa", replace(methods()["medusa"], trees=frozenset({"drawn"})))
     assert search(workplace, "--nodes", "3") == 2
     assert "of medusa, which drafts no static trees" in capsys.readouterr().err

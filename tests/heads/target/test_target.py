@@ -206,15 +206,6 @@ def test_config_of_unknown_type_and_broken_config(tmp_path: Path) -> None:
     refused(tmp_path, str(tmp_path), "config")
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"method": "eagle3", "layer_ids": [1]}, {"model_type": "llama", "draft_vocab_size": 9}, {"medusa_num_heads": 5}],
-)
-def test_a_draft_head_is_no_target(tmp_path: Path, config: dict[str, object]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, "is a draft head")
-
-
 def test_encoder_only_is_refused_by_what_it_computes(tmp_path: Path) -> None:
     config = BertConfig(
         vocab_size=160,

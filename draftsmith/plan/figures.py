@@ -10,6 +10,7 @@ from functools import cached_property
 
 from draftsmith.data.features.index import DTYPES, estimate_bytes
 from draftsmith.heads.cost import HeadCost
+from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.shape import TargetShape
 from draftsmith.plan.devices import Device
@@ -188,20 +189,16 @@ def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:
     return rows if sampled is None else sampled(rows)
 
 
-# Counted in [R, W] of fp32: the teacher's distribution, a copy of it for the step at hand, and what the loss makes of the two distributions.
-_WORKING = {"kl": 2, "soft_ce": 2, "hard_ce": 3, "tv": 3, "lk_alpha": 3, "lk_hybrid": 4, "reverse_kl": 4, "jsd": 7}
-
-
 def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], loss: LossSpec) -> float:
-    """Bytes at the end of the loss, where a training pass takes most.
+    """Return the bytes at the end of the loss, the peak of a training pass.
 
-    What the head keeps; and per row and step the draft logits, their fp32 log-softmax, and, but for hard
-    cross-entropy, the teacher's fp32 distribution. Then the teacher's distribution on all R rows, and what the loss of one step works with.
+    What the head keeps; per row and step the draft logits, their fp32 log-softmax and, where a loss needs it backward, the
+    teacher's fp32 distribution; and what the loss of one step works with (`Loss.working`).
     """
-    kinds = {loss.kind, *loss.also}
-    hard = kinds == {"hard_ce"}
-    logits = cost.draft_vocab * (cost.logit_bytes + (4 if hard else 8)) * sum(rows)
-    working = cost.draft_vocab * 4 * max(_WORKING[kind] for kind in kinds) * max(rows)
+    losses = [LOSSES[kind] for kind in (loss.kind, *loss.also)]
+    kept = cost.logit_bytes + (8 if any(one.keeps_teacher for one in losses) else 4)
+    logits = cost.draft_vocab * kept * sum(rows)
+    working = cost.draft_vocab * 4 * max(one.working for one in losses) * max(rows)
     return cost.saved_bytes(positions, rows) + logits + working
 
 

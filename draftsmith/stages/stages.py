@@ -6,7 +6,6 @@ Every stage first asks the run directory whether it is already there; it is then
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from draftsmith.data.conversations.masks import TokenizedSet, tokenize_all
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.errors import UserError
-from draftsmith.fields import without_neutral
+from draftsmith.fields import fingerprint_fields
 from draftsmith.files import fingerprint, sha256_file
 from draftsmith.heads.base import draft_vocab_size_of, layer_ids_of
 from draftsmith.heads.files import CONFIG, all_weights_files, weights_file
@@ -42,8 +41,8 @@ def data_inputs(session: Session) -> dict[str, Any]:
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
-        "data": {key: value for key, value in asdict(recipe.data).items() if key not in elsewhere},
-        "answers": recipe.answers.inputs,
+        "data": fingerprint_fields(recipe.data, elsewhere),
+        "answers": fingerprint_fields(recipe.answers),
         "seed": recipe.seed,
     }
 
@@ -232,7 +231,7 @@ def train_stage(session: Session) -> Path:
 def train_inputs(session: Session) -> dict[str, Any]:
     """What a trained head depends on."""
     recipe, warm = session.recipe, session.recipe.train.warm_start
-    head = without_neutral(asdict(recipe.head), getattr(recipe.head, "NEUTRAL", {}))
+    head = fingerprint_fields(recipe.head)
     for key in getattr(recipe.head, "MODELS", ()):
         if head.get(key) and Path(head[key]).is_dir():
             head[key] = fingerprint_directory(Path(head[key]))
@@ -246,8 +245,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
         "features.dtype": recipe.features.dtype,
         "method": recipe.method,
         "head": head,
-        "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile}
-        | {"loss": recipe.train.loss.inputs},
+        "train": fingerprint_fields(recipe.train, volatile),
         # What a head holds counts, not where it lies; so with models above.
         **({} if warm is None else {"train.warm_start": head_digest(session, Path(warm))}),
         "data.heldout": recipe.data.heldout,

@@ -1,23 +1,27 @@
-"""What a head is worth on answers that it was not trained on: loss, accuracy, and simulated tau per slice."""
+"""Held-out answers: a head's loss, accuracy and simulated tau on them, and what it fits to them after training."""
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate, plan_batches
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import TargetHead
-from draftsmith.train.step_metrics import tuned_facts
+from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.train.metrics import tuned_facts
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,31 @@ def evaluate_heldout(
         int(choices.max()) / max(1, int(choices.sum())),
         tuned_facts(tuned),
     )
+
+
+def calibrate_best(
+    folder: Path,
+    target: Target,
+    source: FeatureSource,
+    batches: Sequence[Batch],
+    row_tokens: int,
+    sampling: Sampling,
+) -> dict[str, Any]:
+    """Fit the confidence of the finished head in `folder` to the held-out answers, and save it; return its report, nothing
+    where the fit is no better. sampling: that of the answers."""
+    head = load_head(folder, target).to(target.device)
+
+    def packed() -> Iterator[TrainBatch]:
+        for plan in batches:
+            samples = [source.get_many(row, head.layer_ids) for row in plan]
+            yield collate(samples, row_tokens).to(target.device)
+
+    with drafting(head):
+        facts = head.calibrate(packed(), target.head, sampling)
+    if not facts:
+        return {}
+    save_head(head, folder, target)
+    return {"calibration": facts}
 
 
 def warn_at_chance(held: HeldOut) -> None:

@@ -25,7 +25,7 @@ from draftsmith.data.features.store import (
     check_disk_space,
     estimate_bytes,
 )
-from draftsmith.data.windows import plan_batches, plan_windows
+from draftsmith.data.packing import group_by_length, plan_windows
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, TargetHead
 
@@ -37,7 +37,7 @@ LOGITS_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Teacher:
+class LogitSummary:
     """top1 [R] int32 and logsumexp [R] float32 of the full-vocabulary logits."""
 
     top1: Tensor
@@ -136,7 +136,7 @@ class OnlineSource:
         """Several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
         chosen = self.layer_ids if layer_ids is None else tuple(layer_ids)
         found: dict[int, Features] = {}
-        for batch in plan_batches([self.lengths[i] for i in indices], self._batch_tokens):
+        for batch in group_by_length([self.lengths[i] for i in indices], self._batch_tokens):
             samples = [self._samples[indices[place]] for place in batch]
             found.update(zip(batch, compute_features(self._target, samples, chosen, self._dtype), strict=True))
         return [found[place] for place in range(len(indices))]
@@ -161,9 +161,9 @@ def compute_features(
     output = target.forward(ids.to(target.device), layer_ids=layer_ids)
     kept = real.to(target.device)
     aux, last = output.aux[kept].to(dtype), output.last[kept].to(dtype)
-    teacher = summarise_teacher(target.head, last)
+    summary = summarise_logits(target.head, last)
     lengths = [len(sample.ids) for sample in samples]
-    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, teacher.top1, teacher.logsumexp))
+    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, summary.top1, summary.logsumexp))
     return [
         Features(
             ids=sample.ids.long().cpu(),
@@ -180,8 +180,8 @@ def compute_features(
 
 
 @torch.no_grad()
-def summarise_teacher(head: TargetHead, last: Tensor) -> Teacher:
-    """Argmax and log-sum-exp of the logits of last [R, Ht], some rows at a time so that [R, V] never exists."""
+def summarise_logits(head: TargetHead, last: Tensor) -> LogitSummary:
+    """Return argmax and log-sum-exp of the logits of last [R, Ht], some rows at a time so that [R, V] never exists."""
     piece = LOGITS_BYTES["cpu" if last.device.type == "cpu" else "gpu"]
     rows = max(LOGITS_ROWS, piece // (4 * head.vocab_size))
     top1, logsumexp = [], []
@@ -189,7 +189,7 @@ def summarise_teacher(head: TargetHead, last: Tensor) -> Teacher:
         logits = head.logits(part)
         top1.append(logits.argmax(dim=-1).to(torch.int32))
         logsumexp.append(logits.logsumexp(dim=-1))
-    return Teacher(torch.cat(top1), torch.cat(logsumexp))
+    return LogitSummary(torch.cat(top1), torch.cat(logsumexp))
 
 
 def digest_samples(samples: Sequence[Tokenized]) -> str:

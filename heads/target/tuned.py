@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.data.windows import plan_batches
+from draftsmith.data.packing import group_by_length
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
 from draftsmith.heads.target.target import Target
@@ -83,7 +83,7 @@ class TunedTarget:
         ids, device = batch.ids.flatten(), batch.ids.device
         places, states = [], []
         with self._draws(batch):
-            for group in plan_batches(lengths, batch.ids.numel()):
+            for group in group_by_length(lengths, batch.ids.numel()):
                 start_M1 = torch.tensor([[starts[i]] for i in group], device=device)
                 length_M1 = torch.tensor([[lengths[i]] for i in group], device=device)
                 step_n = torch.arange(lengths[group[0]], device=device)

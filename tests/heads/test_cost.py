@@ -24,8 +24,8 @@ from draftsmith.heads.hydra import prefix_layer
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers import causal_kernels, training_pass
 from draftsmith.heads.layers.ttt_attention import merged_attention
-from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.divergences import LOSSES
+from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options

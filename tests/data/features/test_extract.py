@@ -11,10 +11,10 @@ import torch
 
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features import extract as extract_module
-from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_teacher
+from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
 from draftsmith.data.features.index import read_index
 from draftsmith.data.features.store import FeatureStore
-from draftsmith.data.windows import plan_batches, plan_windows
+from draftsmith.data.packing import group_by_length, plan_windows
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
@@ -116,7 +116,7 @@ def test_teacher_belongs_to_the_stored_states(dtype: str, tmp_path: Path) -> Non
 def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = memory_target()
     last = target.forward(make_samples(1)[0].ids[None]).last[0]
-    whole = summarise_teacher(target.head, last)
+    whole = summarise_logits(target.head, last)
     rows, original = [], type(target.head).logits
 
     def counting(head: object, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(extract_module, "LOGITS_BYTES", {"cpu": 4 * 160 * 3})
     monkeypatch.setattr(extract_module, "LOGITS_ROWS", 1)
     monkeypatch.setattr(type(target.head), "logits", counting)
-    chunked = summarise_teacher(target.head, last)
+    chunked = summarise_logits(target.head, last)
     assert max(rows) == 3
     assert sum(rows) == len(last)
     assert torch.equal(chunked.top1, whole.top1)
@@ -135,7 +135,7 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
     lengths = [len(sample.ids) for sample in make_samples(200)]
-    for batch in (batches := plan_batches(lengths, 64)):
+    for batch in (batches := group_by_length(lengths, 64)):
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
     assert sorted(i for batch in batches for i in batch) == list(range(200))
     windows = plan_windows(lengths, 64)
@@ -146,8 +146,8 @@ def test_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
     # Little padding, which is what sorting inside a window is for.
     padded = sum(len(b) * max(lengths[i] for i in b) for w in windows for b in w.batches)
     assert padded < 1.25 * sum(lengths)
-    assert plan_batches([], 64) == []
-    assert plan_batches([100, 3], 64) == [(0,), (1,)]
+    assert group_by_length([], 64) == []
+    assert group_by_length([100, 3], 64) == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("call", [1, 4, 9, 14])

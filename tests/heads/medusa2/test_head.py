@@ -41,7 +41,7 @@ from draftsmith.heads.target.target import Target, load_target
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
-from draftsmith.train.parallel import TrainingPass, run_pass
+from draftsmith.train.parallel import WrappedHead, run_pass
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 
@@ -182,7 +182,7 @@ def test_the_ramp_is_a_sine() -> None:
 
 def test_the_wrapped_pass_carries_the_tuned_distribution() -> None:
     _, head, batch = example()
-    ours, theirs = head(batch, 3), run_pass(TrainingPass(head), batch, 3)
+    ours, theirs = head(batch, 3), run_pass(WrappedHead(head), batch, 3)
     assert theirs.tuned is not None
     assert ours.tuned is not None
     assert torch.equal(ours.tuned.logits, theirs.tuned.logits)

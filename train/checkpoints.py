@@ -26,7 +26,7 @@ _ONE_PRESS = 1.0
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
+    """The progress of a training. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
     is still the head that training started from; stale: evaluations since then. window: micro-batches per step over all
     processes."""
 
@@ -99,7 +99,7 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
 
 
 class Interrupt:
-    """Turns Ctrl-C into a wish that the loop grants between two steps, where every state is whole."""
+    """Turn Ctrl-C into a flag that the loop reads between two steps, where every state is complete."""
 
     def __init__(self) -> None:
         self.asked = False

@@ -2,8 +2,8 @@
 
     accelerate launch train/eagle.py --recipe recipes/eagle3/tiny.yaml
 
-features -> packed batches -> head -> loss -> step; now and then: loss and simulated tau on held-out answers,
-and a checkpoint to resume from. The head with the best held-out tau is kept in `best/`.
+features -> packed batches -> head -> loss -> step; at intervals an evaluation on the held-out answers (loss, simulated tau)
+and a checkpoint to resume from. `best/` keeps the head with the best held-out tau.
 """
 
 import json
@@ -42,7 +42,7 @@ from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, ru
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
 
 _EARLY = 200
-"""Steps until the first look at the held-out answers of a long run."""
+"""Steps until the first evaluation of a long run."""
 
 
 def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, folder: Path) -> Path:
@@ -66,7 +66,7 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
 
 
 class _Run:
-    """The state of a training run: what the loop needs at hand."""
+    """A training run: its parts, its schedule and the loop."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Run:
         return self.folder / "best"
 
     def _calibrate(self) -> dict[str, Any]:
-        """Let the best head fit its confidence, if it has one, to the held-out answers; return what it tells."""
+        """Fit the best head's confidence, if it has one, to the held-out answers; return its report."""
         if not self.head.confident or not (self.folder / "best").exists():
             return {}
         data, sampling = (self.data.source, self.heldout_batches, self.spec.row_tokens), self.recipe.answers.sampling
@@ -157,7 +157,7 @@ class _Run:
             return calibrate_best(self.folder / "best", self.target, *data, sampling)
 
     def _maybe_checkpoint(self, progress: Progress, interrupt: Interrupt) -> bool:
-        """Save when the time has come, and return whether to stop; processes agree on both, which are common acts."""
+        """Save a checkpoint when one is due, and return whether to stop; all processes decide alike."""
         due, asked = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes, interrupt.asked
         if self.accelerator.num_processes > 1:
             wishes = torch.tensor([float(due), float(asked)], device=self.accelerator.device)
@@ -210,7 +210,7 @@ class _Run:
         return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
 
     def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
-        """One optimizer step: the loss is the sum over supervised rows divided by their global number."""
+        """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
         divisor = torch.zeros((), device=device)
         rows = torch.zeros((), device=device)
@@ -267,8 +267,8 @@ class _Run:
         return record, progress
 
     def _skip_empty_step(self, progress: Progress) -> "tuple[dict[str, Any], Progress]":
-        """A step without a supervised row, such as a single document whose answer is one token, changes nothing. Raises
-        UserError where a whole epoch has none."""
+        """Count a step without a supervised row, such as a single document whose answer is one token, and change nothing
+        else. Raises UserError where a whole epoch has none."""
         progress = replace(progress, step=progress.step + 1)
         if not progress.rows and progress.step >= min(self.epoch_steps[0], self.total):
             raise UserError(
@@ -278,7 +278,7 @@ class _Run:
         return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
 
     def _evaluate_initial(self, progress: Progress, tracker: Tracker | None) -> Progress:
-        """Measure the head that training goes on from: it stays the best one until another is better."""
+        """Evaluate the head that training starts from, which stays the best one until another is better."""
         record = {"step": 0, "tokens": 0, "epoch": 0.0}
         progress = self._evaluate(record, progress)
         if tracker:
@@ -286,7 +286,7 @@ class _Run:
         return progress
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
-        """Look at the held-out answers; keep the head if its tau is the best so far."""
+        """Evaluate on the held-out answers, and save the head if its tau is the best so far."""
         with whole_head(self.model):
             held: HeldOut = evaluate_heldout(
                 self.head,

@@ -47,7 +47,7 @@ _EXAMPLES = "recipes/accelerate/ holds examples"
 
 
 class WrappedHead(nn.Module):
-    """A head as Accelerate wraps it, with outputs that are plain tuples: FSDP2 and DeepSpeed look for tensors there.
+    """A head with plain tuples as outputs, for Accelerate to wrap: FSDP2 and DeepSpeed look for tensors in tuples.
 
     It also keeps the head's final norm away from Accelerate, which would make it a shard group of its own.
     """
@@ -210,7 +210,7 @@ def prepare(
 
 @contextmanager
 def whole_head(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the head inside a prepared model can be called directly, by each process on its own."""
+    """Let each process call the head inside a prepared model directly, on its own, as long as the context lasts."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(model, FSDPModule):
@@ -224,12 +224,12 @@ def whole_head(model: nn.Module) -> Iterator[None]:
 
 
 def whole_state(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return the head's fp32 tensors under its own names, complete on the main process. All processes must call it."""
+    """Return the head's complete fp32 tensors under its own names on the main process. All processes must call it."""
     return {name.removeprefix("head."): value for name, value in accelerator.get_state_dict(model).items()}
 
 
 def checkpoint_layout(accelerator: Any) -> str:
-    """Name what a checkpoint to resume from can be loaded by: those of one and of several plain processes are alike."""
+    """Return the kind of launch that can load a checkpoint of this one; one and several plain processes are the same kind."""
     kind = accelerator.distributed_type.value
     if kind == DEEPSPEED:
         return f"DeepSpeed on {accelerator.num_processes} processes"

@@ -7,7 +7,8 @@ reverse_kl, jsd) take p'. All are pure functions in the dtype of their inputs.
 
 Where a logarithm of p' is taken, p' is at least TINY, as reverse KL would be infinite otherwise.
 
-To add a loss, write its function, its entry in LOSSES and its oracle in tests/heads/losses/oracles.py.
+To add a loss, write its function, its entry in LOSSES and its oracle in tests/heads/losses/oracles.py; the row of the table in
+docs/train-a-head.md is the one that the test of the table prints. A number of its own is a field of `LossSpec`.
 """
 
 from collections.abc import Callable
@@ -132,7 +133,7 @@ LOSSES: dict[str, Loss] = {
             "kl",
             kl,
             "Σ p' log(p'/q)",
-            "forward KL: the draft covers whatever the target may say",
+            "forward KL, for which the draft covers whatever the target may say",
             working=2,
             recomputed=False,
         ),
@@ -140,14 +141,14 @@ LOSSES: dict[str, Loss] = {
             "reverse_kl",
             reverse_kl,
             "Σ q log(q/p')",
-            "KL from the draft to the target: drafts keep to what the target says for certain, surer and less varied",
+            "reverse KL, for which the draft keeps to what the target says for certain, surer and less varied",
             working=4,
         ),
         Loss(
             "jsd",
             jsd,
             "β Σ p' log(p'/m) + (1-β) Σ q log(q/m), m = βp' + (1-β)q",
-            "between the two: near 0, beta gives beta * kl, near 1 (1 - beta) * reverse_kl",
+            "between the two by beta, which gives beta * kl near 0 and (1 - beta) * reverse_kl near 1",
             working=7,
             parameters=(_BETA,),
         ),
@@ -155,7 +156,7 @@ LOSSES: dict[str, Loss] = {
             "soft_ce",
             soft_ce,
             "-Σ p' log q",
-            "cross-entropy with the target's distribution: the gradient of kl, and the value that other trainers print",
+            "cross-entropy with the target's distribution, the gradient of kl and the value that other trainers print",
             working=2,
             recomputed=False,
         ),
@@ -163,14 +164,14 @@ LOSSES: dict[str, Loss] = {
             "tv",
             tv,
             "1 - Σ min(p, q)",
-            "total variation, the rejection rate itself: weak gradients far from the target, so after another loss",
+            "total variation, the rejection rate itself, with weak gradients far from the target, so after another loss",
             working=3,
         ),
         Loss(
             "lk_alpha",
             lk_alpha,
             "-log Σ min(p, q)",
-            "the logarithm of the acceptance rate: like tv, with stronger gradients where little is accepted",
+            "the logarithm of the acceptance rate, like tv with stronger gradients where little is accepted",
             working=3,
         ),
         Loss(

@@ -1,7 +1,6 @@
 """The stage that lets the target answer the prompts of the data, and the samples that the head learns from."""
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.masks import TokenizedSet, tokenize_all
 from draftsmith.data.conversations.prompts import prepare_prompts
+from draftsmith.fields import fingerprint_fields
 from draftsmith.stages.session import Session, say
 
 
@@ -23,8 +23,8 @@ def answer_inputs(session: Session) -> dict[str, Any]:
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
-        "data": {key: value for key, value in asdict(recipe.data).items() if key not in elsewhere},
-        "answers": recipe.answers.inputs,
+        "data": fingerprint_fields(recipe.data, elsewhere),
+        "answers": fingerprint_fields(recipe.answers),
         "seed": recipe.seed,
     }
 

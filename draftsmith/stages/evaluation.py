@@ -16,6 +16,7 @@ from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
+from draftsmith.fields import fingerprint_fields
 from draftsmith.files import fingerprint
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
@@ -44,7 +45,8 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
-        "evaluate": spec.inputs,
+        # What prompts and heads hold counts (above), not where they lie.
+        "evaluate": fingerprint_fields(spec, ("prompts", "beside", "baselines")),
         "seed": recipe.seed,
     }
     if decode:  # which is timed

@@ -1,11 +1,11 @@
 """The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.fields import without_neutral
+from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
@@ -77,10 +77,7 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
             name: getattr(session.target.identity, name) for name in ("tokenizer", "chat_template", "eos_ids")
         },
         # Not the layout: one run may be exported for several engines.
-        "export": without_neutral(
-            {key: value for key, value in asdict(spec).items() if key != "layout"},
-            {"tensor_parallel": 1, "adapter": None},
-        ),
+        "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
     files = convert_head(head, target, **options)  # refuses before an old export is removed

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from draftsmith.data.answers.split import split_heldout
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.errors import UserError
-from draftsmith.fields import without_neutral
+from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.fingerprint import fingerprint_directory
@@ -62,7 +62,7 @@ def train_stage(session: Session, start: TrainingStart, features: FeatureSource)
 def train_inputs(session: Session) -> dict[str, Any]:
     """Return what a trained head depends on, as run.json records it."""
     recipe, warm = session.recipe, session.recipe.train.warm_start
-    head = without_neutral(asdict(recipe.head), getattr(recipe.head, "NEUTRAL", {}))
+    head = fingerprint_fields(recipe.head)
     for key in getattr(recipe.head, "MODELS", ()):
         if head.get(key) and Path(head[key]).is_dir():
             head[key] = fingerprint_directory(Path(head[key]))
@@ -76,8 +76,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
         "features.dtype": recipe.features.dtype,
         "method": recipe.method,
         "head": head,
-        "train": {key: value for key, value in asdict(recipe.train).items() if key not in volatile}
-        | {"loss": recipe.train.loss.inputs},
+        "train": fingerprint_fields(recipe.train, volatile),
         # What a head holds counts, not where it lies; so with models above.
         **({} if warm is None else {"train.warm_start": head_digest(recipe, Path(warm))}),
         "data.heldout": recipe.data.heldout,

@@ -1,4 +1,4 @@
-"""The small typed values that travel from data to heads.
+"""The values that data passes to heads: samples, hidden states, batches.
 
 Shapes: B batch rows, L tokens, A aux layers, Ht target hidden size.
 """
@@ -53,7 +53,7 @@ class TrainBatch:
     and -1 on padding; position [B, L] int64, counted from 0 in every document; aux [B, L, A*Ht];
     last [B, L, Ht]; top1 [B, L] int64; logsumexp [B, L] float32. seed [B, L] int64: a number per document and epoch,
     the same at each of its tokens, for what training draws by chance (noise, samples of rows), so that the draw is the
-    same however documents are packed and shared out; None stands for zeros.
+    same however documents are packed and shared out; None means zeros.
     """
 
     ids: Tensor
@@ -72,7 +72,7 @@ class TrainBatch:
         return torch.zeros_like(self.ids) if self.seed is None else self.seed
 
     def without_states(self) -> "TrainBatch":
-        """Return the same batch with `aux` and `last` of width 0: what rows are counted by, without most of the bytes."""
+        """Return the same batch with `aux` and `last` of width 0: enough to count rows, without most of the bytes."""
         return replace(self, aux=self.aux[..., :0], last=self.last[..., :0])
 
     def to(self, device: torch.device | str) -> "TrainBatch":

@@ -1,10 +1,11 @@
-"""Packing samples of different lengths into rows, and rows into batches.
+"""Which samples go through a model together: rows packed for training, and batches of one forward pass.
 
 Shapes: B rows, L tokens, A aux layers, Ht target hidden size.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,14 +18,17 @@ Batch = list[Row]
 
 # Samples are packed among at most this many neighbours of the shuffled order: enough for rows to fill up, and few
 # enough that the order stays random.
-_WINDOW = 1024
+_NEIGHBOURS = 1024
+# A chunk has this many times batch_tokens: long enough for little padding, short enough that its features stay in memory
+# (0.5 GB for an 8B target with three layers at the default).
+CHUNK_BATCHES = 8
 
 
 def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: int, epoch: int) -> list[Batch]:
     """Plan one epoch: batches of at most `rows` rows, each a list of sample indices of at most `row_tokens` tokens.
 
     A pure function of its arguments, so that a run resumes by skipping batches. Every sample appears exactly
-    once; only the last batch has fewer rows. Best fit, longest first, within windows of the shuffled order.
+    once; only the last batch has fewer rows. Best fit, longest first, among neighbours of the shuffled order.
     Raises UserError for a sample longer than `row_tokens`.
     """
     assert rows > 0, "a batch needs at least one row"
@@ -37,10 +41,10 @@ def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: in
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator)
     packed: list[Row] = []
-    # Windows of one size: a last one of a few samples would be a batch of hardly any.
-    for window in order.tensor_split(max(1, -(-len(order) // _WINDOW))):
-        filled = _best_fit(window.tolist(), lengths, row_tokens)
-        # Longest first would put the long samples of a window into its first batches.
+    # Parts of one size: a last one of a few samples would make batches of hardly any.
+    for part in order.tensor_split(max(1, -(-len(order) // _NEIGHBOURS))):
+        filled = _best_fit(part.tolist(), lengths, row_tokens)
+        # Longest first would put the long samples of a part into its first batches.
         packed += [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
     return [packed[start : start + rows] for start in range(0, len(packed), rows)]
 
@@ -100,7 +104,7 @@ def _repeat(seeds: Sequence[Sequence[int]], rows: list[list[Features]]) -> list[
 
 
 def _stack(rows: list[list[Tensor]], length: int, padding: int = 0) -> Tensor:
-    """[B, length, ...] from each row's documents [L, ...]; one allocation, each value copied once."""
+    """Return [B, length, ...] from each row's documents [L, ...]; one allocation, each value copied once."""
     first = rows[0][0]
     out = first.new_full((len(rows), length, *first.shape[1:]), padding)
     for b, row in enumerate(rows):
@@ -109,3 +113,41 @@ def _stack(rows: list[list[Tensor]], length: int, padding: int = 0) -> Tensor:
             out[b, start : start + len(document)] = document
             start += len(document)
     return out
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive samples start..end-1 and the forward passes that compute them, each a tuple of sample numbers."""
+
+    start: int
+    end: int
+    batches: tuple[tuple[int, ...], ...]
+
+
+def plan_passes(lengths: Sequence[int], batch_tokens: int) -> list[tuple[int, ...]]:
+    """Group numbers 0..len-1 by falling length so that rows * longest row <= batch_tokens (one row may exceed it)."""
+    batches: list[tuple[int, ...]] = []
+    current: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if current and (len(current) + 1) * lengths[current[0]] > batch_tokens:
+            batches.append(tuple(current))
+            current = []
+        current.append(number)
+    return [*batches, tuple(current)] if current else batches
+
+
+def plan_chunks(lengths: Sequence[int], batch_tokens: int) -> list[Chunk]:
+    """Cut the samples, in order, into chunks and each chunk into forward passes.
+
+    A pure function of its arguments: the rounding of a state depends on the batch it was computed in, so a resumed run
+    must form the same batches.
+    """
+    chunks: list[Chunk] = []
+    start = tokens = 0
+    for end, length in enumerate(lengths, start=1):
+        tokens += length
+        if tokens >= CHUNK_BATCHES * batch_tokens or end == len(lengths):
+            batches = plan_passes(lengths[start:end], batch_tokens)
+            chunks.append(Chunk(start, end, tuple(tuple(start + i for i in batch) for batch in batches)))
+            start, tokens = end, 0
+    return chunks

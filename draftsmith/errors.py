@@ -1,4 +1,4 @@
-"""The exception that stands for a user's mistake, the one that stands for Ctrl-C, and the word that a typo may have meant."""
+"""The exceptions for a user's mistake and for Ctrl-C, and what their sentences are made of."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -20,3 +20,9 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return " (did you mean X?)" for the word of `known` that is nearest to `word`, "" where none is that near."""
     near = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message without a final full stop, the name of its class where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".: ") if lines else type(error).__name__

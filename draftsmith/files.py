@@ -1,4 +1,4 @@
-"""Writing files so that a reader never sees half of one."""
+"""Files: written atomically, locked while a process works on them, and named by hashes."""
 
 import errno
 import fcntl
@@ -19,7 +19,7 @@ _FULL = ("No space left on device", "os error 28", "Disk quota exceeded", "file 
 
 @contextmanager
 def explain_os_error(path: Path) -> Iterator[None]:
-    """Turn a full disk or a read-only folder into one sentence that names `path`."""
+    """Raise UserError, one sentence that names `path`, for a full disk or a folder that cannot be written."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -37,7 +37,7 @@ def explain_os_error(path: Path) -> Iterator[None]:
 
 
 def check_folder(key: str, path: Path) -> None:
-    """Raise UserError, in which `key` names it, where the folder `path` is none and cannot be made; makes nothing."""
+    """Raise UserError where `path`, the value of the recipe's `key`, is no folder and cannot become one; creates nothing."""
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")
@@ -47,7 +47,7 @@ def check_folder(key: str, path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; on success it is flushed to disk and renamed to `path`.
+    """Yield a temporary name next to `path`; on success the file is flushed to disk and renamed to `path`.
 
     On any exception the temporary file is removed and `path` is as it was.
     Raises UserError when the disk is full or the folder is not writable.

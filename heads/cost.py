@@ -1,13 +1,13 @@
-"""What training a head costs, from its options and the target's dimensions: parameters, FLOPs, bytes.
+"""The cost of training a head, computed from its options and the target's dimensions: parameters, FLOPs, bytes.
 
 Symbols: H hidden, I feed-forward width, N query heads, G key/value heads, D head size, A aux layers, V target vocab,
 W draft vocab, K steps (or heads), L tokens of a text, P packed positions of a micro-batch, R_k rows supervised at step
 k, R the rows of any step (= R_0: later steps lose rows at the ends of answers).
 
-A product of [m, a] with [a, b] takes 2*m*a*b FLOPs forward. Backward it takes that twice, for the gradients of both
-factors, and once where one factor needs none: the input of `fc` and of Medusa's first block, the target's projection.
-The bytes are those of the tensors that autograd keeps for the backward pass under bf16 autocast (2 bytes per
-activation, 4 inside norms and the loss), with the flash attention that GPUs run; tests count both on real heads.
+A product of [m, a] with [a, b] takes 2*m*a*b FLOPs forward. The backward pass takes as many for the gradient of each factor
+that needs one; the input of `fc` and of Medusa's first block and the target's projection need none. Bytes are those of the
+tensors that autograd keeps for the backward pass under bf16 autocast (2 bytes per activation, 4 inside norms and the loss),
+with the flash attention that GPUs run. Tests count both on real heads.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class HeadCost(Protocol):
 
 @dataclass(frozen=True)
 class HeadsCost:
-    """What drafters of several heads on the last hidden state have in common."""
+    """Costs that drafters of several heads on the last hidden state share."""
 
     options: Any
     target: TargetShape
@@ -75,12 +75,12 @@ class HeadsCost:
 
     @property
     def logit_bytes(self) -> int:
-        """The target's projection gives fp32 logits, the heads' own bf16 ones."""
+        """4 with the target's projection, whose logits are fp32; 2 with the heads' own."""
         return 4 if self.options.original_lm_head else 2
 
 
 def head_cost(method: str, options: Any, target: TargetShape) -> HeadCost:
-    """Return the costs of a method. Raises UserError where nobody wrote its formulas down."""
+    """Return the costs of a method. Raises UserError for a method without formulas."""
     cost = find_method(method).make_cost
     if cost is None:
         known = ", ".join(name for name, one in methods().items() if one.cost)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.heads.target.differences import NUMBERS, Difference, compare
 from draftsmith.heads.target.files import read_object
-from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.heads.target.identity import CHANGES_OUTPUT, Difference, TargetIdentity, compare
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
@@ -80,7 +79,7 @@ def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] |
     if warn is not None:
         for sentence in warnings_for(folder, differences, made_for, target.path):
             warn(sentence)
-    elif changed := [one.kind for one in differences if one.kind in NUMBERS]:
+    elif changed := [one.kind for one in differences if one.kind in CHANGES_OUTPUT]:
         alone = changed == ["config"]
         what, those = ("configuration", "is not the one") if alone else ("weights", "are not those")
         raise UserError(

@@ -1,4 +1,4 @@
-"""Checkpoints to resume from: complete or absent, never half.
+"""Stopping and resuming: checkpoints that are complete or absent, never half, and Ctrl-C between two steps.
 
 `Accelerator.save_state` writes in place, so a state is saved to `step_N.tmp`, marked with a DONE file and
 renamed; a resume looks at complete directories only.
@@ -6,8 +6,12 @@ renamed; a resume looks at complete directories only.
 
 import json
 import shutil
+import signal
+import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -16,10 +20,13 @@ from draftsmith.files import explain_os_error
 from draftsmith.heads.base import DraftHead
 from draftsmith.train.parallel import checkpoint_layout
 
+_ONE_PRESS = 1.0
+"""Seconds in which signals are one press of Ctrl-C: the terminal sends it to every process, and torchrun to its own."""
+
 
 @dataclass(frozen=True)
 class Progress:
-    """How far training has come. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
+    """The progress of a training. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
     is still the head that training started from; stale: evaluations since then. window: micro-batches per step over all
     processes."""
 
@@ -32,7 +39,7 @@ class Progress:
     window: int = 0
 
 
-def save_checkpoint(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:
+def save_training_state(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:
     """Save model, optimizers, random states, what `head` measured and `progress`; then remove older checkpoints."""
     final = folder / f"step_{progress.step}"
     temporary = folder / f"step_{progress.step}.tmp"
@@ -67,7 +74,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(done, key=lambda path: int(path.name.removeprefix("step_")), default=None)
 
 
-def load_checkpoint(accelerator: Accelerator, folder: Path, head: DraftHead) -> Progress:
+def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead) -> Progress:
     """Restore the newest complete checkpoint and what `head` had measured; a fresh Progress where there is none.
 
     Raises UserError for a checkpoint of another way to spread the head over processes.
@@ -89,3 +96,29 @@ def load_checkpoint(accelerator: Accelerator, folder: Path, head: DraftHead) -> 
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return Progress(**record)
+
+
+class Interrupt:
+    """Turn Ctrl-C into a flag that the loop reads between two steps, where every state is complete."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._since = 0.0
+
+    def __enter__(self) -> "Interrupt":
+        # Only the main thread may set handlers; elsewhere Ctrl-C keeps its usual meaning.
+        self._usual: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._usual = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, *_: object) -> None:
+        if self.asked and time.monotonic() - self._since > _ONE_PRESS:
+            # The second Ctrl-C does not wait.
+            raise KeyboardInterrupt
+        if not self.asked:
+            self.asked, self._since = True, time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        if self._usual is not None:
+            signal.signal(signal.SIGINT, self._usual)

@@ -1,32 +1,39 @@
-"""What a head is worth on answers that it was not trained on: loss, accuracy, and simulated tau per slice."""
+"""Held-out answers: a head's loss, accuracy and simulated tau on them, and what it fits to them after training."""
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate, plan_batches
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import TargetHead
-from draftsmith.train.step_metrics import tuned_facts
+from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.train.metrics import tuned_facts
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
+    """Figures of a head on the held-out answers.
+
+    loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
-    the target's most common choice. tuned: "tuned" -> how far a target that is tuned with the head is from the original
-    (see `tuned_facts`), where one is. Its drafts are held against its own distribution, but tau is an approximation, since the
-    answers are the original's."""
+    the target's most common choice. tuned: "tuned" -> how far a tuned target is from the original (see `tuned_facts`), empty
+    where no target is tuned. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
+    are the original's.
+    """
 
     loss: float
     loss_by_slice: dict[str, float]
@@ -39,7 +46,7 @@ class HeldOut:
 
 
 def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens: int, rows: int) -> list[Batch]:
-    """Plan the held-out batches once, as samples of `source`, each of one slice; they stay the same for the whole run."""
+    """Return the held-out batches for the whole run, as samples of `source`, each of one slice."""
     batches: list[Batch] = []
     for name in sorted({source.slices[i] for i in index}):
         # One slice per batch, so that its loss is the slice's.
@@ -60,8 +67,8 @@ def evaluate_heldout(
     sampling: Sampling,
     num_speculative_tokens: int,
 ) -> HeldOut:
-    """Run the head over the held-out answers, as it drafts and without what training alone does (noise): the training
-    pass gives the loss and every acceptance probability."""
+    """Evaluate the head on the held-out answers: one training pass, without training's noise, gives the loss and every
+    acceptance probability."""
     train_steps, num_speculative_tokens = head.train_steps, head.within_reach(num_speculative_tokens)
     device = next(head.parameters()).device
     losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -101,8 +108,33 @@ def evaluate_heldout(
     )
 
 
+def calibrate_best(
+    folder: Path,
+    target: Target,
+    source: FeatureSource,
+    batches: Sequence[Batch],
+    row_tokens: int,
+    sampling: Sampling,
+) -> dict[str, Any]:
+    """Fit the confidence of the finished head in `folder` to the held-out answers, and save it; return its report, nothing
+    where the fit is no better. sampling: that of the answers."""
+    head = load_head(folder, target).to(target.device)
+
+    def packed() -> Iterator[TrainBatch]:
+        for plan in batches:
+            samples = [source.get_many(row, head.layer_ids) for row in plan]
+            yield collate(samples, row_tokens).to(target.device)
+
+    with drafting(head):
+        facts = head.calibrate(packed(), target.head, sampling)
+    if not facts:
+        return {}
+    save_head(head, folder, target)
+    return {"calibration": facts}
+
+
 def warn_at_chance(held: HeldOut) -> None:
-    """Say early when the head has learned nothing: always naming the most common token does as well."""
+    """Warn when the head is no more accurate than always guessing the most common token."""
     if held.accuracy[0] <= held.chance:
         print(
             f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
@@ -113,7 +145,7 @@ def warn_at_chance(held: HeldOut) -> None:
 
 
 def warn_at_start(warm_start: str | None, best_step: int, best_tau: float) -> None:
-    """Say when no evaluation was better than the one of the head that training went on from."""
+    """Warn when no evaluation was better than that of the head that training started from."""
     if warm_start is not None and not best_step:
         print(
             f"warning: no evaluation was better than that of the head that training started from ({warm_start}, held-out "

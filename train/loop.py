@@ -2,8 +2,8 @@
 
     accelerate launch train/eagle.py --recipe recipes/eagle3/tiny.yaml
 
-features -> packed batches -> head -> loss -> step; now and then: loss and simulated tau on held-out answers,
-and a checkpoint to resume from. The head with the best held-out tau is kept in `best/`.
+features -> packed batches -> head -> loss -> step; at intervals an evaluation on the held-out answers (loss, simulated tau)
+and a checkpoint to resume from. `best/` keeps the head with the best held-out tau.
 """
 
 import json
@@ -27,18 +27,22 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import Recipe
-from draftsmith.train.calibrate import calibrate_best
-from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
-from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches, warn_at_chance, warn_at_start
+from draftsmith.train.checkpoints import Interrupt, Progress, load_training_state, save_training_state
+from draftsmith.train.heldout import (
+    HeldOut,
+    calibrate_best,
+    evaluate_heldout,
+    make_heldout_batches,
+    warn_at_chance,
+    warn_at_start,
+)
+from draftsmith.train.metrics import Pace, StepSums, Tracker, check_finite, tuned_facts
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
-from draftsmith.train.step_metrics import StepSums, check_finite, tuned_facts
-from draftsmith.train.throughput import Interrupt, Pace
-from draftsmith.train.tracking import Tracker
 
 _EARLY = 200
-"""Steps until the first look at the held-out answers of a long run."""
+"""Steps until the first evaluation of a long run."""
 
 
 def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, folder: Path) -> Path:
@@ -55,14 +59,14 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     head = head.to(accelerator.device).train()
     target_head = target.head.to(accelerator.device)
     model, optimizers = prepare(accelerator, head, build_optimizers(head, spec), spec)
-    progress = load_checkpoint(accelerator, folder, head)
+    progress = load_training_state(accelerator, folder, head)
     schedule = Schedule([data.source.lengths[i] for i in data.train], spec, recipe.seed, accelerator.num_processes)
     run = _Run(recipe, accelerator, model, head, optimizers, target_head, data, schedule, folder, target)
     return run.run(progress)
 
 
 class _Run:
-    """The state of a training run: what the loop needs at hand."""
+    """A training run: its parts, its schedule and the loop."""
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class _Run:
             config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
             tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
         if self.spec.warm_start is not None and not progress.step:
-            progress = self._look_at_the_start(progress, tracker)
+            progress = self._evaluate_initial(progress, tracker)
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
         self.pace = Pace(progress.tokens)
         stopping = False  # as all processes agreed, so that none leaves another waiting
@@ -130,7 +134,7 @@ class _Run:
                     before = time.perf_counter()  # the next step begins with reading its batches
                     if progress.step >= self.total or self._stale(progress) or stopping:
                         break
-        save_checkpoint(self.accelerator, self.folder, progress, self.head)
+        save_training_state(self.accelerator, self.folder, progress, self.head)
         if stopping:
             raise StoppedError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
@@ -145,21 +149,21 @@ class _Run:
         return self.folder / "best"
 
     def _calibrate(self) -> dict[str, Any]:
-        """Let the best head fit its confidence, if it has one, to the held-out answers; return what it tells."""
+        """Fit the best head's confidence, if it has one, to the held-out answers; return its report."""
         if not self.head.confident or not (self.folder / "best").exists():
             return {}
         data, sampling = (self.data.source, self.heldout_batches, self.spec.row_tokens), self.recipe.answers.sampling
         with autocast_of(self.accelerator.device, self.spec):  # as in the evaluations, whose memory it then takes
             return calibrate_best(self.folder / "best", self.target, *data, sampling)
 
-    def _maybe_checkpoint(self, progress: Progress, interrupt: "Interrupt") -> bool:
-        """Save when the time has come, and return whether to stop; processes agree on both, which are common acts."""
+    def _maybe_checkpoint(self, progress: Progress, interrupt: Interrupt) -> bool:
+        """Save a checkpoint when one is due, and return whether to stop; all processes decide alike."""
         due, asked = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes, interrupt.asked
         if self.accelerator.num_processes > 1:
             wishes = torch.tensor([float(due), float(asked)], device=self.accelerator.device)
             due, asked = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
         if due:
-            save_checkpoint(self.accelerator, self.folder, progress, self.head)
+            save_training_state(self.accelerator, self.folder, progress, self.head)
             self.pace.saved_at = time.perf_counter()
         return asked
 
@@ -206,7 +210,7 @@ class _Run:
         return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
 
     def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
-        """One optimizer step: the loss is the sum over supervised rows divided by their global number."""
+        """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
         divisor = torch.zeros((), device=device)
         rows = torch.zeros((), device=device)
@@ -216,18 +220,20 @@ class _Run:
             rows += count_rows(bare) * counts
         divisor, rows = accelerator.reduce([divisor, rows], "sum")
         if rows == 0 or divisor == 0:
-            return self._pass_over(progress)
+            return self._skip_empty_step(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
         sums = StepSums.zeros(self.train_steps, device)
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
-        share = self.spec.loss.draft_share(progress.step / self.total)
+        warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for batch, counts in window:
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
                 output = run_pass(self.model, batch, self.train_steps)
-                scored = head_loss(output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, share)
+                scored = head_loss(
+                    output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, warmup_weight
+                )
                 accelerator.backward(scored.loss_sum * (scale * counts))
                 if counts:
                     sums.add(scored, int((batch.document >= 0).sum()))
@@ -260,9 +266,9 @@ class _Run:
         }
         return record, progress
 
-    def _pass_over(self, progress: Progress) -> "tuple[dict[str, Any], Progress]":
-        """A step without a supervised row, such as a single document whose answer is one token, changes nothing. Raises
-        UserError where a whole epoch has none."""
+    def _skip_empty_step(self, progress: Progress) -> "tuple[dict[str, Any], Progress]":
+        """Count a step without a supervised row, such as a single document whose answer is one token, and change nothing
+        else. Raises UserError where a whole epoch has none."""
         progress = replace(progress, step=progress.step + 1)
         if not progress.rows and progress.step >= min(self.epoch_steps[0], self.total):
             raise UserError(
@@ -271,8 +277,8 @@ class _Run:
             )
         return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
 
-    def _look_at_the_start(self, progress: Progress, tracker: Tracker | None) -> Progress:
-        """Measure the head that training goes on from: it stays the best one until another is better."""
+    def _evaluate_initial(self, progress: Progress, tracker: Tracker | None) -> Progress:
+        """Evaluate the head that training starts from, which stays the best one until another is better."""
         record = {"step": 0, "tokens": 0, "epoch": 0.0}
         progress = self._evaluate(record, progress)
         if tracker:
@@ -280,7 +286,7 @@ class _Run:
         return progress
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
-        """Look at the held-out answers; keep the head if its tau is the best so far."""
+        """Evaluate on the held-out answers, and save the head if its tau is the best so far."""
         with whole_head(self.model):
             held: HeldOut = evaluate_heldout(
                 self.head,

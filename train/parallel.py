@@ -46,8 +46,8 @@ _SECTIONS = {
 _EXAMPLES = "recipes/accelerate/ holds examples"
 
 
-class TrainingPass(nn.Module):
-    """A head as Accelerate wraps it, with outputs that are plain tuples: FSDP2 and DeepSpeed look for tensors there.
+class WrappedHead(nn.Module):
+    """A head with plain tuples as outputs, for Accelerate to wrap: FSDP2 and DeepSpeed look for tensors in tuples.
 
     It also keeps the head's final norm away from Accelerate, which would make it a shard group of its own.
     """
@@ -64,7 +64,7 @@ class TrainingPass(nn.Module):
 
 
 def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
-    """Call a prepared TrainingPass."""
+    """Call a prepared WrappedHead."""
     draft_probs = tuple(StepOutput(*probs) for probs in model(batch, num_steps))
     tuned = [probs for probs in draft_probs if probs.offset < 0]
     return HeadOutput(draft_probs[: len(draft_probs) - len(tuned)], tuned[0] if tuned else None)
@@ -194,7 +194,7 @@ def autocast_of(device: torch.device, spec: TrainSpec) -> torch.autocast:
 def prepare(
     accelerator: Any, head: DraftHead, optimizers: Sequence[torch.optim.Optimizer], spec: TrainSpec
 ) -> tuple[nn.Module, list[Any]]:
-    """Return the wrapped TrainingPass of `head` and the wrapped optimizers; `head` stays a part of the former.
+    """Return `head` as a WrappedHead and the optimizers, both wrapped by Accelerate; `head` stays a part of the former.
 
     From here on the head computes in train.precision whoever calls it; its weights are fp32 in every mode.
     """
@@ -204,13 +204,13 @@ def prepare(
         # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.
         frozen = [m for m in head.modules() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)]
         accelerator.state.fsdp_plugin.ignored_modules = frozen
-    model, *wrapped = accelerator.prepare(TrainingPass(head), *optimizers)
+    model, *wrapped = accelerator.prepare(WrappedHead(head), *optimizers)
     return model, wrapped
 
 
 @contextmanager
 def whole_head(model: nn.Module) -> Iterator[None]:
-    """While it lasts, the head inside a prepared model can be called directly, by each process on its own."""
+    """Let each process call the head inside a prepared model directly, on its own, as long as the context lasts."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(model, FSDPModule):
@@ -224,12 +224,12 @@ def whole_head(model: nn.Module) -> Iterator[None]:
 
 
 def whole_state(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Return the head's fp32 tensors under its own names, complete on the main process. All processes must call it."""
+    """Return the head's complete fp32 tensors under its own names on the main process. All processes must call it."""
     return {name.removeprefix("head."): value for name, value in accelerator.get_state_dict(model).items()}
 
 
 def checkpoint_layout(accelerator: Any) -> str:
-    """Name what a checkpoint to resume from can be loaded by: those of one and of several plain processes are alike."""
+    """Return the kind of launch that can load a checkpoint of this one; one and several plain processes are the same kind."""
     kind = accelerator.distributed_type.value
     if kind == DEEPSPEED:
         return f"DeepSpeed on {accelerator.num_processes} processes"

@@ -1,4 +1,4 @@
-"""Which micro-batch each process works on at each optimizer step: a pure function of the recipe and the lengths.
+"""The micro-batches of each process and optimizer step: a pure function of the recipe and the lengths.
 
 A window is the micro-batches of one optimizer step over all processes and accumulation steps. Because the
 plan is pure, resuming is skipping, and 2 processes see what 1 process with twice the accumulation sees.
@@ -63,7 +63,7 @@ class Schedule:
 
 
 class MicroBatches(Dataset):
-    """Reads and packs the features of a list of micro-batches. seed: the epoch's, which each document's is made of."""
+    """Read and pack the features of a list of micro-batches. seed: the epoch's, from which each document's is drawn."""
 
     def __init__(
         self,

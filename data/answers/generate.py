@@ -1,22 +1,19 @@
-"""Answers by the target: the prompts of a data set, answered by the model that will be drafted for.
+"""The target's own answers to the prompts of a data set: writing the file and reading it again.
 
-A head must learn to predict what the target writes, not what somebody else once answered. The output is
-JSONL, a line per answer in the order of the prompts, with `prompt_ids` and `output_ids` as the model saw
-them; the text is for people.
+A head must learn to predict what the target writes, not what somebody else once answered. The file is JSONL with a line
+per answer in the order of the prompts: `prompt_ids` and `output_ids` as the model saw them, and the text for people.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
-from draftsmith.data.conversations.templates import render_prompt
+from draftsmith.data.conversations.prompts import Prompt
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.decode import Generation, Request, check_requests, decode
 from draftsmith.eval.decode.draft import TargetAlone
@@ -27,41 +24,6 @@ from draftsmith.heads.target.target import Target
 _BATCHES_PER_CHUNK = 4
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation up to where the target answers, with the request that asks for it."""
-
-    conversation: Conversation
-    request: Request
-
-
-def prepare_prompts(
-    tokenizer: Any,
-    conversations: Sequence[Conversation],
-    *,
-    max_new_tokens: Callable[[str], int],
-    max_length: int,
-    seed: int,
-    template: dict[str, Any] | None = None,
-    limit: str = "data.max_length and the target allow: raise data.max_length or give shorter prompts",
-) -> list[Prompt]:
-    """Render prompts (the history up to the last turn that is not the assistant's) and give each its own seed.
-
-    Prompts that leave no room for an answer within `max_length` are left out. max_new_tokens: by slice. limit: what limits
-    them and how to raise it, for the message where none is left.
-    """
-    prompts = []
-    for conversation in conversations:
-        ids = render_prompt(tokenizer, conversation.prompt(), conversation.tools, **(template or {}))
-        room = min(max_new_tokens(conversation.slice), max_length - len(ids))
-        if room > 0:
-            request = Request.seeded(conversation.id, conversation.slice, ids, room, seed)
-            prompts.append(Prompt(conversation, request))
-    if conversations and not prompts:
-        raise UserError(f"No prompt leaves room for an answer within the {max_length} tokens that {limit}.")
-    return prompts
-
-
 def regenerate(
     target: Target,
     tokenizer: Any,
@@ -69,18 +31,21 @@ def regenerate(
     path: Path,
     *,
     sampling: Sampling,
+    seed: int,
     batch: int = 64,
     progress: bool = True,
 ) -> Path:
     """Answer every prompt and stream the answers to `path`; resumes from what an interrupted run left.
 
-    Works in chunks of a few batches, sorted by length inside a chunk. A chunk that was cut off is done
-    again, so that the final file does not depend on interruptions.
+    Random numbers depend on `seed` and the id of the conversation only. Works in chunks of a few batches, with prompts of
+    similar length together so that little is padding. A chunk that was cut off is done again, so that the final file does
+    not depend on interruptions.
     """
     if path.exists():
         return path
     partial = path.with_suffix(path.suffix + ".partial")
-    check_requests(target, [p.request for p in prompts])
+    requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
+    check_requests(target, requests)
     chunk_size = batch * _BATCHES_PER_CHUNK
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,26 +54,21 @@ def regenerate(
         tokens = 0
         with partial.open("ab") as file, bar:
             for start in range(done, len(prompts), chunk_size):
-                chunk = prompts[start : start + chunk_size]
-                answers = []
-                for answer in _answer_chunk(target, chunk, sampling, batch):
-                    answers.append(answer)
+                chunk = requests[start : start + chunk_size]
+                answers = {}
+                by_length = sorted(chunk, key=lambda r: (len(r.prompt_ids), r.sample_id))
+                for answer in decode(target, TargetAlone(), by_length, sampling, batch):
+                    answers[id(answer.request)] = answer
                     tokens += len(answer.output_ids)
                     bar.update()
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
-                by_id = {id(a.request): a for a in answers}
-                lines = [_to_line(p, by_id[id(p.request)], tokenizer) for p in chunk]
+                found = [answers[id(request)] for request in chunk]
+                lines = [_to_line(p, a, tokenizer) for p, a in zip(prompts[start:], found, strict=False)]
                 file.write("".join(lines).encode())
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
     return path
-
-
-def _answer_chunk(target: Target, chunk: Sequence[Prompt], sampling: Sampling, batch: int) -> Iterator[Generation]:
-    """Yield answers as they are done, prompts of similar length together so that little is padding."""
-    requests = sorted((p.request for p in chunk), key=lambda r: (len(r.prompt_ids), r.sample_id))
-    return decode(target, TargetAlone(), requests, sampling, batch)
 
 
 def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:
@@ -118,7 +78,7 @@ def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:
         "id": conversation.id,
         "slice": conversation.slice,
         "messages": [*conversation.prompt(), {"role": "assistant", "content": text}],
-        "prompt_ids": list(prompt.request.prompt_ids),
+        "prompt_ids": list(prompt.ids),
         "output_ids": answer.output_ids,
         "finish_reason": answer.finish_reason,
     }

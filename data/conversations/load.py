@@ -1,16 +1,16 @@
-"""Conversations from local files, folders, globs and the Hub, in any of the shapes of shapes.py."""
+"""Loading conversations from local files, folders, globs and the Hub, in any of the formats of shapes.py."""
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from glob import glob
-from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_tools
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
@@ -29,7 +29,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] | None = None
 
     def prompt(self) -> tuple[dict[str, Any], ...]:
-        """The messages without the assistant turns at the end; UserError where nothing is left to answer."""
+        """Return the messages without the assistant turns at the end. Raises UserError where nothing is left to answer."""
         end = len(self.messages)
         while end and self.messages[end - 1]["role"] == "assistant":
             end -= 1
@@ -40,7 +40,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class _Row:
-    """A row as read, with the words that name its place in errors and the parts of an id made for it."""
+    """A row as read. place: names it in errors. stem, number: the parts of an id made for it."""
 
     value: Any
     place: str
@@ -65,8 +65,8 @@ def load_conversations(
     if limit is None:
         rows: Iterator[_Row] = (row for file in files for row in file)
     else:
-        in_turn = (row for turn in zip_longest(*files) for row in turn if row is not None)
-        rows = islice(in_turn, limit)
+        in_turn = (row for turn in itertools.zip_longest(*files) for row in turn if row is not None)
+        rows = itertools.islice(in_turn, limit)
     conversations = _unique(rows, slice)
     if not conversations:
         named = ", ".join(map(str, sources)) or "an empty list of sources"
@@ -75,51 +75,41 @@ def load_conversations(
 
 
 def _unique(rows: Iterator[_Row], slice: str | None) -> list[Conversation]:
-    """Convert rows; refuse an id used twice, and make new ones until they are unique for rows without."""
+    """Convert rows; refuse an id used twice, and make unique ones for rows without an id."""
     places: dict[str, str] = {}
     conversations = []
     for row in rows:
-        conversation = _convert(row, slice)
-        if conversation.id in places and not _has_id(row.value):
-            count = 2
-            while f"{conversation.id}-{count}" in places:
-                count += 1
-            conversation = Conversation(
-                f"{conversation.id}-{count}", conversation.slice, conversation.messages, conversation.tools
-            )
-        if conversation.id in places:
+        messages, tools = _read_row(row)
+        given, own_slice = row.value.get("id"), row.value.get("slice")
+        if given in (None, ""):
+            made = f"{row.stem}-{row.number}"
+            numbered = (f"{made}-{count}" for count in itertools.count(2))
+            name = next(one for one in itertools.chain([made], numbered) if one not in places)
+        else:
+            name = str(given)
+        if name in places:
             raise UserError(
-                f"The id {conversation.id!r} is used twice, at {places[conversation.id]} and at {row.place}: "
+                f"The id {name!r} is used twice, at {places[name]} and at {row.place}: "
                 "ids must be unique; rename one, or leave the column out to have ids made."
             )
-        places[conversation.id] = row.place
-        conversations.append(conversation)
+        places[name] = row.place
+        slice_name = str(own_slice) if own_slice else slice or row.stem
+        conversations.append(Conversation(name, slice_name, tuple(messages), tools))
     return conversations
 
 
-def _has_id(row: Mapping[str, Any]) -> bool:
-    return row.get("id") not in (None, "")
-
-
-def _convert(row: _Row, slice: str | None) -> Conversation:
-    value = row.value
-    if not isinstance(value, Mapping):
-        raise UserError(f"{row.place}: expected a JSON object, found {type(value).__name__}.")
+def _read_row(row: _Row) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...] | None]:
+    """Return the messages and tools of a row. Raises UserError that names its place."""
+    if not isinstance(row.value, Mapping):
+        raise UserError(f"{row.place}: expected a JSON object, found {type(row.value).__name__}.")
     try:
-        messages, tools = row_messages(value), row_tools(value)
+        return row_messages(row.value), row_tools(row.value)
     except ValueError as error:
         raise UserError(f"{row.place}: {error}.") from error
-    own_slice = value.get("slice")
-    return Conversation(
-        id=str(value["id"]) if _has_id(value) else f"{row.stem}-{row.number}",
-        slice=str(own_slice) if own_slice else slice or row.stem,
-        messages=tuple(messages),
-        tools=tools,
-    )
 
 
 def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_Row]]:
-    """One iterator of rows per file of a source."""
+    """Return an iterator of rows per file of a source."""
     path = Path(source).expanduser()
     if path.is_file():
         return [_open_file(path)]
@@ -176,7 +166,7 @@ def _jsonl_rows(path: Path) -> Iterator[_Row]:
 
 
 def _json_rows(path: Path) -> Iterator[_Row]:
-    """A .json file holds one array of rows, or is JSON Lines under another name."""
+    """Yield the rows of a .json file, which holds one array of rows, or is JSON Lines under another name."""
     with path.open("rb") as file:
         if not file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _jsonl_rows(path)
@@ -192,7 +182,7 @@ def _json_rows(path: Path) -> Iterator[_Row]:
 
 
 def _parquet_rows(path: Path) -> Iterator[_Row]:
-    import datasets
+    import datasets  # here, as it is slow to import and most data is JSONL
 
     try:
         # Streaming reads the file itself; the other way copies it into the cache first.
@@ -200,11 +190,11 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
         for number, row in enumerate(rows, start=1):
             yield _Row(drop_nulls(row), f"{path}, row {number}", path.stem, number)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {_first_line(error)}.") from error
+        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}.") from error
 
 
 def _hub_rows(name: str, config: str | None, split: str, streaming: bool) -> Iterator[_Row]:
-    import datasets
+    import datasets  # here, as it is slow to import and most data is JSONL
 
     label = f"{name}:{config}" if config else name
     try:
@@ -214,9 +204,5 @@ def _hub_rows(name: str, config: str | None, split: str, streaming: bool) -> Ite
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"There is no file or folder {label}, and the Hub data set of that name could not be read "
-            f"(split {split!r}): {_first_line(error)}."
+            f"(split {split!r}): {first_line(error)}."
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0].rstrip(".") or type(error).__name__

@@ -1,4 +1,4 @@
-"""From conversations or answers to token ids with the mask of tokens to learn, within a length."""
+"""Samples for training: token ids of conversations or answers with the mask of tokens to learn, within a length."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,28 +11,14 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.spans import Rendering, render_conversation
-from draftsmith.data.conversations.templates import check_tokenizer, load_tokenizer, render_prompt
 from draftsmith.errors import UserError
-
-__all__ = [
-    "OnTooLong",
-    "TokenizeStats",
-    "TokenizedSet",
-    "check_tokenizer",
-    "load_tokenizer",
-    "render_prompt",
-    "tokenize_all",
-    "tokenize_answer",
-    "tokenize_answers",
-    "tokenize_conversation",
-]
 
 OnTooLong = Literal["drop", "truncate", "error"]
 
 
 @dataclass
 class TokenizeStats:
-    """What became of the samples. A sample is kept, too long, or without a token to learn.
+    """Counts of the samples that were kept, too long, or without a token to learn.
 
     kept: samples returned, of which `truncated` lost their tail; supervised_tokens: tokens to learn in them.
     dropped_too_long: samples left out because they (or all their tokens to learn) lie beyond max_length.
@@ -48,7 +34,7 @@ class TokenizeStats:
     cut_supervised_tokens: int = 0
 
     def __str__(self) -> str:
-        """One line for the log: only the kept samples, and what was lost where something was."""
+        """Return one line for the log; losses are named only where there are some."""
         parts = [f"{self.kept} samples with {self.supervised_tokens} tokens to learn"]
         if self.truncated:
             parts.append(f"{self.truncated} truncated")
@@ -63,7 +49,7 @@ class TokenizeStats:
 
 @dataclass(frozen=True)
 class TokenizedSet:
-    """The samples of a data set in order, and what became of the others."""
+    """The samples of a data set in order, and counts of those that were left out or cut."""
 
     samples: list[Tokenized]
     stats: TokenizeStats = field(default_factory=TokenizeStats)
@@ -82,7 +68,7 @@ def tokenize_conversation(
 
     Samples longer than `max_length` tokens are dropped, truncated (the head stays) or an error; samples
     without a token to learn are left out; `stats`, if given, counts all of it.
-    Raises UserError where the template refuses the conversation or an answer cannot be told from its prompt.
+    Raises UserError where the template refuses the conversation or it is unclear where an answer begins.
     """
     renderings = render_conversation(tokenizer, conversation, **(template_kwargs or {}))
     stats = TokenizeStats() if stats is None else stats
@@ -94,21 +80,6 @@ def tokenize_conversation(
         if sample is not None:
             samples.append(replace(sample, conversation=conversation.id) if several else sample)
     return samples
-
-
-def tokenize_answer(
-    prompt_ids: Sequence[int],
-    output_ids: Sequence[int],
-    *,
-    sample_id: str,
-    slice: str,
-    max_length: int | None = None,
-    on_too_long: OnTooLong = "drop",
-    stats: TokenizeStats | None = None,
-) -> Tokenized | None:
-    """An answer that the target wrote, from its own ids: no template is applied again. None where left out."""
-    rendering = Rendering([*prompt_ids, *output_ids], [False] * len(prompt_ids) + [True] * len(output_ids))
-    return _fit(rendering, sample_id, slice, max_length, on_too_long, TokenizeStats() if stats is None else stats)
 
 
 def tokenize_all(
@@ -140,19 +111,16 @@ def tokenize_all(
 def tokenize_answers(
     answers: Iterable[dict[str, Any]], *, max_length: int | None = None, on_too_long: OnTooLong = "drop"
 ) -> TokenizedSet:
-    """Tokenize the rows of an answers file (`id`, `slice`, `prompt_ids`, `output_ids`); errors as in tokenize_all."""
+    """Make samples of the rows of an answers file (`id`, `slice`, `prompt_ids`, `output_ids`); errors as in tokenize_all.
+
+    The target's own ids are kept: no template is applied again.
+    """
     stats = TokenizeStats()
     samples = []
     for row in answers:
-        sample = tokenize_answer(
-            row["prompt_ids"],
-            row["output_ids"],
-            sample_id=row["id"],
-            slice=row["slice"],
-            max_length=max_length,
-            on_too_long=on_too_long,
-            stats=stats,
-        )
+        prompt, output = row["prompt_ids"], row["output_ids"]
+        rendering = Rendering([*prompt, *output], [False] * len(prompt) + [True] * len(output))
+        sample = _fit(rendering, row["id"], row["slice"], max_length, on_too_long, stats)
         if sample is not None:
             samples.append(sample)
     return _not_empty(samples, stats, max_length)

@@ -1,4 +1,4 @@
-"""From one row of a data set, in any of three shapes, to OpenAI-style messages.
+"""The formats of data sets: rows in any of three shapes become OpenAI-style messages.
 
 Shapes: messages (`messages`: role/content, optional `tools`), ShareGPT (`conversations`: from/value),
 Alpaca (`instruction`, `input`, `output`). All functions are pure and say what is wrong with a row by
@@ -84,7 +84,7 @@ def _turns(turns: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """One turn in OpenAI keys; other keys (name, tool_call_id, reasoning_content ...) are kept for the template."""
+    """Return one turn in OpenAI keys; other keys (name, tool_call_id, reasoning_content ...) are kept for the template."""
     role_key, text_key = ("role", "content") if "role" in turn else ("from", "value")
     if role_key not in turn:
         raise ValueError(f"a turn has the keys {_quoted(turn)}; it needs 'role' and 'content', or 'from' and 'value'")
@@ -106,7 +106,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(content: Any) -> str:
-    """Content as text; text parts are joined by newlines, as serving engines join them."""
+    """Return content as text; text parts are joined by newlines, as serving engines join them."""
     if content is None:
         return ""
     if isinstance(content, Sequence) and not isinstance(content, str):
@@ -125,7 +125,7 @@ def _text(content: Any) -> str:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """A tool call with its arguments as an object: templates expect that, OpenAI files hold a JSON string."""
+    """Return a tool call with its arguments as an object: templates expect that, OpenAI files hold a JSON string."""
     if not isinstance(call, Mapping):
         raise ValueError("'tool_calls' must be a list of objects with 'function': {name, arguments}")
     function = dict(call.get("function", call))
@@ -142,7 +142,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _call_from_text(message: dict[str, Any]) -> dict[str, Any]:
-    """ShareGPT's function_call turns hold {name, arguments} (or a list of them) as text."""
+    """Return a function_call turn of ShareGPT, which holds {name, arguments} (or a list of them) as text, as tool calls."""
     try:
         calls = json.loads(message["content"])
     except json.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""A conversation as the target reads it, with the tokens to learn in colour."""
+"""Showing a sample as the target reads it, with the tokens to learn in colour."""
 
 from itertools import groupby
 
@@ -34,7 +34,7 @@ def show_conversation(tokenized: Tokenized, tokenizer: PreTrainedTokenizerBase, 
 
 
 def conversation_text(tokenized: Tokenized, tokenizer: PreTrainedTokenizerBase, *, plain: bool = False) -> Text:
-    """The text of a sample, decoded run by run of equal mask (a character may take several tokens)."""
+    """Return the text of a sample, decoded in runs of equal mask (a character may take several tokens)."""
     text = Text()
     pairs = zip(tokenized.ids.tolist(), tokenized.mask.tolist(), strict=True)
     for supervised, run in groupby(pairs, key=lambda pair: pair[1]):

@@ -1,8 +1,8 @@
-"""Which tokens of a rendered conversation the target itself would have written, for any chat template.
+"""Rendering conversations with any chat template, and marking the tokens that the target itself would have written.
 
-Where an answer begins and ends is found by rendering prefixes of the conversation and verifying that they are
-token prefixes of the whole; where a template rewrites earlier turns, each answer becomes a sample of its own,
-rendered as serving renders it.
+An answer's beginning and end are found by rendering prefixes of the conversation and checking that they are token
+prefixes of the whole. Where a template rewrites earlier turns, each answer becomes a sample of its own, rendered as
+serving renders it.
 """
 
 import re
@@ -33,7 +33,7 @@ class Rendering:
 
 @dataclass(frozen=True)
 class _Turns:
-    """A conversation with what rendering it needs; `answers` are the indices of the assistant turns to learn."""
+    """A conversation with its tokenizer and arguments of the chat template."""
 
     tokenizer: PreTrainedTokenizerBase
     conversation: Conversation
@@ -41,7 +41,7 @@ class _Turns:
 
     @property
     def answers(self) -> list[int]:
-        """Assistant turns; one that opens the conversation answers nothing and is context only."""
+        """Indices of the assistant turns to learn; one that opens the conversation answers nothing and is context only."""
         return [i for i, message in enumerate(self.conversation.messages) if message["role"] == "assistant" and i]
 
     def text(self, end: int, *, generation_prompt: bool) -> str:
@@ -66,7 +66,7 @@ def render_conversation(
 
     An answer's mask begins after the generation prompt (and after an empty think block, which the template
     forces) and ends with the token at which a served model stops. {% generation %} marks narrow it further.
-    Raises UserError, naming sample and turn, where an answer cannot be told from its prompt.
+    Raises UserError, naming sample and turn, where it is unclear where an answer begins.
     """
     turns = _Turns(tokenizer, conversation, template_kwargs)
     if not turns.answers:
@@ -76,7 +76,7 @@ def render_conversation(
 
 
 def _render_whole(turns: _Turns) -> list[Rendering]:
-    """One rendering with every answer marked, or none where some prefix is not a token prefix of the whole."""
+    """Return one rendering with every answer marked, or none where some prefix is not a token prefix of the whole."""
     length = len(turns.conversation.messages)
     whole = turns.text(length, generation_prompt=False)
     ids = encode(turns.tokenizer, whole)
@@ -95,7 +95,7 @@ def _render_whole(turns: _Turns) -> list[Rendering]:
 
 
 def _render_turn(turns: _Turns, turn: int) -> Rendering:
-    """The prompt of one answer as serving renders it, and the answer as the template renders a last turn."""
+    """Return the prompt of one answer as serving renders it, and the answer as the template renders a last turn."""
     tokenizer = turns.tokenizer
     prompt_text = turns.text(turn, generation_prompt=True)
     whole_text = turns.text(turn + 1, generation_prompt=False)
@@ -113,7 +113,7 @@ def _render_turn(turns: _Turns, turn: int) -> Rendering:
 
 
 def _split(turns: _Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]:
-    """The texts of a prompt and its answer, where `prompt` may end in a think block that `whole` has otherwise."""
+    """Return the texts of a prompt and its answer, where `whole` may differ from `prompt` in a think block at its end."""
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
     begin = prompt.rfind("<think>")
@@ -138,8 +138,8 @@ def _split(turns: _Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]
 
 
 def _answer_span(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
-    """Narrow [start, end), the answer as rendered, to what a served model writes of it."""
-    start += _forced(tokenizer, ids[start : min(end, start + 32)])
+    """Narrow [start, end), the rendered answer, to the tokens that a served model writes."""
+    start += _count_forced(tokenizer, ids[start : min(end, start + 32)])
     stops = {tokenizer.eos_token_id, _turn_end(tokenizer, ids, start, end)}
     for t in range(start, end):
         if ids[t] in stops:
@@ -149,8 +149,8 @@ def _answer_span(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: 
     return start, end
 
 
-def _forced(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
-    """How many tokens at the head of an answer are an empty think block."""
+def _count_forced(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
+    """Return how many tokens at the start of an answer are an empty think block, which the template forces."""
     if not _EMPTY_THINK.match(_decode(tokenizer, ids)):
         return 0
     counts = range(1, len(ids) + 1)
@@ -158,7 +158,7 @@ def _forced(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int:
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, end: int) -> int | None:
-    """The special token that closes the turn (only white space may follow it), which need not be the eos token."""
+    """Return the special token that closes the turn (only white space follows it), which need not be the eos token."""
     special = _special_ids(tokenizer)
     for t in reversed(range(start, end)):
         if ids[t] in special:
@@ -175,7 +175,7 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
 
 
 def _narrow(mask: list[bool], ids: Sequence[int], marks: list[bool] | None) -> list[bool]:
-    """Keep what the template marks too; a stop token right after marked text stays, since a served model writes it."""
+    """Keep tokens that the template marks too, and the stop token after them, since a served model writes it."""
     if marks is None or len(marks) != len(mask):
         return mask
     last = [a and not b for a, b in pairwise([*mask, False])]

@@ -11,7 +11,7 @@ import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.errors import UserError, did_you_mean
+from draftsmith.errors import UserError, did_you_mean, first_line
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -40,17 +40,15 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     folder = Path(path).expanduser()
     if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
         raise UserError(f"There is no folder {path} to load a tokenizer from.")
-    if folder.is_dir():
-        path = str(folder)
+    path = str(folder) if folder.is_dir() else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         files = "its files (tokenizer.json, or tokenizer.model, and tokenizer_config.json) are missing or damaged"
         if folder.is_dir():
             raise UserError(f"No tokenizer could be loaded from {path}: {files}; fetch the whole model.") from error
-        reason = str(error).strip().split("\n", 1)[0].rstrip(".: ")
         raise UserError(
-            f"No tokenizer could be loaded from {path}: {files}, or the name cannot be reached on the Hub ({reason})."
+            f"No tokenizer could be loaded from {path}: {files}, or the name cannot be reached on the Hub ({first_line(error)})."
         ) from error
     if not tokenizer.get_vocab():
         raise UserError(f"The tokenizer in {path} is empty: its vocabulary files are missing.")
@@ -86,7 +84,7 @@ def check_template_keys(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, A
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
 ) -> list[int]:
-    """Token ids of `messages` with the generation prompt, as a serving engine renders a request."""
+    """Return the token ids of `messages` with the generation prompt, as a serving engine renders a request."""
     return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True, **template_kwargs))
 
 
@@ -99,7 +97,7 @@ def render_text(
     name: str = "",
     **template_kwargs: Any,
 ) -> str:
-    """The text the chat template makes; UserError, naming the role at fault and the sample `name`, where it refuses."""
+    """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
     arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
@@ -112,19 +110,19 @@ def render_text(
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """How errors name a template."""
+    """Return the name of a chat template in errors."""
     return f"chat template of {tokenizer.name_or_path}" if tokenizer.name_or_path else "chat template"
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Token ids of rendered text; the template has already written every special token."""
+    """Return the token ids of rendered text; the template has already written every special token."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def generation_mask(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
 ) -> list[bool] | None:
-    """The template's own mask, where it marks answers with {% generation %}; None where it does not (usefully)."""
+    """Return the mask of a template that marks answers with {% generation %}; None where it marks nothing."""
     if not tokenizer.is_fast or "generation" not in str(tokenizer.chat_template):
         return None
     if tokenizer.get_chat_template(None, list(tools) if tools else None).find("endgeneration") < 0:

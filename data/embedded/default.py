@@ -8,14 +8,14 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.embedded.corpus import generate_conversations, generate_prompts
 from draftsmith.data.embedded.training import TrainingSettings, train_target
@@ -24,6 +24,7 @@ from draftsmith.files import fingerprint, write_json, write_text
 
 EMBEDDED_VERSION = 2  # raise it when training changes in a way that the settings do not show
 PROMPT_SEED_OFFSET = 1_000_003
+# Ids 0 (padding), 1 and 2 (end of an answer), as TrainingSettings has them.
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -32,46 +33,16 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class EmbeddedSettings:
+class EmbeddedSettings(TrainingSettings):
     """Size of the corpus, the tokenizer and the tiny target; part of the name of the cached folder."""
 
-    conversations: int = 24_000
-    """Generated conversations, all used to train the tokenizer and the target."""
-    prompts_per_slice: int = 24
-    """Held-out evaluation prompts per slice."""
-    vocab_size: int = 1024
-    """Entries of the byte-level BPE, special tokens included."""
-    layers: int = 16
-    """Decoder layers of the target."""
-    hidden: int = 128
-    """Hidden size of the target."""
-    ffn: int = 384
-    """Width of the feed-forward part."""
-    heads: int = 4
-    """Attention heads."""
-    kv_heads: int = 2
-    """Key/value heads."""
-    context: int = 512
-    """Positions that the target accepts."""
-    row_tokens: int = 128
-    """Tokens per packed training row."""
-    rows: int = 8
-    """Rows per training step."""
-    shallow_layers: int = 4
-    """Layers that training starts with; the others are put between them later."""
-    shallow_steps: int = 1200
-    """Training steps with the first layers only."""
-    steps: int = 450
-    """Training steps at full depth."""
-    muon_lr: float = 0.02
-    """Peak learning rate of the hidden matrices."""
-    adamw_lr: float = 4e-3
-    """Peak learning rate of embeddings and norms."""
-    weight_decay: float = 0.5
-    """Weight decay of the hidden matrices. Without it the residual stream grows a thousandfold towards the last
-    layers, and a draft head that reads it learns next to nothing."""
-    seed: int = 0
-    """Seed of corpus, initial weights and order."""
+    conversations: int = 24_000  # generated, all used to train the tokenizer and the target
+    prompts_per_slice: int = 24  # held out, for evaluation
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The settings that the files depend on: the tokenizer's own ids are always the same."""
+        return {key: value for key, value in asdict(self).items() if key not in ("eos_id", "pad_id")}
 
 
 @dataclass(frozen=True)
@@ -125,7 +96,7 @@ def _make(folder: Path, settings: EmbeddedSettings, device: str, progress: bool)
     prompts = generate_prompts(settings.prompts_per_slice, settings.seed + PROMPT_SEED_OFFSET)
     tokenizer = train_tokenizer((m["content"] for c in conversations for m in c.messages), settings.vocab_size)
     samples = tokenize_all(tokenizer, conversations, progress=progress).samples
-    training = _training_settings(settings, tokenizer)
+    training = replace(settings, vocab_size=len(tokenizer))  # a small corpus may not fill the vocabulary
     model = train_target(samples, training, partial / "checkpoint.pt", device, progress)
 
     finished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -133,9 +104,11 @@ def _make(folder: Path, settings: EmbeddedSettings, device: str, progress: bool)
     try:
         model.save_pretrained(finished / "target")
         tokenizer.save_pretrained(finished / "target")
-        _write_jsonl(finished / "conversations.jsonl", conversations)
-        _write_jsonl(finished / "prompts.jsonl", prompts)
-        write_json(finished / "settings.json", {"version": EMBEDDED_VERSION, **asdict(settings)})
+        for name, rows in (("conversations", conversations), ("prompts", prompts)):
+            lines = [{"id": c.id, "slice": c.slice, "messages": list(c.messages)} for c in rows]
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_text(finished / f"{name}.jsonl", text)
+        write_json(finished / "settings.json", {"version": EMBEDDED_VERSION, **settings.inputs})
         if not folder.exists():  # another process may have been faster; its result is the same
             finished.rename(folder)
     finally:
@@ -166,21 +139,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def _training_settings(settings: EmbeddedSettings, tokenizer: PreTrainedTokenizerFast) -> TrainingSettings:
-    shared = {name: value for name, value in asdict(settings).items() if name in TrainingSettings.__dataclass_fields__}
-    shared["vocab_size"] = len(tokenizer)  # a small corpus may not fill the vocabulary
-    return TrainingSettings(**shared, eos_id=tokenizer.eos_token_id, pad_id=tokenizer.pad_token_id)
-
-
 def _key(settings: EmbeddedSettings) -> str:
     """Name what the folder holds: settings, version, and a sample of the corpus, so that its generators count too."""
     sample = [c.messages for c in generate_conversations(200, settings.seed)]
-    return fingerprint([EMBEDDED_VERSION, asdict(settings), sample, CHAT_TEMPLATE])
-
-
-def _write_jsonl(path: Path, conversations: Sequence[Conversation]) -> None:
-    lines = [{"id": c.id, "slice": c.slice, "messages": list(c.messages)} for c in conversations]
-    write_text(path, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    return fingerprint([EMBEDDED_VERSION, settings.inputs, sample, CHAT_TEMPLATE])
 
 
 def _say(text: str, progress: bool) -> None:

@@ -10,7 +10,6 @@ Shapes: B rows, L tokens, D hidden, V vocabulary, R rows that are learned.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
@@ -34,31 +33,34 @@ _DECAY_SHARE = 0.5  # of the steps at full depth
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What the loop needs; see EmbeddedSettings for the meaning of the shared fields."""
+    """Sizes and training of a small Llama; the defaults are those of the embedded target."""
 
-    vocab_size: int
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    context: int
-    row_tokens: int
-    rows: int
-    shallow_layers: int
-    shallow_steps: int
-    steps: int
-    muon_lr: float
-    adamw_lr: float
-    weight_decay: float
-    seed: int
-    eos_id: int
-    pad_id: int
+    vocab_size: int = 1024  # entries of the tokenizer, special tokens included
+    layers: int = 16
+    hidden: int = 128
+    ffn: int = 384  # width of the feed-forward layers
+    heads: int = 4
+    kv_heads: int = 2
+    context: int = 512
+    row_tokens: int = 128  # tokens per packed training row
+    rows: int = 8  # per training step
+    shallow_layers: int = 4  # layers that training starts with
+    shallow_steps: int = 1200  # training steps with these layers only
+    steps: int = 450  # training steps at full depth
+    muon_lr: float = 0.02  # peak learning rate of the hidden matrices
+    adamw_lr: float = 4e-3  # peak learning rate of embeddings and norms
+    # Of the hidden matrices. Without it the residual stream grows a thousandfold towards the last layers, and a draft
+    # head that reads it learns next to nothing.
+    weight_decay: float = 0.5
+    seed: int = 0  # of corpus, initial weights and order
+    eos_id: int = 2
+    pad_id: int = 0
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Packed documents. ids, position [B, L] int64, position counted from 0 in each document; learn [B, L] bool."""
+    """Packed documents. ids, position [B, L] int64, position counted from 0 in each document; learn [B, L] bool, True
+    where the token is to be learned."""
 
     ids: Tensor
     position: Tensor
@@ -86,18 +88,11 @@ def train_target(
 
     The result depends on samples and settings only, not on interruptions.
     """
-    with _one_thread():
-        return _train(samples, settings, checkpoint, device, name if progress else None)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keep torch to one CPU thread: the matrices are too small to share, and on a busy machine threads that wait
-    for each other take fifty times as long."""
     threads = torch.get_num_threads()
+    # The matrices are too small to share, and on a busy machine threads that wait for each other take fifty times as long.
     torch.set_num_threads(1)
     try:
-        yield
+        return _train(samples, settings, checkpoint, device, name if progress else None)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,4 +1,4 @@
-"""Hidden states by the frozen target: into a store, or on demand.
+"""Extraction: the frozen target computes hidden states, into a store or on demand.
 
 Shapes: B rows of one forward pass, n its tokens, R real tokens, L tokens of a sample, A aux layers,
 Ht target hidden size, V target vocab.
@@ -16,16 +16,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features.index import parse_dtype, readable_bytes
-from draftsmith.data.features.store import (
-    SHARD_BYTES,
-    FeatureStore,
-    FeatureWriter,
-    StoreSpec,
-    check_disk_space,
-    estimate_bytes,
-)
-from draftsmith.data.windows import plan_batches, plan_windows
+from draftsmith.data.features.index import StoreSpec, check_disk_space, estimate_bytes, parse_dtype, readable_bytes
+from draftsmith.data.features.store import SHARD_BYTES, FeatureStore, FeatureWriter
+from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, TargetHead
 
@@ -37,8 +30,8 @@ LOGITS_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """top1 [R] int32 and logsumexp [R] float32 of the full-vocabulary logits."""
+class LogitSummary:
+    """The target's full-vocabulary logits in two numbers per row: top1 [R] int32 (argmax) and logsumexp [R] float32."""
 
     top1: Tensor
     logsumexp: Tensor
@@ -77,32 +70,32 @@ def extract(
         shard_bytes=shard_bytes,
     )
     size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
-    told = f"Features of {len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)} in {path}"
-    print(told, file=sys.stderr, flush=True)
+    amount = f"{len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)}"
+    print(f"Features of {amount} in {path}", file=sys.stderr, flush=True)
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
-    done = writer.num_done
+    done = writer.index.num_samples
     total, already = sum(lengths), sum(lengths[:done])
     with tqdm(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
-        for window in plan_windows(lengths, batch_tokens):
-            if window.end <= done:
+        for chunk in plan_chunks(lengths, batch_tokens):
+            if chunk.end <= done:
                 continue
-            # A window that was interrupted is computed again as a whole: the same batches give the same bits.
+            # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
             features: dict[int, Features] = {}
-            for batch in window.batches:
+            for batch in chunk.batches:
                 part = compute_features(target, [samples[i] for i in batch], chosen, spec.torch_dtype)
                 features.update(zip(batch, part, strict=True))
                 bar.update(sum(lengths[i] for i in batch if i >= done))
-            for index in range(max(window.start, done), window.end):
+            for index in range(max(chunk.start, done), chunk.end):
                 writer.add(features.pop(index))
     writer.finish()
     return FeatureStore(path, fingerprint=target.fingerprint)
 
 
 class OnlineSource:
-    """The same interface as FeatureStore, computed by the target when asked for.
+    """Features with the interface of FeatureStore, computed by the target on every call.
 
-    layer_ids: the layers that `get` returns when it is given none; any layer of the target may be asked for.
+    layer_ids: the layers that `get_many` returns by default; any layer of the target can be requested.
     dtype: what the states are rounded to, as in a store; "auto" takes the target's.
     """
 
@@ -119,24 +112,16 @@ class OnlineSource:
         if layer_ids:
             target.check_layer_ids(tuple(layer_ids))
         self.layer_ids = tuple(layer_ids)
-        self.ids = [sample.sample_id for sample in samples]
         self.slices = [sample.slice for sample in samples]
         self.lengths = [len(sample.ids) for sample in samples]
         self._target, self._samples, self._batch_tokens = target, samples, batch_tokens
         self._dtype = target.dtype if dtype == "auto" else parse_dtype(dtype)
 
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """One sample; aux [L, A*Ht] has the columns of `layer_ids` in that order."""
-        return self.get_many([index], layer_ids)[0]
-
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
+        """Return several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
         chosen = self.layer_ids if layer_ids is None else tuple(layer_ids)
         found: dict[int, Features] = {}
-        for batch in plan_batches([self.lengths[i] for i in indices], self._batch_tokens):
+        for batch in plan_passes([self.lengths[i] for i in indices], self._batch_tokens):
             samples = [self._samples[indices[place]] for place in batch]
             found.update(zip(batch, compute_features(self._target, samples, chosen, self._dtype), strict=True))
         return [found[place] for place in range(len(indices))]
@@ -161,9 +146,9 @@ def compute_features(
     output = target.forward(ids.to(target.device), layer_ids=layer_ids)
     kept = real.to(target.device)
     aux, last = output.aux[kept].to(dtype), output.last[kept].to(dtype)
-    teacher = summarise_teacher(target.head, last)
+    summary = summarise_logits(target.head, last)
     lengths = [len(sample.ids) for sample in samples]
-    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, teacher.top1, teacher.logsumexp))
+    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, summary.top1, summary.logsumexp))
     return [
         Features(
             ids=sample.ids.long().cpu(),
@@ -180,8 +165,8 @@ def compute_features(
 
 
 @torch.no_grad()
-def summarise_teacher(head: TargetHead, last: Tensor) -> Teacher:
-    """Argmax and log-sum-exp of the logits of last [R, Ht], some rows at a time so that [R, V] never exists."""
+def summarise_logits(head: TargetHead, last: Tensor) -> LogitSummary:
+    """Return argmax and log-sum-exp of the logits of last [R, Ht], some rows at a time so that [R, V] never exists."""
     piece = LOGITS_BYTES["cpu" if last.device.type == "cpu" else "gpu"]
     rows = max(LOGITS_ROWS, piece // (4 * head.vocab_size))
     top1, logsumexp = [], []
@@ -189,11 +174,11 @@ def summarise_teacher(head: TargetHead, last: Tensor) -> Teacher:
         logits = head.logits(part)
         top1.append(logits.argmax(dim=-1).to(torch.int32))
         logsumexp.append(logits.logsumexp(dim=-1))
-    return Teacher(torch.cat(top1), torch.cat(logsumexp))
+    return LogitSummary(torch.cat(top1), torch.cat(logsumexp))
 
 
 def digest_samples(samples: Sequence[Tokenized]) -> str:
-    """16 hex digits that name a list of samples: ids, masks, names and order."""
+    """Return 16 hex digits that name a list of samples: ids, masks, names and order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(json.dumps([sample.sample_id, sample.slice, len(sample.ids)]).encode())

@@ -1,4 +1,4 @@
-"""What a feature store says about itself: index.json, its checks, and how large a store will be.
+"""The index of a feature store: index.json, its checks, and the size of a store.
 
 A store is a folder with `index.json` and `shard-00000.safetensors`, `shard-00001.safetensors`, ... The index names
 the target (fingerprint), layers, dtype and samples, and per shard its file, size, SHA-256 and samples in order.
@@ -18,13 +18,13 @@ from draftsmith.files import write_text
 SCHEMA_VERSION = 1
 INDEX_NAME = "index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Per token beside the hidden states: ids int32, mask bool, top1 int32, logsumexp float32.
+# Per token besides the hidden states: ids int32, mask bool, top1 int32, logsumexp float32.
 TOKEN_BYTES = 4 + 1 + 4 + 4
 
 
 @dataclass(frozen=True)
 class StoreSpec:
-    """What must be equal for two extractions to be the same.
+    """The settings in which two extractions must agree to give the same store.
 
     fingerprint and compute_dtype name the target and how it ran; layer_ids, dtype, hidden_size (Ht) and vocab_size (V)
     the tensors; samples is a digest of the whole sample list in order; shard_bytes decides where shards end.
@@ -75,7 +75,7 @@ class StoreIndex:
 
     @property
     def num_samples(self) -> int:
-        """The samples in complete shards."""
+        """How many samples the complete shards hold."""
         return sum(len(shard.ids) for shard in self.shards)
 
 
@@ -103,7 +103,7 @@ def check_disk_space(path: Path, needed: int) -> None:
 
 
 def readable_bytes(size: int) -> str:
-    """ "1.5 GB" for 1_500_000_000."""
+    """Return a size in words, such as "1.5 GB" for 1_500_000_000."""
     value = float(size)
     for unit in ("bytes", "KB", "MB", "GB"):
         if value < 1000:

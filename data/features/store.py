@@ -1,33 +1,30 @@
-"""The feature store: what the frozen target computed, in checksummed safetensors shards read by mmap.
+"""The feature store: what the frozen target computed, in checksummed safetensors shards, written and read by mmap.
 
 Shapes: T tokens of a shard, S samples of a shard, L tokens of a sample, A aux layers, Ht target hidden size.
 A shard holds ids [T] int32, mask [T] bool, aux.{k} [T, Ht] for every stored layer id k, last [T, Ht], top1 [T] int32,
 logsumexp [T] float32 and offsets [S+1] int64. One tensor per layer, so that one superset store serves every head.
+Shards appear whole or not at all, and a run that writes them can be killed at any moment.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from draftsmith.data.batch import Features
-from draftsmith.data.features.index import INDEX_NAME, StoreSpec, check_disk_space, estimate_bytes, read_index
-from draftsmith.data.features.writer import SHARD_BYTES, FeatureWriter
+from draftsmith.data.features.index import INDEX_NAME, ShardInfo, StoreIndex, StoreSpec, read_index, write_index
 from draftsmith.errors import UserError
-from draftsmith.files import sha256_file
+from draftsmith.files import atomic_path, explain_os_error, sha256_file
 
-__all__ = [
-    "SHARD_BYTES",
-    "FeatureSource",
-    "FeatureStore",
-    "FeatureWriter",
-    "StoreSpec",
-    "check_disk_space",
-    "estimate_bytes",
-]
-
+SHARD_BYTES = 512 * 2**20
+SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
+TEMPORARY_PATTERN = re.compile(r"\.(shard-\d{5,}\.safetensors|index\.json)\.\d+\.tmp")
 OPEN_SHARDS = 64
 
 
@@ -42,17 +39,11 @@ class FeatureSource(Protocol):
     def slices(self) -> list[str]:
         """The slice of every sample."""
 
-    @property
-    def ids(self) -> list[str]:
-        """The id of every sample."""
-
-    def __len__(self) -> int: ...
-
-    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """One sample with aux columns of `layer_ids` in that order; None takes every layer of the source."""
-
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Several samples, in the order of `indices`."""
+        """Return samples in the order of `indices`; aux [L, A*Ht] has the columns of `layer_ids` in that order.
+
+        None takes every layer of the source.
+        """
 
 
 class FeatureStore:
@@ -99,7 +90,7 @@ class FeatureStore:
             )
 
     def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """One sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""
+        """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""
         chosen = self.layer_ids if layer_ids is None else layer_ids
         self.check_layer_ids(chosen)
         number, row = self._place[index]
@@ -115,11 +106,11 @@ class FeatureStore:
         )
 
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Several samples, in the order of `indices`."""
+        """Return several samples, in the order of `indices`."""
         return [self.get(index, layer_ids) for index in indices]
 
     def _shard(self, number: int) -> Any:
-        """An open shard; the least recently opened one is closed when there are many."""
+        """Return an open shard; the one opened first is closed when there are many."""
         if number not in self._open:
             file, info = self.path / self._shards[number].file, self._shards[number]
             if not self._verified[number]:
@@ -136,3 +127,101 @@ class FeatureStore:
             except (OSError, SafetensorError) as error:
                 raise UserError(f"The feature shard {file} cannot be read ({error}): extract again.") from error
         return self._open[number]
+
+
+class FeatureWriter:
+    """Writes a store sample by sample and continues an unfinished one after its last complete shard.
+
+    A shard ends before the sample that would make it larger than spec.shard_bytes, so the files depend only on the
+    samples and their order: a run that was killed and resumed leaves the same bytes. Opening an unfinished store
+    removes temporary and unlisted files; `index.num_samples` samples are already in it and must not be added again.
+    Raises UserError where the folder holds a store with another spec, or files that are no store.
+    """
+
+    def __init__(self, path: Path | str, spec: StoreSpec) -> None:
+        self.path, self.spec = Path(path), spec
+        self._pending: list[Features] = []
+        self._pending_bytes = 0
+        if (self.path / INDEX_NAME).exists():
+            self.index = read_index(self.path)
+            _check_same(self.path, self.index.spec, spec)
+            self._remove_strays()
+        else:
+            if self.path.is_dir() and any(SHARD_PATTERN.fullmatch(file.name) for file in self.path.iterdir()):
+                raise UserError(f"{self.path} holds feature shards but no {INDEX_NAME}: choose another folder.")
+            self.index = StoreIndex(spec)
+            write_index(self.path, self.index)
+
+    def add(self, features: Features) -> None:
+        """Append one sample; its aux columns are those of spec.layer_ids in order."""
+        assert not self.index.complete, "the store is finished"
+        width = self.spec.hidden_size
+        length = features.ids.shape[0]
+        assert features.aux.shape == (length, len(self.spec.layer_ids) * width), features.aux.shape
+        assert features.last.shape == (length, width), features.last.shape
+        size = length * self.spec.bytes_per_token
+        if self._pending and self._pending_bytes + size > self.spec.shard_bytes:
+            self._write_shard()
+        self._pending.append(features)
+        self._pending_bytes += size
+
+    def finish(self) -> None:
+        """Write what is left and mark the store complete."""
+        if self.index.complete:
+            return
+        if self._pending:
+            self._write_shard()
+        self.index = StoreIndex(self.spec, True, self.index.shards)
+        write_index(self.path, self.index)
+
+    def _write_shard(self) -> None:
+        samples, self._pending, self._pending_bytes = self._pending, [], 0
+        file = self.path / f"shard-{len(self.index.shards):05d}.safetensors"
+        with atomic_path(file) as temporary:
+            save_file(_shard_tensors(samples, self.spec), temporary)
+        shard = ShardInfo(
+            file=file.name,
+            bytes=file.stat().st_size,
+            sha256=sha256_file(file),
+            ids=tuple(sample.sample_id for sample in samples),
+            slices=tuple(sample.slice for sample in samples),
+            lengths=tuple(sample.ids.shape[0] for sample in samples),
+        )
+        self.index = StoreIndex(self.spec, False, (*self.index.shards, shard))
+        write_index(self.path, self.index)
+
+    def _remove_strays(self) -> None:
+        listed = {shard.file for shard in self.index.shards}
+        with explain_os_error(self.path):
+            for file in self.path.iterdir():
+                unlisted = SHARD_PATTERN.fullmatch(file.name) and file.name not in listed
+                if unlisted or TEMPORARY_PATTERN.fullmatch(file.name):
+                    file.unlink()
+
+
+def _shard_tensors(samples: list[Features], spec: StoreSpec) -> dict[str, Tensor]:
+    """Return the tensors of one shard by name."""
+    dtype, width = spec.torch_dtype, spec.hidden_size
+    columns: dict[str, list[Tensor]] = defaultdict(list)
+    for sample in samples:
+        columns["ids"].append(sample.ids.to(torch.int32))
+        columns["mask"].append(sample.mask.bool())
+        columns["last"].append(sample.last.to(dtype))
+        columns["top1"].append(sample.top1.to(torch.int32))
+        columns["logsumexp"].append(sample.logsumexp.float())
+        for place, k in enumerate(spec.layer_ids):
+            columns[f"aux.{k}"].append(sample.aux[:, place * width : (place + 1) * width].to(dtype))
+    tensors = {name: torch.cat(parts).cpu().contiguous() for name, parts in columns.items()}
+    lengths = torch.tensor([0] + [sample.ids.shape[0] for sample in samples])
+    return {**tensors, "offsets": lengths.cumsum(0)}
+
+
+def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:
+    """Raise UserError naming the first field in which an existing store differs from the wanted one."""
+    what = {"fingerprint": "target", "samples": "list of samples"}
+    for name, value in vars(wanted).items():
+        if (old := getattr(stored, name)) != value:
+            raise UserError(
+                f"The feature store {path} was made with another {what.get(name, name)} ({old}, now {value}): "
+                "choose another folder, or delete that one to extract again."
+            )

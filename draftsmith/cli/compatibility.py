@@ -11,10 +11,18 @@ from draftsmith.errors import UserError
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import read_record
-from draftsmith.heads.target.differences import KINDS, NUMBERS, SIZES, Difference, compare, not_compared
 from draftsmith.heads.target.files import hash_tokenizer
 from draftsmith.heads.target.fingerprint import read_spans
-from draftsmith.heads.target.identity import TargetIdentity, identify_directory
+from draftsmith.heads.target.identity import (
+    CHANGES_OUTPUT,
+    KINDS,
+    SIZES,
+    Difference,
+    TargetIdentity,
+    compare,
+    identify_directory,
+    not_compared,
+)
 
 FIELDS = {"template": "chat_template", "eos": "eos_ids"}
 """Where the name in a record is not that of the line."""
@@ -110,7 +118,7 @@ def with_parts(made_for: TargetIdentity, now: TargetIdentity) -> TargetIdentity:
     """Return a record of an earlier version with what its fingerprint says, if that is the target's, of the parts."""
     if made_for.fingerprint is None or made_for.fingerprint != now.fingerprint:
         return made_for
-    return replace(made_for, **{kind: getattr(made_for, kind) or getattr(now, kind) for kind in NUMBERS})
+    return replace(made_for, **{kind: getattr(made_for, kind) or getattr(now, kind) for kind in CHANGES_OUTPUT})
 
 
 def compare_lines(made_for: TargetIdentity, now: TargetIdentity) -> list[Check]:

@@ -45,9 +45,9 @@ def find_script(method: str) -> Path:
 def train(session: "Session", config: str, words: list[str]) -> None:
     """Make answers and hidden states here, then train in processes of their own. words: the command line's, which say the
     recipe again."""
-    from draftsmith.stages import stages
+    from draftsmith.stages.pipeline import make_stages
 
-    stages.features_stage(session, stages.load_samples(session).samples)
+    make_stages(session, "extract")
     if "train" in session.redo:
         session.run.clear("train")
         session.redo.discard("train")

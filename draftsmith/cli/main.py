@@ -125,11 +125,9 @@ def _run(words: list[str]) -> int:
     config, thresholds = take(words, "--launch"), _thresholds(words)
     session = _session(words, "run")
     from draftsmith.cli import launching
-    from draftsmith.heads.formats.layout import layouts_of
-    from draftsmith.stages import stages
-    from draftsmith.stages.exporting import export_stage
-    from draftsmith.stages.preflight import preflight
-    from draftsmith.stages.thresholds import check_thresholds, gate
+    from draftsmith.stages.evaluation import gate
+    from draftsmith.stages.pipeline import make_stages
+    from draftsmith.stages.preflight import check_thresholds, preflight
 
     if config:
         launching.check_config(session.recipe.train, config[-1])
@@ -137,22 +135,19 @@ def _run(words: list[str]) -> int:
     check_thresholds(session, thresholds, lineup, decode=True)
     if config:
         launching.train(session, config[-1], words)
-    stages.train_stage(session)
-    paths = _evaluate_and_show(session, decode=True, head=None)
-    exported = export_stage(session) if layouts_of(session.recipe.method) else "none: no layout holds such heads"
+    made = make_stages(session, "run", show=_show)
     folder = session.recipe.run_dir / "evaluation"
     print(f"\nreport  {folder / 'report.html'}")
     for temperature in session.recipe.evaluate.temperatures:
         print(f"result  {folder / f't{temperature:g}' / 'result.json'}")
-    print(f"export  {exported}")
-    return gate(paths, thresholds)
+    print(f"export  {made.export or 'none: no layout holds such heads'}")
+    return gate(made.results, thresholds)
 
 
 def _regenerate(words: list[str]) -> int:
-    from draftsmith.stages.stages import answers_stage
+    from draftsmith.stages.pipeline import make_stages
 
-    session = _session(words, "regenerate")
-    path = answers_stage(session)
+    path = make_stages(_session(words, "regenerate"), "regenerate").answers
     if path is None:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
     print(path)
@@ -160,14 +155,14 @@ def _regenerate(words: list[str]) -> int:
 
 
 def _extract(words: list[str]) -> int:
+    from draftsmith.stages.pipeline import make_stages
     from draftsmith.stages.preflight import preflight
-    from draftsmith.stages.stages import features_stage, load_samples
 
     session = _session(words, "extract")
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     preflight(session, "extract")
-    features_stage(session, load_samples(session).samples)
+    make_stages(session, "extract")
     print(session.recipe.data_path / "features")
     return 0
 
@@ -176,45 +171,42 @@ def _train(words: list[str]) -> int:
     config = take(words, "--launch")
     session = _session(words, "train")
     from draftsmith.cli import launching
+    from draftsmith.stages.pipeline import make_stages
     from draftsmith.stages.preflight import preflight
-    from draftsmith.stages.stages import train_stage
 
     if config:
         launching.check_config(session.recipe.train, config[-1])
     preflight(session, "train")
     if config:
         launching.train(session, config[-1], words)
-    print(train_stage(session))
+    print(make_stages(session, "train").head)
     return 0
 
 
 def _evaluate(words: list[str]) -> int:
     decode = not take(words, "--no-decode", flag=True)
-    head, thresholds = take(words, "--head"), _thresholds(words)
-    session = _session(words, "evaluate" if decode else "evaluate --no-decode")
-    from draftsmith.stages.preflight import preflight
-    from draftsmith.stages.stages import find_head
-    from draftsmith.stages.thresholds import check_thresholds, gate
+    named, thresholds = take(words, "--head"), _thresholds(words)
+    command, head = "evaluate" if decode else "evaluate --no-decode", Path(named[-1]) if named else None
+    session = _session(words, command)
+    from draftsmith.stages.evaluation import gate
+    from draftsmith.stages.pipeline import make_stages
+    from draftsmith.stages.preflight import check_thresholds, preflight
 
-    find_head(session, Path(head[-1]) if head else None)
-    lineup = preflight(session, "evaluate", Path(head[-1]) if head else None)
-    check_thresholds(session, thresholds, lineup, decode=decode)
-    paths = _evaluate_and_show(session, decode=decode, head=Path(head[-1]) if head else None)
-    for path in paths:
+    check_thresholds(session, thresholds, preflight(session, "evaluate", head), decode=decode)
+    made = make_stages(session, command, head=head, show=_show)
+    for path in made.results:
         print(path)
-    return gate(paths, thresholds)
+    return gate(made.results, thresholds)
 
 
-def _evaluate_and_show(session: "Session", *, decode: bool, head: Path | None) -> list[Path]:
+def _show(results: list[Path]) -> None:
+    """Print the headline table of result files."""
     from rich.console import Console
 
     from draftsmith.eval.measure.result import read_result
     from draftsmith.eval.report.report import headline_table
-    from draftsmith.stages.evaluation import evaluate_stage
 
-    paths = evaluate_stage(session, decode=decode, head_folder=head)
-    Console().print(headline_table([read_result(path) for path in paths]))
-    return paths
+    Console().print(headline_table([read_result(path) for path in results]))
 
 
 def _search_tree(words: list[str]) -> int:
@@ -227,18 +219,18 @@ def _search_tree(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    from draftsmith.stages.exporting import export_stage
     from draftsmith.stages.gguf import check_options, export_gguf
+    from draftsmith.stages.pipeline import make_stages
     from draftsmith.stages.preflight import preflight
-    from draftsmith.stages.stages import find_head
 
-    head, gguf = take(words, "--head"), gguf_options(words)
+    named, gguf = take(words, "--head"), gguf_options(words)
     session = _session(words, "export")
-    folder = find_head(session, Path(head[-1]) if head else None)
+    head = Path(named[-1]) if named else None
+    preflight(session, "export", head)
     if gguf:
-        check_options(session, gguf, folder)
-    preflight(session, "export")
-    exported = export_stage(session, folder if head else None)
+        check_options(session, gguf, head)
+    exported = make_stages(session, "export", head=head).export
+    assert exported is not None
     print(export_gguf(session, exported, gguf) if gguf else exported)
     return 0
 
@@ -247,7 +239,7 @@ def _report(words: list[str]) -> int:
     """`draftsmith report RESULT.json ... [--output FOLDER]`, or with --recipe the results of its run."""
     from draftsmith.eval.measure.result import read_result
     from draftsmith.eval.report.report import write_report
-    from draftsmith.stages.thresholds import gate
+    from draftsmith.stages.evaluation import gate
 
     output, thresholds = take(words, "--output"), _thresholds(words)
     if words and not words[0].startswith("--"):
@@ -276,7 +268,7 @@ def _inspect(words: list[str]) -> int:
     from rich.console import Console
 
     from draftsmith.data.conversations.show import show_conversation
-    from draftsmith.stages.stages import samples_at_hand
+    from draftsmith.stages.answers import samples_at_hand
 
     count = take(words, "--count") or ["3"]
     if not count[-1].isdecimal() or not int(count[-1]):

@@ -1,1 +1,1 @@
-"""What a run will need, from formulas."""
+"""The plan of a run: time, disk and memory, from formulas."""

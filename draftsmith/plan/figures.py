@@ -10,19 +10,21 @@ from functools import cached_property
 
 from draftsmith.data.features.index import DTYPES, estimate_bytes
 from draftsmith.heads.cost import HeadCost
+from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.shape import TargetShape
 from draftsmith.plan.devices import Device
 from draftsmith.recipe.schema import Recipe
 
 BANDWIDTH_SHARE = 0.6
-"""Share of the memory bandwidth that a decoding pass reaches, launches of its kernels included."""
+"""Share of the memory bandwidth that a decoding pass reaches, kernel launches included."""
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """device, gpus: what the run is on; answers, hidden states and the evaluation use one GPU, training all. utilisation:
-    share of the peak FLOP/s that training and prefill reach. prompt, answer: mean tokens per conversation."""
+    """What a plan assumes about hardware and texts. device, gpus: training uses all GPUs, answers, hidden states and the
+    evaluation one. utilisation: share of the peak FLOP/s that training and prefill reach. prompt, answer: mean tokens per
+    conversation."""
 
     device: Device
     gpus: int
@@ -43,14 +45,14 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """S * (p + a)."""
+        """Tokens of all conversations, S * (p + a)."""
         return self.samples * (self.given.prompt + self.given.answer)
 
     @property
     def answer_seconds(self) -> float:
-        """Prefill, bound by FLOPs, and decoding, bound by memory.
+        """Seconds of prefill, bound by FLOPs, and of decoding, bound by memory.
 
-        Rows that are done leave a batch and nobody takes their place, so a batch of b prompts takes max_new_tokens
+        Rows that are done leave a batch and none takes their place, so a batch of b prompts takes max_new_tokens
         passes, over b * a / max_new_tokens rows on average. A pass reads the weights (of experts only those visited)
         and the keys and values of those rows, p + a/2 tokens long on average.
         """
@@ -65,20 +67,20 @@ class Plan:
 
     @property
     def answer_flops(self) -> float:
-        """A pass over every prompt and every answer token."""
+        """FLOPs of a pass over every prompt and every answer token."""
         given, target = self.given, self.target
         context = given.prompt + given.answer / 2
         return self.samples * (target.forward_flops(given.prompt) + given.answer * target.step_flops(context))
 
     @property
     def answer_bytes(self) -> float:
-        """Memory: the weights, and keys and values for the longest row of a batch in every row."""
+        """Memory of answering: the weights, and keys and values for the longest row of a batch in every row."""
         longest = min(self.recipe.data.max_length, self.target.context)
         return self.target.weight_bytes + self.recipe.answers.batch * longest * self.target.kv_bytes
 
     @property
     def store_bytes(self) -> int:
-        """Per token (A+1)*H states and 13 bytes for id, mask, top1 and logsumexp (see `estimate_bytes`)."""
+        """Bytes on disk: per token (A+1)*H states and 13 bytes for id, mask, top1 and logsumexp (see `estimate_bytes`)."""
         named, stored = self.recipe.features.dtype, self.recipe.features.layer_ids
         dtype = next(n for n, d in DTYPES.items() if d.itemsize == self.target.itemsize) if named == "auto" else named
         layers = self.head.aux_layers if stored is None else len(stored)
@@ -86,13 +88,13 @@ class Plan:
 
     @property
     def feature_flops(self) -> float:
-        """One pass of the target over every text, logits included."""
+        """FLOPs of one pass of the target over every text, logits included."""
         return self.samples * self.target.forward_flops(self.given.prompt + self.given.answer)
 
     @cached_property
     def rows(self) -> list[float]:
-        """R_k of a micro-batch of full rows: its texts have a - 1 - k rows each that count at step k, and of them the head
-        learns from all or from a sample."""
+        """R_k, the rows that a head learns from in a micro-batch of full rows: of each text a - 1 - k at step k, or a sample
+        of them."""
         spec, given = self.recipe.train, self.given
         texts = spec.rows * spec.row_tokens / (given.prompt + given.answer)
         of_a_text = [float(max(given.answer - 1 - k, 0)) for k in range(self.head.steps)]
@@ -100,7 +102,7 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps: per epoch the rows full of training tokens over rows * accumulation * GPUs."""
+        """Optimizer steps: per epoch, the training tokens over rows * row_tokens * accumulation * GPUs."""
         spec = self.recipe.train
         share = 1 - min(1.0, self.recipe.data.heldout / self.samples)
         window = spec.rows * spec.row_tokens * spec.accumulation * self.given.gpus
@@ -109,7 +111,7 @@ class Plan:
 
     @property
     def train_flops(self) -> float:
-        """Forward and backward passes of the head over all micro-batches (see heads/cost.py)."""
+        """FLOPs of the head's forward and backward passes over all micro-batches (see heads/cost.py)."""
         spec = self.recipe.train
         positions = spec.rows * spec.row_tokens
         attention = self.head.attention_flops(positions, self.given.prompt + self.given.answer)
@@ -123,18 +125,18 @@ class Plan:
 
     @property
     def read_rate(self) -> float:
-        """Bytes per second that a store must give, over all GPUs, for training not to wait for it."""
+        """Bytes per second that a store must deliver to all GPUs together, so that training does not wait for it."""
         stored = self.store_bytes / self.tokens * self.seen_tokens
         return stored * self.given.gpus / self.seconds(self.train_flops)
 
     @property
     def online_flops(self) -> float:
-        """What the target adds where nothing is stored: a pass over every text in every epoch."""
+        """FLOPs of the target where nothing is stored: a pass over every text in every epoch."""
         return self.feature_flops / self.tokens * self.seen_tokens
 
     @property
     def train_seconds(self) -> float:
-        """FLOPs over what all GPUs together reach."""
+        """Seconds of training: its FLOPs over those per second that all GPUs together reach."""
         online = self.online_flops if self.recipe.features.source == "online" else 0.0
         return self.seconds(self.train_flops + online) / self.given.gpus
 
@@ -156,7 +158,7 @@ class Plan:
 
     @property
     def evaluate_seconds(self) -> float:
-        """At most, per prompt and temperature: `repeats` answers of the target alone and as many drafted ones, which
+        """Seconds per prompt and temperature, at most: `repeats` answers of the target alone and as many drafted ones, which
         take no more passes, and one of `generate`; each pass reads all weights that a token is multiplied with."""
         spec, target = self.recipe.evaluate, self.target
         read = target.touched_bytes(spec.batch) + spec.batch * self.given.prompt * target.kv_bytes
@@ -165,48 +167,44 @@ class Plan:
 
     @property
     def evaluate_bytes(self) -> float:
-        """Memory of the target, of what a tuned one has of its own, and of copies of both in float32 where the greedy texts
-        are compared in it."""
+        """Memory of the target, of a tuned target's own weights, and of float32 copies of both where greedy texts are compared
+        in float32."""
         exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
         parameters, size = self.target.parameters + tuned_parameters(self.head), self.target.itemsize
         return float(parameters * (size + 4 if exact and size < 4 else size))
 
     def seconds(self, flops: float) -> float:
-        """Time of so many FLOPs on one GPU."""
+        """Return the time that so many FLOPs take on one GPU."""
         return flops / (self.given.device.flops * self.given.utilisation)
 
 
 def tuned_parameters(cost: HeadCost) -> int:
-    """Return how many weights a target that is tuned with the head has of its own, by `tuned_parameters` of its costs."""
+    """Return how many weights of its own a tuned target has: `tuned_parameters` of the head's costs, 0 without them."""
     return int(getattr(cost, "tuned_parameters", 0))
 
 
 def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:
-    """Return how many of a text's rows supervised at each step a head learns from: all, unless its costs say otherwise by
-    a method of this name, since it is trained on a sample."""
+    """Return how many of a text's supervised rows a head learns from at each step: all, or what `learned_rows` of its costs
+    says, where it is trained on a sample."""
     sampled = getattr(cost, "learned_rows", None)
     return rows if sampled is None else sampled(rows)
 
 
-# Counted in [R, W] of fp32: the teacher's distribution, a copy of it for the step at hand, and what the loss makes of the two distributions.
-_WORKING = {"kl": 2, "soft_ce": 2, "hard_ce": 3, "tv": 3, "lk_alpha": 3, "lk_hybrid": 4, "reverse_kl": 4, "jsd": 7}
-
-
 def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], loss: LossSpec) -> float:
-    """Bytes at the end of the loss, where a training pass takes most.
+    """Return the bytes at the end of the loss, the peak of a training pass.
 
-    What the head keeps; and per row and step the draft logits, their fp32 log-softmax, and, but for hard
-    cross-entropy, the teacher's fp32 distribution. Then the teacher's distribution on all R rows, and what the loss of one step works with.
+    What the head keeps; per row and step the draft logits, their fp32 log-softmax and, where a loss needs it backward, the
+    teacher's fp32 distribution; and what the loss of one step works with (`Loss.working`).
     """
-    kinds = {loss.kind, *loss.also}
-    hard = kinds == {"hard_ce"}
-    logits = cost.draft_vocab * (cost.logit_bytes + (4 if hard else 8)) * sum(rows)
-    working = cost.draft_vocab * 4 * max(_WORKING[kind] for kind in kinds) * max(rows)
+    losses = [LOSSES[kind] for kind in (loss.kind, *loss.also)]
+    kept = cost.logit_bytes + (8 if any(one.keeps_teacher for one in losses) else 4)
+    logits = cost.draft_vocab * kept * sum(rows)
+    working = cost.draft_vocab * 4 * max(one.working for one in losses) * max(rows)
     return cost.saved_bytes(positions, rows) + logits + working
 
 
 def parameter_bytes(cost: HeadCost, optimizer: str, gpus: int) -> float:
-    """Weights, gradients, optimizer state and copies of all trained parameters, per GPU.
+    """Return the bytes of weights, gradients, optimizer state and copies of all trained parameters, per GPU.
 
     Per parameter: fp32 weight 4, gradient 4, AdamW's two moments 8 (Muon's one 4, for the matrices inside the head),
     autocast's bf16 copy 2; with several processes DDP's gradient buckets, 4 more.

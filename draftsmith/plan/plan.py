@@ -1,9 +1,9 @@
-"""`draftsmith plan`: what a recipe needs, from the recipe and the target's config alone; no weights are loaded.
+"""`draftsmith plan`: the time, disk and memory of a recipe, from it and the target's config alone; no weights are loaded.
 
     draftsmith plan --recipe R --device h100 --gpus 8
 
-Every figure is a formula over dimensions; what they cannot say (lengths of texts, how much of its peak a GPU reaches) is
-an assumption that the plan states.
+Every figure is a formula over dimensions. Lengths of texts and the share of its peak that a GPU reaches are assumptions,
+which the plan states.
 """
 
 import textwrap
@@ -15,7 +15,8 @@ from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import find_layout
-from draftsmith.heads.target.shape import TargetShape, load_config, shape_of
+from draftsmith.heads.target.pretrained import load_config
+from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
 from draftsmith.heads.target.tokens import check_mask_token
 from draftsmith.plan.devices import Device
@@ -36,7 +37,7 @@ def make_plan(recipe: Recipe, target: TargetShape, samples: int, given: Assumpti
 
 
 def _check_head(recipe: Recipe, target: TargetShape) -> None:
-    """Refuse what does not fit the target or the method and can be told without either; training refuses the rest."""
+    """Raise UserError for options that cannot fit the target or the method, as far as its config shows; training checks the rest."""
     if (layers := getattr(recipe.head, "layer_ids", None)) is not None:
         check_layer_ids(layers, target.layers, recipe.target.path)
     if (size := draft_vocab_size_of(recipe.head)) is not None and size > target.vocab:

@@ -1,13 +1,13 @@
 """The section `evaluate` of a recipe: what is measured, on what, and how it drafts."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree, load_tree
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.fields import Dtype, require, without_neutral
+from draftsmith.fields import LATER, Dtype, require
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,18 @@ class DraftSpec:
     tree: str = "chain"
     """chain; medusa_63, the published tree; a JSON file with a list of paths such as [[0], [1], [0, 0]]; or dynamic,
     EAGLE-2's tree, which grows where the draft is sure of itself."""
-    children: Literal["likely", "drawn"] | None = None
+    children: Literal["likely", "drawn"] | None = field(default=None, metadata=LATER)
     """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its distribution."""
-    depth: int | None = None
+    depth: int | None = field(default=None, metadata=LATER)
     """dynamic: levels of the tree; null is 6."""
-    branching: int | None = None
+    branching: int | None = field(default=None, metadata=LATER)
     """dynamic: nodes of a level that go on, and children that each is tried with; null is 8."""
-    total_tokens: int | None = None
+    total_tokens: int | None = field(default=None, metadata=LATER)
     """dynamic: tokens that the target reads, the root included; null is 60."""
-    confidence_threshold: float | None = None
+    confidence_threshold: float | None = field(default=None, metadata=LATER)
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark); null: it never ends early."""
-    heads: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list, metadata=LATER)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
     """typical is Medusa's LOSSY rule: the text no longer follows the target's distribution (above temperature 0)."""
@@ -110,9 +110,9 @@ class EvaluateSpec:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens up to this mass."""
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=LATER)
     """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = field(default=1.0, metadata=LATER)
     """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
     num_speculative_tokens: int = 5
     """Length of the drafted chain; a head that reaches less far drafts as far as it can, a tree has its own depth."""
@@ -138,7 +138,7 @@ class EvaluateSpec:
     """Time transformers' generate beside our own baseline, where requests are decoded one at a time (batch 1)."""
     lossless: bool = True
     """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
-    original: bool = True
+    original: bool = field(default=True, metadata=LATER)
     """Hold a target that was tuned with its heads and exported (Medusa-2) against the original, loaded beside it."""
     example_slices: list[str] = field(default_factory=list)
     """Slices that worked examples come from; empty takes all."""
@@ -147,17 +147,6 @@ class EvaluateSpec:
         """How tokens are chosen at one of the temperatures."""
         filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
         return make_sampling("evaluate", temperature, *filters)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What results are made with, to tell whether finished ones still fit; what prompts and heads hold counts, not
-        where they lie."""
-        elsewhere = ("prompts", "beside", "baselines")
-        values = {key: value for key, value in asdict(self).items() if key not in elsewhere}
-        fields = ("children", "depth", "branching", "total_tokens", "confidence_threshold")
-        unset: dict[str, Any] = {**dict.fromkeys(fields), "heads": []}
-        values["drafts"] = [without_neutral(draft, unset) for draft in values["drafts"]]
-        return without_neutral(values, {"min_p": 0.0, "repetition_penalty": 1.0, "original": True})
 
     def __post_init__(self) -> None:
         key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens

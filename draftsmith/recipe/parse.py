@@ -14,6 +14,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
 
 from draftsmith.errors import UserError, did_you_mean
+from draftsmith.heads.losses.spec import describe_kinds
 from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
 from draftsmith.recipe.schema import (
@@ -75,6 +76,7 @@ def recipe_parser(method: str, prog: str | None = None, description: str | None 
     parser.add_argument("--method", type=Literal[method_names()], default=method, help="The drafter.")
     for key, section in _SECTIONS.items():
         parser.add_class_arguments(section, key)
+    next(action for action in parser._actions if action.dest == "train.loss.kind").help = describe_kinds()
     parser.add_class_arguments(find_method(method).options_class, "head")
     return parser
 

@@ -3,13 +3,13 @@
 Dimensions of the target are never repeated here: they are read from its config.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.fields import Dtype, require, without_neutral
+from draftsmith.fields import LATER, Dtype, require
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.evaluate import EvaluateSpec, make_sampling
 
@@ -70,9 +70,9 @@ class AnswersSpec:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens up to this mass."""
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=LATER)
     """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = field(default=1.0, metadata=LATER)
     """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
     max_new_tokens: int = 512
     """Most tokens per answer."""
@@ -89,11 +89,6 @@ class AnswersSpec:
         """The first setting of the sampling that is not the default: answers that came with the data do not follow it."""
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return next((key for key in keys if getattr(self, key) != getattr(type(self), key)), None)
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What answers are made with, to tell whether finished ones still fit."""
-        return without_neutral(asdict(self), {"min_p": 0.0, "repetition_penalty": 1.0})
 
     def _chosen(self) -> Sampling:
         filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -201,10 +196,9 @@ class ExportSpec:
     """Dtype of the exported weights; `auto` is the target's."""
     include_embeddings: bool = False
     """Write embed_tokens too; engines share the target's when it is left out."""
-    tensor_parallel: int = 1
+    tensor_parallel: int = field(default=1, metadata=LATER)
     """GPUs that an engine will split the draft over; the export refuses what none of the layout's engines could split."""
-
-    adapter: Literal["merge", "keep"] | None = None
+    adapter: Literal["merge", "keep"] | None = field(default=None, metadata=LATER)
     """Heads that tune their target (Medusa-2), what is written beside them: merge, which null stands for, a whole model, the
     adapter merged into its weights; keep, the adapter alone, for the original target."""
 

@@ -1,25 +1,32 @@
-"""The evaluation of a trained head: decode, simulate, compare, and write result.json and the reports."""
+"""The stage that evaluates a trained head: decode or simulate its prompts, and write result.json and the reports."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from draftsmith.data.answers.generate import prepare_prompts
 from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.data.conversations.prompts import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.gate import Threshold, check_results
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
+from draftsmith.fields import fingerprint_fields
 from draftsmith.files import fingerprint
+from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
+from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
 from draftsmith.stages.evaluator import Evaluator
-from draftsmith.stages.lineup import at_temperature, digests, load_heads, make_lineup
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.untuned_target import compared_before, load_original
+
+MISSED = 3
+"""Exit code where a number is below its threshold."""
 
 
 def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path | None = None) -> list[Path]:
@@ -31,14 +38,15 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     original = session.original
     longest = longest_text(requests)
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
-    lineup = _lineup(session, session.target, head_folder, longest, original)
+    drafters = _drafters(session, session.target, head_folder, longest, original)
     inputs = {
-        **digests(session, head_folder, lineup),
+        **drafter_digests(session, head_folder, drafters),
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
-        "evaluate": spec.inputs,
+        # What prompts and heads hold counts (above), not where they lie.
+        "evaluate": fingerprint_fields(spec, ("prompts", "beside", "baselines")),
         "seed": recipe.seed,
     }
     if decode:  # which is timed
@@ -46,9 +54,7 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
             "device": session.device.split(":")[0],
             "target.attn_implementation": recipe.target.attn_implementation,
         }
-    inputs = (
-        compared_before(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
-    )
+    inputs = _as_compared(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
@@ -59,9 +65,9 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
             lossless = _lossless(session, requests, head_folder, original)
         target = session.target_in(dtype)
         if target is not session.target:
-            lineup = _lineup(session, target, head_folder, longest, original)
-        alone = target if original is None else load_original(session, original, target.dtype_name)
-        evaluator = Evaluator(session, alone, requests, conversations, lineup)
+            drafters = _drafters(session, target, head_folder, longest, original)
+        alone = target if original is None else session.load_target(target.dtype_name, original.path)
+        evaluator = Evaluator(session, alone, requests, conversations, drafters)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
                 sampling = spec.sampling(temperature)
@@ -71,15 +77,27 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     return paths
 
 
-def _lineup(
+def _as_compared(session: Session, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return `inputs` with the original that a finished stage was compared with, where that original is gone since.
+
+    Its results stay valid then.
+    """
+    made_from = tuned_from(Path(session.target_path))
+    if made_from is None or not session.recipe.evaluate.original or stage in session.redo:
+        return inputs
+    earlier = inputs | {"original": made_from.fingerprint}
+    return earlier if session.run.holds(stage, earlier) else inputs
+
+
+def _drafters(
     session: Session, target: Target, head_folder: Path | None, longest: int, original: TargetIdentity | None
 ) -> list[Contender]:
     heads = load_heads(session, target, head_folder)
-    return make_lineup(session, heads, target, longest, compared=original is not None)
+    return select_drafters(session, heads, target, longest, compared=original is not None)
 
 
-def make_requests(session: Session, target: Target) -> "tuple[list[Request], dict[str, Conversation]]":
-    """Return the evaluation prompts as requests, and the conversations by id."""
+def make_requests(session: Session, target: Target) -> tuple[list[Request], dict[str, Conversation]]:
+    """Return the evaluation prompts as requests, and their conversations by id; warns of prompts that are left out."""
     spec = session.recipe.evaluate
     chosen = evaluation_conversations(session)
     deepest = max([spec.max_k, *(tree.depth for draft in spec.drafts if (tree := draft.load()) is not None)])
@@ -88,14 +106,15 @@ def make_requests(session: Session, target: Target) -> "tuple[list[Request], dic
         chosen,
         max_new_tokens=lambda name: spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens),
         max_length=target.context_length - deepest,
-        seed=session.recipe.seed,
         template=session.recipe.data.template,
-        limit=f"the target's context leaves beside a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
+        limit=f"the target's context leaves after a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
     )
     if len(prompts) < len(chosen):
         left = len(chosen) - len(prompts)
         session.warn(f"{left} of {len(chosen)} prompts are too long for the target and are left out.")
-    return [p.request for p in prompts], {c.id: c for c in chosen}
+    seed = session.recipe.seed
+    requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
+    return requests, {c.id: c for c in chosen}
 
 
 def longest_text(requests: Sequence[Request]) -> int:
@@ -133,9 +152,20 @@ def _lossless(
     """Compare greedy texts with and without each draft in float32, where they must be equal."""
     target = session.load_target("float32")
     greedy = session.recipe.evaluate.sampling(0)
-    lineup = at_temperature(_lineup(session, target, head_folder, longest_text(requests), original), greedy)
-    # Drafts for a tuned target are held against that one; the original verifies those of the baselines.
-    apart = original if any(c.verifier is None for c in lineup) else None
-    alone = target if apart is None else load_original(session, apart, "float32")
+    drafters = at_temperature(_drafters(session, target, head_folder, longest_text(requests), original), greedy)
+    # Drafts for a tuned target are compared with its own texts; the original verifies those of the baselines.
+    apart = original if any(c.verifier is None for c in drafters) else None
+    alone = target if apart is None else session.load_target("float32", apart.path)
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
-    return check_lossless(alone, lineup, requests, greedy)
+    return check_lossless(alone, drafters, requests, greedy)
+
+
+def gate(paths: Sequence[Path], thresholds: Sequence[Threshold]) -> int:
+    """Compare written results with the thresholds of --fail-under: print a line for each one missed, return the exit code."""
+    checks = check_results({str(path): read_result(path) for path in paths}, thresholds)
+    missed = [check for check in checks if not check.passed]
+    for check in missed:
+        print(f"draftsmith: {check.message}", file=sys.stderr)
+    if checks and not missed:
+        print(f"gate: passed (checks: {len(checks)})", file=sys.stderr)
+    return MISSED if missed else 0

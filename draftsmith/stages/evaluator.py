@@ -1,4 +1,4 @@
-"""What an evaluation does at one sampling setting: decode or simulate, and put the result together."""
+"""The measurements of an evaluation at one sampling setting: decode or simulate, and build the result."""
 
 import shlex
 import sys
@@ -36,15 +36,15 @@ from draftsmith.eval.measure.result import (
 )
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
-from draftsmith.stages.lineup import at_temperature
+from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.session import Session, say
 
 _SIMULATED_BATCH = 32
-"""Answers made together where no clock is read."""
+"""Answers made together where nothing is timed."""
 
 
 class Evaluator:
-    """What the evaluations at all temperatures have in common."""
+    """Evaluates drafters on the same prompts at one temperature after the other."""
 
     def __init__(
         self,
@@ -52,28 +52,28 @@ class Evaluator:
         target: Target,
         requests: Sequence[Request],
         conversations: dict[str, Conversation],
-        lineup: list[Contender],
+        contenders: list[Contender],
     ) -> None:
         self.session, self.target, self.requests = session, target, list(requests)
         self.recipe, self.spec = session.recipe, session.recipe.evaluate
         self.conversations = conversations
-        self.lineup = lineup
+        self.contenders = contenders
 
     def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
-        """Decode and simulate."""
-        spec, lineup = self.spec, at_temperature(self.lineup, sampling)
+        """Return the result of decoding with every drafter and the target alone in turns, and of simulating the same texts."""
+        spec, contenders = self.spec, at_temperature(self.contenders, sampling)
         repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
-        costs = measure_costs(self.target, lineup, self._typical_context(lineup), sampling, rows=spec.batch)
+        costs = measure_costs(self.target, contenders, self._typical_context(contenders), sampling, rows=spec.batch)
         bar = tqdm(
             total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt"
         )
         with bar:
-            timings = run_systems(self.target, lineup, repeats, sampling, batch=spec.batch, on_batch=bar.update)
+            timings = run_systems(self.target, contenders, repeats, sampling, batch=spec.batch, on_batch=bar.update)
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         examples: list[Example] = []
-        for c in lineup:
+        for c in contenders:
             found = collect_texts(self.target, c, timings, sampling)
             checked = sampling.greedy and c.lossless
             timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
@@ -83,7 +83,7 @@ class Evaluator:
             drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, generate)
             off_text[c.name] = found.off_text
             # Every slice for the first drafter, one for the others.
-            examples += self._examples(c.name, found.texts)[: None if c is lineup[0] else 1]
+            examples += self._examples(c.name, found.texts)[: None if c is contenders[0] else 1]
         return self._result(
             sampling,
             drafters,
@@ -94,17 +94,20 @@ class Evaluator:
             examples=tuple(examples),
         )
 
-    def _typical_context(self, lineup: Sequence[Contender]) -> list[int]:
+    def _typical_context(self, contenders: Sequence[Contender]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
         request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
         ids = list(request.prompt_ids)
-        room = self.target.context_length - max(c.nodes(c.max_k) for c in lineup) - 1
+        room = self.target.context_length - max(c.nodes(c.max_k) for c in contenders) - 1
         return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, room)]
 
     def _compare_timed(
         self, contender: Contender, alone: Timings, texts: Sequence[Text], sampling: Sampling
     ) -> dict[str, Lossless]:
-        """Compare the greedy texts of the timed run, in its own dtype; those of a tuned target with its own, made here."""
+        """Compare the greedy texts of the timed run with the target's, in the dtype of the run.
+
+        Drafts for a tuned target are compared with the texts of that one, which are decoded here.
+        """
         k, own = contender.num_speculative_tokens, contender.verified_by(self.target)
         answers = [g for d in alone.batches[0] for g in d.generations]
         if own is not self.target:
@@ -121,8 +124,10 @@ class Evaluator:
         )
 
     def simulated(self, sampling: Sampling) -> Result:
-        """Let the target alone answer in large batches, then simulate; no clock is read. A tuned target answers for
-        itself, as acceptance is exact on the verifier's own answers only."""
+        """Let the target alone answer in large batches, then simulate every drafter on the answers; nothing is timed.
+
+        A tuned target answers for itself, as acceptance is exact on the verifier's own answers only.
+        """
         spec = self.spec
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
@@ -130,7 +135,7 @@ class Evaluator:
         answers = {self.target: _answers(self.target, requests, sampling)}
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
-        for c in self.lineup:
+        for c in self.contenders:
             if c.simulate is not None:
                 own = c.verified_by(self.target)
                 if own not in answers:
@@ -151,7 +156,7 @@ class Evaluator:
         simulation: Simulation,
         judged: Mapping[str, Mapping[str, Any]],
     ) -> DrafterResult:
-        """Return a drafter's measures on the target's own answers. judged: see `judge`."""
+        """Return a drafter's measures on the target's own answers. judged: what `judge` returned for a tuned target."""
         c, tallies = contender, simulation.tallies
 
         def scope(slice_name: str | None) -> Measures:
@@ -176,7 +181,7 @@ class Evaluator:
         return DrafterResult(scope(None), per_slice, c.info)
 
     def _keyed(self, request: Request, repeat: int) -> Request:
-        """Above temperature 0 every repeat draws new answers; greedy ones only repeat themselves."""
+        """Return the request with a random key of its own per repeat: greedy answers are the same, sampled ones differ."""
         return replace(request, key=row_key(self.recipe.seed, "evaluate", repeat, request.sample_id))
 
     def _result(
@@ -195,7 +200,7 @@ class Evaluator:
             **environment(),
             recipe=asdict(self.recipe),
             target=TargetInfo(
-                # A tuned one is held against its original.
+                # A tuned target is compared with its original, which then is the target here.
                 path=self.recipe.target.path if target.path == self.session.target.path else target.path,
                 fingerprint=target.fingerprint,
                 parameters=sum(p.numel() for p in target.model.parameters()),
@@ -225,7 +230,7 @@ class Evaluator:
         )
 
     def _examples(self, name: str, texts: Sequence[Text]) -> list[Example]:
-        """The first answer of each slice, token by token, with the draft position that each token came from."""
+        """Return the first answer of each slice, token by token, with the draft position that each token came from."""
         allowed = self.spec.example_slices
         first: dict[str, Generation] = {}
         for text in texts:

@@ -1,11 +1,11 @@
-"""The last stage of a recipe: the directory that a serving engine loads."""
+"""The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.fields import without_neutral
+from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
@@ -15,18 +15,17 @@ from draftsmith.heads.formats.engines import ENGINES
 from draftsmith.heads.formats.layout import default_layout, layouts_of
 from draftsmith.heads.formats.start import Adapter
 from draftsmith.heads.record import read_record, warnings_for
-from draftsmith.heads.target.differences import compare
-from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.heads.target.identity import TargetIdentity, compare
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.heads import find_head, head_digest, load_best
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import find_head, head_digest, load_best
 
 
 def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
-    """Return how a recipe exports a head of `method`: the keyword arguments of `export_head`.
+    """Return the keyword arguments of `export_head` with which a recipe exports a head of `method`.
 
-    A layout that the recipe names for its own method says nothing about a head of another one.
+    A layout that the recipe names for its own method does not apply to a head of another method.
     """
     spec, layout = recipe.export, recipe.export.layout
     if layout in layouts_of(recipe.method) and layout not in layouts_of(method):
@@ -41,11 +40,11 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
 
 
 def check_adapter(recipe: Recipe, head: DraftHead) -> None:
-    """Raise UserError where the recipe says how an adapter is exported, and `head` has none, or nothing serves them."""
-    asked = recipe.export.adapter
-    if asked is not None and not head.tunes:
-        raise UserError(f"export.adapter is {asked!r}, but {head.method} heads come with no adapter: leave it out.")
-    if asked == "keep" and head.tunes:
+    """Raise UserError where `export.adapter` is set for a head without an adapter, or keeps one that no engine serves."""
+    adapter = recipe.export.adapter
+    if adapter is not None and not head.tunes:
+        raise UserError(f"export.adapter is {adapter!r}, but {head.method} heads come with no adapter: leave it out.")
+    if adapter == "keep" and head.tunes:
         layout = export_options(recipe, head.method)["layout"]
         serve = [
             name
@@ -62,26 +61,23 @@ def check_adapter(recipe: Recipe, head: DraftHead) -> None:
 def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     """Write the trained head as the directory that an engine loads, and check it by loading it again."""
     recipe, spec, target = session.recipe, session.recipe.export, session.target
-    trained = load_best(session, target, head_folder)
+    trained = load_best(recipe, target, head_folder)
     made_for = _made_for(session, head_folder)
     options = export_options(recipe, trained.method)
     destination = recipe.run_dir / "export" / options["layout"]
     head, tuned = _deployed(session, trained, destination)
     target = target if tuned is None else tuned.target
     inputs = {
-        "head": head_digest(session, head_folder),
+        "head": head_digest(recipe, head_folder),
         "target": session.target.fingerprint,
-        # What else the files hold of it: its name, the dtype unless one is asked for, and with whole models the rest.
+        # What else the files hold of the target: its name, the dtype unless one is named, and with whole models the rest.
         "target.reference": target_reference(session.target),
         "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
         "identity": {
             name: getattr(session.target.identity, name) for name in ("tokenizer", "chat_template", "eos_ids")
         },
         # Not the layout: one run may be exported for several engines.
-        "export": without_neutral(
-            {key: value for key, value in asdict(spec).items() if key != "layout"},
-            {"tensor_parallel": 1, "adapter": None},
-        ),
+        "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
     files = convert_head(head, target, **options)  # refuses before an old export is removed
@@ -95,7 +91,7 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
         made_for = tuned.write(session.target, recipe.target.trust_remote_code)
         say(f"export: {tuned.folder}")
     note, adapter = ("", None) if tuned is None else (tuned.note, tuned.adapter)
-    export_head(head, target, destination, made_for=made_for, beside=note, adapter=adapter, **options)
+    export_head(head, target, destination, made_for=made_for, target_note=note, adapter=adapter, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
@@ -112,7 +108,7 @@ class _Tuned:
 
     @property
     def note(self) -> str:
-        """What the README of the heads says of it."""
+        """What the README of the heads says about the tuned target."""
         if self.kind == "merge":
             return (
                 f"These heads draft for the tuned target in `../{self.folder.name}`: serve that one, not the original."
@@ -123,11 +119,11 @@ class _Tuned:
 
     @property
     def adapter(self) -> Adapter | None:
-        """What the target must be served with, None for a whole model."""
+        """The adapter that the target must be served with, None for a whole model."""
         return None if self.kind == "merge" else Adapter(str(self.folder.absolute()), self.head.tuned.spec.rank)
 
     def write(self, original: Target, trust_remote_code: bool) -> TargetIdentity:
-        """Write the target or the adapter; return what the heads are made for, by the name of which the target then goes."""
+        """Write the target or the adapter; return its identity, whose fingerprint the target then has too."""
         if self.kind == "merge":
             identity = write_merged(self.head.method, original, self.target, self.folder, trust_remote_code)
         else:
@@ -137,7 +133,7 @@ class _Tuned:
 
 
 def _deployed(session: Session, trained: DraftHead, destination: Path) -> tuple[DraftHead, _Tuned | None]:
-    """Return the head as it drafts, and the target that was tuned with it, None where none was."""
+    """Return the head as it drafts, and the target that was tuned with it (None where none was)."""
     check_adapter(session.recipe, trained)
     if not trained.tunes:
         return trained, None
@@ -150,12 +146,12 @@ def _deployed(session: Session, trained: DraftHead, destination: Path) -> tuple[
 
 
 def _made_for(session: Session, head_folder: Path | None) -> TargetIdentity:
-    """Return the target that the head's checkpoint records, so that the export tells the truth about it.
+    """Return the target that the head's checkpoint records, for the record of the export.
 
-    Warns where tokenizer, chat template or eos ids have changed since; other weights never come this far. What the
+    Warns where tokenizer, chat template or eos ids have changed since; other weights were refused before. What the
     checkpoint does not record is taken from the target at hand.
     """
-    folder, now = find_head(session, head_folder), session.target.identity
+    folder, now = find_head(session.recipe, head_folder), session.target.identity
     recorded = read_record(folder)
     if recorded is None:
         return now

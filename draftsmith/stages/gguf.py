@@ -1,6 +1,6 @@
-"""GGUF files for llama.cpp, made by the converter of a llama.cpp source tree that the user has.
+"""GGUF files for llama.cpp, written by the converter of the user's llama.cpp source tree.
 
-The converter is a script of that tree with a gguf library of its own; it runs in a process of its own, with this Python.
+The converter is a script of that tree with a gguf library of its own; it runs in a separate process of this Python.
 """
 
 import shlex
@@ -9,40 +9,55 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 from draftsmith.heads.formats.start import GGUF_TYPES
 from draftsmith.stages import gguf_wrapper
 from draftsmith.stages.exporting import export_options
+from draftsmith.stages.heads import load_best
 from draftsmith.stages.options import GgufOptions
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import load_best
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
 LAYOUT, WHOLE = "eagle3_llama_cpp", "draft_model"
 HEADS = {LAYOUT: "draft-eagle3", "dflash_llama_cpp": "draft-dflash", "dspark_llama_cpp": "draft-dspark"}
-"""The layouts that can be converted: heads, which need the target's tokenizer, with what llama-server's --spec-type calls
-them; and whole models."""
+"""The layouts that can be converted: those of heads, with their names for llama-server's --spec-type (they need the
+target's tokenizer), and WHOLE, that of whole models."""
 PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}
 """Modules that are installed under another name."""
 
 
-def convert_target(tree: Path, target: Path, out: Path, outtype: str, pre_tokenizer: str | None = None) -> Path:
-    """Write the model in the folder `target` as the GGUF file `out`, all or nothing, and return its path.
-
-    outtype: what the converter's --outtype takes. pre_tokenizer: llama.cpp's name of how text is split before BPE, where
-    the converter does not recognise the tokenizer. Raises UserError where the tree cannot convert it; the converter's
-    output is then in `out` with ".log" behind its name.
-    """
-    return _convert(tree, [str(target)], out, outtype, pre_tokenizer)
-
-
-def convert_draft(
-    tree: Path, draft: Path, target: Path, out: Path, outtype: str, pre_tokenizer: str | None = None
+def convert(
+    tree: Path,
+    model: Path,
+    out: Path,
+    outtype: str,
+    *,
+    target: Path | None = None,
+    pre_tokenizer: str | None = None,
 ) -> Path:
-    """Write an EAGLE-3 export as the GGUF file `out`; see `convert_target`. target: the folder of its target, whose
-    configuration and tokenizer are read, not its weights."""
-    return _convert(tree, [str(draft), "--target-model-dir", str(target)], out, outtype, pre_tokenizer)
+    """Write the model in the folder `model` as the GGUF file `out`, all or nothing, and return its path.
+
+    tree: a llama.cpp source tree. outtype: what the converter's --outtype takes. target: for the export of a head, the
+    folder of its target, whose configuration and tokenizer are read, not its weights. pre_tokenizer: llama.cpp's name of
+    how text is split before BPE, where the converter does not recognise the tokenizer. Raises UserError where the tree
+    cannot convert the model; the converter's output is then in `out` with ".log" added to its name.
+    """
+    check_tree(tree)
+    log = out.with_name(f"{out.name}.log")
+    arguments = [str(model), *([] if target is None else ["--target-model-dir", str(target)])]
+    with atomic_path(out) as temporary:
+        command = _command(tree, [*arguments, "--outfile", str(temporary), "--outtype", outtype], pre_tokenizer)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+        )
+        if done.returncode or not temporary.exists():
+            log.write_text(done.stdout, encoding="utf-8")
+            raise UserError(f"{_reason(done.stdout, arguments[0], tree)}; the converter's output is in {log}.")
+    log.unlink(missing_ok=True)
+    return out
 
 
 def check_tree(tree: Path) -> None:
@@ -57,10 +72,10 @@ def check_tree(tree: Path) -> None:
         raise UserError(f"The llama.cpp in {tree} is too old to convert EAGLE-3 heads: update it (`git pull`).")
 
 
-def check_options(session: Session, options: GgufOptions, head_folder: Path) -> None:
+def check_options(session: Session, options: GgufOptions, head_folder: Path | None) -> None:
     """Refuse, before any work, what cannot be converted."""
     check_tree(options.tree)
-    method = load_best(session, session.target, head_folder).method
+    method = load_best(session.recipe, session.target, head_folder).method
     if (layout := export_options(session.recipe, method)["layout"]) not in (*HEADS, WHOLE):
         own = f"{method}_llama_cpp"
         wanted = WHOLE if method == WHOLE else own if own in HEADS else ""
@@ -72,30 +87,22 @@ def check_options(session: Session, options: GgufOptions, head_folder: Path) -> 
 
 
 def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
-    """Convert the export in the folder `exported` to a GGUF file beside it, and say how the target becomes one."""
-    outtype = options.outtype or GGUF_TYPES[_dtype(session)]
+    """Convert the export in the folder `exported` to a GGUF file next to it; print the command that converts the target."""
+    dtype = session.recipe.export.dtype
+    outtype = options.outtype or GGUF_TYPES[session.target.dtype_name if dtype == "auto" else dtype]
     target, out = _local(session.target_path), exported.with_name(f"{exported.name}.gguf")
-    if exported.name == WHOLE:
-        convert_target(options.tree, exported, out, outtype, options.pre_tokenizer)
-    else:
-        convert_draft(options.tree, exported, target, out, outtype, options.pre_tokenizer)
+    needs = None if exported.name == WHOLE else target
+    convert(options.tree, exported, out, outtype, target=needs, pre_tokenizer=options.pre_tokenizer)
     arguments = [str(target), "--outfile", "target.gguf", "--outtype", GGUF_TYPES[session.target.dtype_name]]
     say(f"gguf: {out} ({outtype})")
     say(f"the target: {shlex.join(_command(options.tree, arguments, options.pre_tokenizer))}")
     return out
 
 
-def _dtype(session: Session) -> str:
-    spec = session.recipe.export
-    return session.target.dtype_name if spec.dtype == "auto" else spec.dtype
-
-
 def _local(path: str) -> Path:
-    """The folder of a target's configuration and tokenizer, fetched from the Hub if need be."""
+    """Return the folder of a target's configuration and tokenizer, fetched from the Hub if need be."""
     if Path(path).is_dir():
         return Path(path).absolute()
-    from huggingface_hub import snapshot_download
-
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
 
 
@@ -105,23 +112,8 @@ def _command(tree: Path, arguments: Sequence[str], pre_tokenizer: str | None) ->
     return [sys.executable, str(gguf_wrapper.__file__), str(tree), pre_tokenizer, *arguments]
 
 
-def _convert(tree: Path, arguments: list[str], out: Path, outtype: str, pre_tokenizer: str | None) -> Path:
-    check_tree(tree)
-    log = out.with_name(f"{out.name}.log")
-    with atomic_path(out) as temporary:
-        command = _command(tree, [*arguments, "--outfile", str(temporary), "--outtype", outtype], pre_tokenizer)
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
-        )
-        if done.returncode or not temporary.exists():
-            log.write_text(done.stdout, encoding="utf-8")
-            raise UserError(f"{_reason(done.stdout, arguments[0], tree)}; the converter's output is in {log}.")
-    log.unlink(missing_ok=True)
-    return out
-
-
 def _reason(output: str, model: str, tree: Path) -> str:
-    """What went wrong, from what the converter printed."""
+    """Return why the conversion failed, from what the converter printed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     last = lines[-1] if lines else "it said nothing"
     if "pre-tokenizer was not recognized" in output:

@@ -1,8 +1,9 @@
-"""Runs llama.cpp's converter with a pre-tokenizer that is named instead of recognised.
+"""Run llama.cpp's converter with a named pre-tokenizer, where it does not recognise the tokenizer.
 
     python gguf_wrapper.py TREE NAME [OPTIONS OF convert_hf_to_gguf.py]
 
-The converter knows a tokenizer by a hash of what it makes of one text, and refuses all others. Started by draftsmith.stages.gguf.
+The converter recognises a tokenizer by a hash of its output for one text, and refuses unknown ones. draftsmith.stages.gguf
+starts this file.
 """
 
 import importlib

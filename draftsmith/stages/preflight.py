@@ -1,37 +1,47 @@
-"""What can be refused before hours of work are spent on it."""
+"""Checks before a command spends hours of work: mistakes in the recipe, and what does not fit together."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.measure.gate import Threshold, check_names
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.layers.config import steady_positions
 from draftsmith.heads.vocab import choose_draft_vocab
+from draftsmith.stages.drafters import (
+    check_draft_model_path,
+    compared_folder,
+    load_compared,
+    load_heads,
+    select_drafters,
+)
 from draftsmith.stages.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.stages.exporting import check_adapter, export_options
-from draftsmith.stages.initialisation import load_warm, start_head, warm_folder
-from draftsmith.stages.lineup import beside_folder, check_path, load_beside, load_heads, make_lineup
+from draftsmith.stages.heads import find_head, load_warm, warm_folder
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import always_drafted
+from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.train.parallel import check_launch
 
 
 def preflight(session: Session, command: str, head: Path | None = None) -> list[Contender]:
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
 
-    Where it trains or extracts: makes the head that training starts from, which checks its layers, its draft vocabulary,
-    its context and `train.warm_start`, and holds the loss, what is stored and what is exported against it. Where it
-    evaluates: also checks that the prompts can be read, that the drafts fit the heads and the baselines the target, and
-    returns the drafters; head: the folder of the one to measure, None for the run's. What takes no target is checked
-    before it is loaded: the launch file, the prompts, heads and trees of the evaluation, and the data. An export checks
-    itself before it writes.
+    Before training or extraction: makes the head that training starts from, which checks its layers, its draft
+    vocabulary, its context and `train.warm_start`, and checks the loss, the stored layers and the export against it.
+    Before an evaluation: also checks that the prompts can be read, that the drafts fit the heads and the baselines the
+    target, and returns the drafters. head: the folder of the head to evaluate or export, None for the run's. What needs
+    no target is checked before it is loaded: the head's folder, the launch file, the prompts, heads and trees of the
+    evaluation, and the data. An export checks itself before it writes.
     """
     recipe = session.recipe
+    if command in ("evaluate", "export"):
+        find_head(recipe, head)
     check_folder("output_dir", recipe.run_dir)
     check_folder("data_dir", recipe.data_path)
     check_launch(recipe.train)
@@ -43,10 +53,10 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
             f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
         )
     if making:
-        warm_folder(session)
+        warm_folder(recipe)
     if evaluating:
         _check_evaluation(session)
-    untrained = _check_start(session, exporting=command == "run") if making else None
+    untrained = _check_initial_head(session, exporting=command == "run") if making else None
     _warn_of_slow_dtypes(session, making, learning, evaluating)
     if making and not recipe.answers.regenerate and (asked := recipe.answers.unheard):
         say(
@@ -71,13 +81,13 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     if untrained is None:
         heads = load_heads(session, target, head)
     else:
-        heads = {untrained.method: untrained} | load_beside(session, target, untrained.method)
+        heads = {untrained.method: untrained} | load_compared(session, target, untrained.method)
     longest = longest_text(make_requests(session, target)[0])
-    return make_lineup(session, heads, target, longest, compared=session.original is not None)
+    return select_drafters(session, heads, target, longest, compared=session.original is not None)
 
 
 def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:
-    """Say which settings ask for bf16 on a processor that emulates it."""
+    """Warn of settings that compute in bf16 on a processor that emulates it."""
     # Where there is AVX512 but no instruction for bf16, products are made by way of fp32, at about its speed.
     if session.device != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
         return
@@ -99,24 +109,24 @@ def _check_evaluation(session: Session) -> None:
     spec = session.recipe.evaluate
     evaluation_conversations(session)
     for name, folder in spec.beside.items():
-        beside_folder(session, name, folder)
+        compared_folder(session, name, folder)
     for draft in spec.drafts:
         draft.load()
     for baseline in spec.baselines:
         if baseline.path is not None:
-            check_path(baseline.path)
+            check_draft_model_path(baseline.path)
 
 
-def _check_start(session: Session, exporting: bool) -> DraftHead:
-    """Return the head that training starts from, held against what is stored and exported."""
+def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
+    """Return the head that training starts from, checked against what is stored and exported."""
     recipe, target = session.recipe, session.target
-    _ = session.tokenizer  # which is held against the target and data.template
+    _ = session.tokenizer  # checks it against the target and data.template
     size = draft_vocab_size_of(session.head_options)
-    vocab, warm = None, load_warm(session)
+    vocab, warm = None, load_warm(recipe, target)
     if warm is None and size is not None and size != target.vocab_size:
         counts = torch.zeros(target.vocab_size, dtype=torch.int64)
         vocab = choose_draft_vocab(counts, size, always_drafted(session))
-    head = start_head(session, warm, vocab)
+    head = initial_head(session, warm, vocab)
     recipe.train.loss.check_head(head)
     length = min(recipe.data.max_length, target.context_length)
     if head.context_length is not None and head.context_length < length:
@@ -151,3 +161,20 @@ def _check_start(session: Session, exporting: bool) -> DraftHead:
                 raise
             say(f"warning: such heads can be trained and measured, but not exported: {error}")
     return head
+
+
+def check_thresholds(
+    session: Session, thresholds: Sequence[Threshold], drafters: Sequence[Contender], *, decode: bool
+) -> None:
+    """Refuse thresholds of --fail-under on what the recipe does not measure, or does not measure without decoding."""
+    measured = [c.name for c in drafters if decode or c.simulate is not None]
+    for threshold in thresholds:
+        if threshold.drafter is not None and threshold.drafter in {c.name for c in drafters} - set(measured):
+            raise UserError(
+                f"--fail-under {threshold.text}: {threshold.drafter} cannot be simulated, so --no-decode leaves it out; name "
+                "another drafter, or drop --no-decode."
+            )
+    if thresholds:
+        slices = list(dict.fromkeys(c.slice for c in evaluation_conversations(session)))
+        temperatures = session.recipe.evaluate.temperatures
+        check_names(thresholds, slices=slices, temperatures=temperatures, drafters=measured, decode=decode)

@@ -1,4 +1,4 @@
-"""A run directory: one run.json that records what every stage was made from, so that stages are reused or refused.
+"""A run directory: run.json records what every stage was made from, so that finished stages are reused.
 
 runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  export/
 """
@@ -17,7 +17,7 @@ from draftsmith.recipe.schema import Recipe
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 DATA_STAGES = ("answers", "features")
-"""What a recipe's data_dir keeps; the rest belongs to the run."""
+"""The stages in a recipe's data_dir, which runs may share; the others are in the run directory."""
 
 FILES = {
     "answers": ("answers.jsonl", "answers.jsonl.partial"),
@@ -37,7 +37,7 @@ FOLLOWERS = {
     "simulate": ("simulate",),
     "export": ("export",),
 }
-"""What is worthless once a stage is removed, the stage included."""
+"""The stages that are removed with a stage, itself included, as they were made from it."""
 
 
 COMMAND_STAGES = {
@@ -64,17 +64,19 @@ class StageRecord:
 
 
 class RunDirectory:
-    """Opens (and creates) a run directory and keeps its run.json. stages: those that are made here; of a directory that
-    another run shares, the others are that run's own."""
+    """A run directory and its run.json. stages: those that are made here.
+
+    In a data_dir that several runs share, the other stages belong to one of these runs and are left alone.
+    """
 
     def __init__(self, path: Path, stages: Sequence[str] = STAGES) -> None:
         self.path, self._stages = path, stages
         self._key = "--output_dir" if "train" in stages else "--data_dir"
         self._file = path / "run.json"
-        self._claim: TextIO | None = None
+        self._locked: TextIO | None = None
 
     def record(self, stage: str) -> StageRecord | None:
-        """Return what is known of a stage."""
+        """Return what run.json holds of a stage, None where it holds nothing."""
         entry = self._read().get(stage)
         return StageRecord(**entry) if entry else None
 
@@ -84,41 +86,45 @@ class RunDirectory:
         Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first), and
         where another process is making a stage in this directory.
         """
-        flat = _plain(inputs)
-        print_ = fingerprint(flat)
         if redo:
-            self._alone()
+            self._lock()
             self.remove(stage)
-        known = self.record(stage)
-        if known and known.fingerprint != print_ and self._has_work(stage):
-            before = known.inputs
-            keys = sorted(flat.keys() | before)
-            changed = [key for key in keys if _plainly(flat.get(key)) != _plainly(before.get(key))] or keys
-            changed.sort(key=lambda key: key != "method")  # which brings its own options
-            shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
-            raise UserError(
-                f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
-                f"or add --redo {stage} to remove it and what follows from it."
-            )
+        self.check_unchanged(stage, inputs)
         if self.holds(stage, inputs):
             return True
-        self._alone()
-        self._write(stage, StageRecord(flat, print_, "running", {}))
+        self._lock()
+        flat = _plain(inputs)
+        self._write(stage, StageRecord(flat, fingerprint(flat), "running", {}))
         return False
 
-    def _alone(self) -> None:
-        """Keep other processes from making a stage here until `finish`, or until this process ends."""
-        if self._claim is None and os.environ.get("RANK", "0") == "0":
-            self._claim = claim(self.path / ".lock")
+    def check_unchanged(self, stage: str, inputs: dict[str, Any]) -> None:
+        """Raise UserError, which names the settings that changed, where a stage's files were made from other inputs."""
+        flat, known = _plain(inputs), self.record(stage)
+        if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
+            return
+        before = known.inputs
+        keys = sorted(flat.keys() | before)
+        changed = [key for key in keys if _none_if_empty(flat.get(key)) != _none_if_empty(before.get(key))] or keys
+        changed.sort(key=lambda key: key != "method")  # first, as other options come with it
+        shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
+        raise UserError(
+            f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
+            f"or add --redo {stage} to remove it and what follows from it."
+        )
+
+    def _lock(self) -> None:
+        """Lock the directory against other processes that make stages, until `finish` or the end of this process."""
+        if self._locked is None and os.environ.get("RANK", "0") == "0":
+            self._locked = claim(self.path / ".lock")
 
     def holds(self, stage: str, inputs: dict[str, Any]) -> bool:
-        """Whether a stage is done with these inputs; nothing is changed."""
+        """Return whether a stage is done with these inputs; nothing is changed."""
         known = self.record(stage)
         made = known is not None and known.state == "done" and known.fingerprint == fingerprint(_plain(inputs))
         return made and (self.path / FILES[stage][0]).exists()
 
     def _has_work(self, stage: str) -> bool:
-        """Whether a stage left anything that took work: a training that failed before its first checkpoint did not."""
+        """Return whether a stage left files that took work: a training that failed before its first checkpoint did not."""
         if stage == "train":
             return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
         return any((self.path / name).exists() for name in FILES[stage])
@@ -132,14 +138,14 @@ class RunDirectory:
 
     def clear(self, stage: str) -> None:
         """Remove a stage as `remove` does, for another process to make it. Raises UserError where one is making a stage here."""
-        self._alone()
+        self._lock()
         self.remove(stage)
         self._release()
 
     def _release(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = None
+        if self._locked is not None:
+            self._locked.close()
+            self._locked = None
 
     def remove(self, stage: str) -> None:
         """Remove a stage and all that are made here and follow from it."""
@@ -173,8 +179,8 @@ class RunDirectory:
         write_json(self._file, self._read() | {stage: vars(record)})
 
 
-def _plainly(value: Any) -> Any:
-    """What is left out and what is empty are the same."""
+def _none_if_empty(value: Any) -> Any:
+    """Return None for an empty value: a setting that is left out and an empty one are the same."""
     return None if value in ([], {}, "") else value
 
 

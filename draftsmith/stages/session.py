@@ -1,14 +1,13 @@
-"""A recipe at work: its run directory, and what several stages load only once."""
+"""A recipe being run: its run directory, and what several stages load only once."""
 
 import gc
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,30 +18,22 @@ from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.selfcheck import check_decoding
 from draftsmith.files import fingerprint
+from draftsmith.heads.formats.recognise import refuse_head
+from draftsmith.heads.record import tuned_from
+from draftsmith.heads.target.fingerprint import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.heads.target.pretrained import weights_directory
 from draftsmith.heads.target.target import Target, load_target
+from draftsmith.heads.warm_start import adopt_options
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.allocator import keep_freed_memory
+from draftsmith.stages.device import choose_device
+from draftsmith.stages.heads import WARM_START, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
 
 
 def say(text: str) -> None:
-    """Print a line about what is going on, apart from the results on standard output."""
+    """Print a line of progress to standard error; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
-
-
-@contextmanager
-def main_process_first(device: str) -> Iterator[bool]:
-    """Let one process make the files that all of them then reuse; yield whether this is that process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield True
-        return
-    from accelerate import PartialState
-
-    # The others wait for as long as answers and hidden states take, which may be days.
-    state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
-    with state.main_process_first():
-        yield state.is_main_process
 
 
 class Session:
@@ -59,7 +50,7 @@ class Session:
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Say what makes results doubtful, once, and keep it for the results."""
+        """Print what makes results doubtful, once, and keep it for result.json."""
         if text not in self.warnings:
             self.warnings.append(text)
             say(f"warning: {text}")
@@ -67,23 +58,7 @@ class Session:
     @cached_property
     def device(self) -> str:
         """The device that the recipe names; auto takes a GPU if there is one."""
-        device = self.recipe.target.device
-        if device != "auto" and device.split(":")[0] not in ("cpu", "cuda"):
-            raise UserError(f"target.device is {device!r}: it is auto, cpu, cuda or cuda:N.")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and "LOCAL_RANK" in os.environ:
-            device = f"cuda:{os.environ['LOCAL_RANK']}"  # one GPU per process, also before Accelerate starts
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise UserError(
-                f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`."
-            )
-        if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:
-            # Accelerate takes the current device, whatever the recipe says.
-            torch.cuda.set_device(device)
-        if device == "cpu":
-            keep_freed_memory()
-        return device
+        return choose_device(self.recipe.target.device)
 
     @cached_property
     def embedded(self) -> EmbeddedDefault:
@@ -101,10 +76,11 @@ class Session:
         return self.target if dtype in ("auto", self.target.dtype_name) else self.load_target(dtype)
 
     def load_target(self, dtype: str, path: str | None = None) -> Target:
-        """Load the target in `dtype`, or as it would be the one in `path`, and check that the decoder serves it exactly."""
-        spec = self.recipe.target
+        """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
+        spec, path = self.recipe.target, path or self.target_path
+        refuse_head(path)
         target = load_target(
-            path or self.target_path,
+            path,
             dtype=dtype,
             device=self.device,
             attn_implementation=spec.attn_implementation,
@@ -119,7 +95,7 @@ class Session:
         return self.load_target(self.recipe.target.dtype)
 
     def drop_target(self) -> None:
-        """Give the target's memory back, for processes that load one of their own; who asks again loads it again."""
+        """Free the target's memory for processes that load their own copy; the next use here loads it again."""
         self.__dict__.pop("target", None)
         gc.collect()
         if torch.cuda.is_initialized():
@@ -127,10 +103,31 @@ class Session:
 
     @cached_property
     def original(self) -> TargetIdentity | None:
-        """The original that a target which was tuned with its heads is compared with; None for any other target."""
-        from draftsmith.stages.untuned_target import find_original
+        """The original that a target which was tuned with its heads is compared with; None for any other target.
 
-        return find_original(self)
+        Also None, with a warning in the results, where the original cannot be compared or the recipe does not want it.
+        """
+        made_from = tuned_from(Path(self.target_path))
+        why = None if made_from is None else self._why_not_compared(made_from)
+        if made_from is None or why is None:
+            return made_from
+        self.warn(
+            f"the target {self.target_path} was tuned together with heads, and is not compared with the original "
+            f"({made_from.path}), as {why}: speed here is relative to the tuned target, and what the tuning changed is in "
+            "the report of the run that tuned it."
+        )
+        return None
+
+    def _why_not_compared(self, made_from: TargetIdentity) -> str | None:
+        if not self.recipe.evaluate.original:
+            return "evaluate.original is false"
+        if made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).is_dir()):
+            return "it is not there any more"
+        try:
+            same = fingerprint_directory(weights_directory(made_from.path)) == made_from.fingerprint
+        except (OSError, UserError):
+            return "it cannot be read any more"
+        return None if same else "another model lies there now"
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -141,7 +138,7 @@ class Session:
         return tokenizer
 
     def sources(self, key: str, named: Sequence[str], what: str) -> list[str]:
-        """Return the files that a recipe names under `key`; where it names none, those of the embedded default."""
+        """Return the files that a recipe names under `key`, else those of the embedded default; `what` says what to name."""
         if named:
             return list(named)
         if self.recipe.target.path != "embedded":
@@ -150,10 +147,17 @@ class Session:
 
     @cached_property
     def head_options(self) -> Any:
-        """The recipe's options of the head; where training starts from a head that exists, with the sizes of that."""
-        from draftsmith.stages.initialisation import head_options
-
-        return head_options(self)
+        """The recipe's options of the head; where training starts from a head that exists, with the sizes of that one."""
+        differences: list[str] = []
+        head, named = load_warm(self.recipe, self.target, differences.append), self.recipe.train.warm_start
+        if head is None:
+            return self.recipe.head
+        if differences:
+            say(
+                f"warning: {WARM_START}: the head in {named} was made for another target, or for this one before it was "
+                f"changed: it is trained on for {self.target.path} as it is now."
+            )
+        return adopt_options(self.recipe.head, head, self.target, str(named))
 
     @cached_property
     def conversations(self) -> list[Conversation]:

@@ -1,5 +1,7 @@
-"""What training block drafters costs; symbols and rules are those of heads/cost.py, S being the slots of a block, M the
-layers and r the rank of DSpark's bias."""
+"""The cost of training a block drafter.
+
+Symbols and rules as in heads/cost.py; S slots of a block, M layers, r the rank of DSpark's bias.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +12,7 @@ from draftsmith.heads.target.shape import TargetShape
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What both have in common: fused streams as the context of a few layers, and blocks of S slots."""
+    """Costs that DFlash and DSpark share: fused streams as the context of a few layers, and blocks of S slots."""
 
     options: BlockOptions
     target: TargetShape
@@ -36,7 +38,7 @@ class BlockCost:
 
     @property
     def _inner(self) -> tuple[int, int, int, int]:
-        """N*D, G*D, I (FF below) and D of the draft layers; what the options leave out is the target's."""
+        """N*D, G*D, I (called FF) and D of the draft layers; sizes that the options leave out are the target's."""
         o, t = self.options, self.target
         size = o.head_dim or t.head_dim
         heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups

@@ -1,4 +1,4 @@
-"""What training a DFlash head costs; see heads/block/cost.py."""
+"""The cost of training a DFlash head; symbols as in heads/block/cost.py."""
 
 from dataclasses import dataclass
 

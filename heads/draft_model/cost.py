@@ -1,7 +1,7 @@
-"""What training a draft model costs; symbols and rules are those of draftsmith.heads.cost.
+"""The cost of training a draft model.
 
-H, I, N, G, D are the draft model's here, M its layers, Ht the target's hidden size. All of it is trained, embeddings
-included, and it reads all P positions.
+Symbols and rules as in heads/cost.py, but H, I, N, G, D are the draft model's, M its layers, Ht the target's hidden size. All
+its weights are trained, embeddings included, and it reads all P positions.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from math import gcd
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.draft_model.start import read_llama
-from draftsmith.heads.target.shape import TargetShape, load_config
+from draftsmith.heads.target.pretrained import load_config
+from draftsmith.heads.target.shape import TargetShape
 
 USUAL_LAYERS = 2
 
 
 @dataclass(frozen=True)
 class DraftLmCost:
-    """A Llama that reads tokens; what it starts from says its sizes."""
+    """A Llama that reads tokens, with the sizes of the model that it starts from."""
 
     options: DraftLmOptions
     target: TargetShape
@@ -102,8 +103,8 @@ class _Sizes:
 
 
 def _sizes_of(path: str) -> _Sizes:
-    """The sizes of a model in a folder or on the Hub, from its config. Raises UserError where there is none, and for one
-    that training would refuse."""
+    """Return the sizes of a model in a folder or on the Hub from its config. Raises UserError where there is none, and for a
+    model that training would refuse."""
     try:
         config = read_llama(
             load_config(path, what="the model"), f"The model {path}", "take another one, or start from scratch"

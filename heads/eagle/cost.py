@@ -1,7 +1,8 @@
-"""What training an EAGLE-3 or a P-EAGLE head costs; see heads/cost.py for symbols and for what is counted.
+"""Costs that EAGLE's drafters share in training.
 
-Ht target hidden, H draft hidden, M decoder layers of the draft. Where there are several, step 0 runs all but the last over
-all tokens that a row may see (P of them, but for the last two of a text), for the keys of the layers above.
+Symbols and rules as in heads/cost.py; Ht target hidden, H draft hidden, M decoder layers of the draft. With several layers,
+step 0 runs all but the last over all tokens that a row may see (P of them, except the last two of a text), for the keys of
+the layers above.
 """
 
 from collections.abc import Sequence
@@ -14,14 +15,14 @@ from draftsmith.heads.target.shape import TargetShape
 
 @dataclass(frozen=True)
 class EagleCost:
-    """What EAGLE's drafters have in common: one layer, run K times over texts."""
+    """Costs that all of EAGLE's drafters share: one layer, run K times over texts."""
 
     options: Any
     target: TargetShape
 
     @property
     def _inner(self) -> tuple[int, int, int]:
-        """N*D, G*D and I (FF below) of the draft layer; what the options leave out is the target's."""
+        """N*D, G*D and I (called FF) of the draft layer; sizes that the options leave out are the target's."""
         o, t = self.options, self.target
         size = o.head_dim or t.head_dim
         heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
@@ -40,7 +41,7 @@ class EagleCost:
 
 @dataclass(frozen=True)
 class FusedCost(EagleCost):
-    """What EAGLE-3 and P-EAGLE have in common: one fused projection, and layers of which the first reads tokens, too."""
+    """Costs that EAGLE-3 and P-EAGLE share: one fused projection, and layers of which the first reads tokens too."""
 
     options: DraftShape
 

@@ -2,9 +2,10 @@
 model code."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import LATER
 
 
 @dataclass(frozen=True)
@@ -12,14 +13,6 @@ class DraftShape:
     """The common part of the `head:` section. Dimensions left out are the target's."""
 
     TRAINING: ClassVar[frozenset[str]] = frozenset({"train_lm_head", "train_embeddings"})
-    NEUTRAL: ClassVar[dict[str, Any]] = {
-        "train_embeddings": False,
-        "lm_head_rank": None,
-        "num_hidden_layers": 1,
-        "hidden_size": None,
-        "sliding_window": None,
-    }
-    """Fields that came later, at the values that change nothing: heads trained without them are not out of date."""
 
     layer_ids: list[int] | None = None
     """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""
@@ -33,19 +26,19 @@ class DraftShape:
     """One RMSNorm per aux stream before they are fused (EAGLE-3.1); llama.cpp cannot serve it."""
     train_lm_head: bool = field(default=True, kw_only=True)
     """Train the output projection; false keeps it as it is: the target's rows, or those of the head that it starts from."""
-    train_embeddings: bool = field(default=False, kw_only=True)
+    train_embeddings: bool = field(default=False, kw_only=True, metadata=LATER)
     """Train input embeddings of the head's own, which start as the target's; false shares the target's, or keeps those that
     the head it starts from has of its own. Those are stored and exported; SGLang and TensorRT-LLM take the target's all
     the same."""
-    lm_head_rank: int | None = field(default=None, kw_only=True)
+    lm_head_rank: int | None = field(default=None, kw_only=True, metadata=LATER)
     """Rank of the output projection, which is then two thin matrices, multiplied out for engines; null: one full matrix."""
-    num_hidden_layers: int = field(default=1, kw_only=True)
+    num_hidden_layers: int = field(default=1, kw_only=True, metadata=LATER)
     """Decoder layers: the first reads tokens and states, those above it are plain Llama layers; llama.cpp, SGLang and
     TensorRT-LLM serve one."""
-    hidden_size: int | None = field(default=None, kw_only=True)
+    hidden_size: int | None = field(default=None, kw_only=True, metadata=LATER)
     """Width of the draft; null: the target's. With another one nothing of the target's can be taken over: embeddings and
     output projection start from nothing and must both be trained."""
-    sliding_window: int | None = field(default=None, kw_only=True)
+    sliding_window: int | None = field(default=None, kw_only=True, metadata=LATER)
     """How many tokens a row of the draft sees, itself the last of them, and drafts have at most; null: all so far. vLLM
     serves it."""
     intermediate_size: int | None = field(default=None, kw_only=True)

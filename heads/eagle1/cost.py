@@ -1,4 +1,4 @@
-"""What training an EAGLE-1 or HASS head costs; see heads/cost.py for symbols and for what is counted."""
+"""The cost of training an EAGLE-1 or HASS head; symbols and rules as in heads/cost.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

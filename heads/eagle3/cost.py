@@ -1,4 +1,4 @@
-"""What training an EAGLE-3 head costs; see heads/cost.py for symbols and heads/eagle/cost.py for the layers."""
+"""The cost of training an EAGLE-3 head; symbols as in heads/cost.py, layers as in heads/eagle/cost.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

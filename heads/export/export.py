@@ -1,6 +1,6 @@
-"""Native head in, engine directory out: validated before it is written, read back before it is kept.
+"""Writing a head as the directory that a serving engine loads: validated before it is written, then loaded again.
 
-What a layout must hold, how heads get there and back, and what engines do with it stands in the formats.py of each method.
+What a layout must hold, how heads are converted to it and back, and what engines do with it is in each method's formats.py.
 Shapes: H target hidden, A aux layers, V target vocab.
 """
 
@@ -37,7 +37,7 @@ def export_head(
     num_speculative_tokens: int | None = None,
     tensor_parallel: int = 1,
     made_for: TargetIdentity | None = None,
-    beside: str = "",
+    target_note: str = "",
     adapter: Adapter | None = None,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
@@ -47,8 +47,8 @@ def export_head(
     num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md; at most
     as many as the head drafts.
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
-    draftsmith.json names, `target` if left out. beside: what README.md says of the target's own export. adapter: that
-    export, where the target is served with an adapter. The head itself is not changed. Raises UserError where the layout
+    draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
+    adapter: that export, where the target is served with an adapter. The head itself is not changed. Raises UserError where the layout
     cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
@@ -64,7 +64,9 @@ def export_head(
         tensor_parallel=tensor_parallel,
     )
     chosen = find_layout(layout, head.method)
-    exported = Exported(head, target, chosen, files, dest, num_speculative_tokens, tensor_parallel, beside, adapter)
+    exported = Exported(
+        head, target, chosen, files, dest, num_speculative_tokens, tensor_parallel, target_note, adapter
+    )
     with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
@@ -77,7 +79,7 @@ def export_head(
 
 
 def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:
-    """Return the names of the files that an export to `dest` may replace; a README alone is not ours."""
+    """Return the names of the files that an export to `dest` may replace: none where no export is there."""
     return (CONFIG, RECORD, README, files.weights, *files.copies) if (dest / CONFIG).is_file() else ()
 
 
@@ -91,9 +93,9 @@ def convert_head(
     num_speculative_tokens: int | None = None,
     tensor_parallel: int = 1,
 ) -> ModelFiles:
-    """Return what `export_head` would write, held against the layout's contract; nothing is written.
+    """Return the files that `export_head` would write, checked against the layout's contract; nothing is written.
 
-    An untrained head serves to find out, before training, whether a layout can hold it.
+    With an untrained head this shows before training whether a layout can hold it.
     """
     chosen, head = find_layout(layout, head.method), head.served()
     K = None if num_speculative_tokens is None else head.within_reach(num_speculative_tokens)
@@ -128,10 +130,10 @@ def _check_split(layout: Layout, engines: list[str], files: ModelFiles, gpus: in
 
 @torch.no_grad()
 def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target: Target) -> bool:
-    """Whether both heads give the same logits on random input, `head` with its weights rounded to the files' dtype.
+    """Return whether both heads give the same logits on random input, `head` with its weights rounded to the files' dtype.
 
-    All steps or heads that training sums over are compared, as far as the head drafts. Both use the target's embedding, if they have one,
-    unless the files hold it.
+    All steps or heads of training are compared, as far as the head drafts. Both use the target's embedding, if they have
+    one, unless the files hold it.
     """
     stored = dict(reloaded.named_parameters())
     rounded = {
@@ -157,7 +159,7 @@ def _dtype(dtype: str | torch.dtype | None, target: Target) -> torch.dtype:
 
 
 def _random_batch(head: DraftHead, target: Target, length: int) -> TrainBatch:
-    """One document of random tokens and states, all of it to be learned."""
+    """Return one document of `length` random tokens and states, all of them to learn."""
     generator = torch.Generator().manual_seed(0)
     H = target.hidden_size
     return TrainBatch(

@@ -1,4 +1,4 @@
-"""The README.md of an export: what it is, how each engine is started on it, and what to watch for."""
+"""The README.md of an export: what it holds, how each engine is started on it, and what to watch for."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,10 @@ or drafting is too slow there; measure with and without.
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported, and where to. beside: about the target, where that was exported too. adapter: where it was
-    exported as one."""
+    """What was exported, and where to.
+
+    target_note: text about the target, where that was exported too. adapter: its export, where that is an adapter.
+    """
 
     head: DraftHead
     target: Target
@@ -37,12 +39,12 @@ class Exported:
     folder: Path
     num_speculative_tokens: int | None = None
     tensor_parallel: int = 1
-    beside: str = ""
+    target_note: str = ""
     adapter: Adapter | None = None
 
     @property
     def serving(self) -> Serving:
-        """What the engines' lines are made of."""
+        """The values that go into the engines' start lines."""
         heads = getattr(self.head.options, "num_heads", 0)
         tokens = self.head.within_reach(self.num_speculative_tokens or USUAL_TOKENS)
         return Serving(
@@ -59,17 +61,17 @@ class Exported:
 
 def write_readme(exported: Exported) -> str:
     """Return the text of README.md. It has no front matter: converters that read model cards find none."""
-    parts = [f"# {_title(exported)}\n", _facts(exported), "## Start an engine\n"]
+    parts = [
+        f"# {exported.head.method} head, layout {exported.layout.name}\n",
+        _facts(exported),
+        "## Start an engine\n",
+    ]
     if not exported.layout.engines:
         return "\n".join([*parts, "No engine that draftsmith knows reads this layout.\n"])
     parts += [_section(exported, engine) for engine in exported.layout.engines]
     served = [engine for engine in exported.layout.engines if _why_not(exported, engine) is None]
     counters = "\n".join(f"- {ENGINES[engine].title}: {ENGINES[engine].counters}." for engine in served)
     return "\n".join([*parts, _CHECK.format(counters=counters)])
-
-
-def _title(exported: Exported) -> str:
-    return f"{exported.head.method} head, layout {exported.layout.name}"
 
 
 def _facts(exported: Exported) -> str:
@@ -86,12 +88,12 @@ def _facts(exported: Exported) -> str:
         f"weights: {serving.dtype}",
     ]
     gpus = f"checked for {serving.gpus} GPUs" if serving.gpus > 1 else "for one GPU"
-    about = [exported.beside, ""] if exported.beside else []
+    about = [exported.target_note, ""] if exported.target_note else []
     return "\n".join([*about, *(f"- {line}" for line in lines), f"- tensor parallelism: {gpus}", ""])
 
 
 def _section(exported: Exported, engine: str) -> str:
-    """One engine: its lines and what to watch for, or why it cannot serve this head."""
+    """Return the section of one engine: how to start it and what to watch for, or why it cannot serve this head."""
     known = ENGINES[engine]
     lines = [f"### {known.title}", ""]
     if (why := _why_not(exported, engine)) is not None:

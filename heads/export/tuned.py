@@ -1,4 +1,4 @@
-"""What becomes of a target that was tuned with its heads: a whole model of its own, or the adapter alone.
+"""Exporting a target that was tuned with its heads: as a whole model, or as the adapter alone.
 
 Shapes: r rank of the adapter, L tokens.
 """
@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
@@ -26,9 +26,8 @@ from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tuned import TunedTarget, view_of
 
-AdapterExport = Literal["merge", "keep"]
 FOLDERS = {"merge": "target", "keep": "adapter"}
-"""The folder beside that of the heads."""
+"""The folder of the target's export, next to that of the heads."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What a folder of a model holds besides weights and configuration: tokenizer, chat template, generation, code.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -46,8 +45,7 @@ ADAPTER_KEYS = (
 
 
 def replaceable(dest: Path) -> tuple[str, ...]:
-    """Return the names of the files that an export to `dest` may replace: those of an earlier one. What it never writes,
-    such as a GGUF file made of it, is none of them."""
+    """Return the names of the files that an export to `dest` may replace: those that an earlier export wrote."""
     if not (dest / RECORD).is_file():
         return ()
     return tuple(file.name for kind in (*_COMPANIONS, "*.safetensors", README) for file in dest.glob(kind))
@@ -61,8 +59,10 @@ def check_tuned(dest: Path) -> None:
 def write_merged(
     method: str, original: Target, tuned: Target, dest: Path, trust_remote_code: bool = False
 ) -> TargetIdentity:
-    """Write the tuned target as a model of its own, with the tokenizer and all else that lies beside the original's
-    weights; return its identity. It is loaded again and must give the same logits. trust_remote_code: as for the original."""
+    """Write the tuned target as a model of its own, with the original's tokenizer and other files; return its identity.
+
+    It is loaded again and must give the same logits. trust_remote_code: as for the original.
+    """
     with atomic_directory(dest, replaceable(dest)) as folder:
         if original.directory is not None:
             weights = {file.name for file in weight_files(original.directory)}
@@ -87,8 +87,10 @@ def write_merged(
 
 
 def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity:
-    """Write the adapter as peft and engines read it, in fp32; return the identity of the target that it makes. It is
-    loaded again, onto the original, and must give the same logits."""
+    """Write the adapter in float32 as peft and engines read it; return the identity of the target with the adapter.
+
+    It is loaded again, onto the original, and must give the same logits.
+    """
     original, spec = tuned.target, tuned.spec
     with atomic_directory(dest, replaceable(dest)) as folder:
         tuned.model.save_pretrained(folder, save_embedding_layers=False)
@@ -104,7 +106,7 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
             again = PeftModel.from_pretrained(view_of(original.model), str(folder))
         assert _same_logits(tuned.model, again), "the adapter gives other logits"
     changed = None if spec.lm_head else original.identity.lm_head
-    # Weights that nobody has stored have no hash: the fingerprint tells them.
+    # The tuned weights are stored nowhere, so they have no hash of their own: the fingerprint identifies them.
     return replace(
         original.identity,
         path=f"{target_reference(original)} with the adapter {dest}",
@@ -115,7 +117,7 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
 
 
 def adapter_contract(tuned: TunedTarget) -> Contract:
-    """Return what the files of an adapter must hold: two tensors for each layer that it changes, and no others."""
+    """Return the contract of an adapter's files: two tensors for each layer that it changes, and no others."""
     rules = []
     for name, value in tuned.model.get_base_model().named_parameters():
         if ".lora_" in name:
@@ -126,11 +128,11 @@ def adapter_contract(tuned: TunedTarget) -> Contract:
 
 @torch.no_grad()
 def _same_logits(one: Any, other: Any) -> bool:
-    """Whether two models give the same logits on random tokens [1, L]."""
+    """Return whether two models give the same logits on random tokens [1, L]."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = one.get_input_embeddings().weight.shape[0]
     ids = torch.randint(vocab_size, (1, 16), generator=generator).to(one.get_input_embeddings().weight.device)
-    # Each its own: the wrapped target is never in training.
+    # Each module's own mode: the wrapped target is never in training.
     were = {module: module.training for module in one.modules()}
     found = [model.eval()(input_ids=ids, use_cache=False).logits for model in (one, other)]
     for module, training in were.items():
@@ -141,9 +143,9 @@ def _same_logits(one: Any, other: Any) -> bool:
 def _merged_readme(method: str, original: Target) -> str:
     return f"""# The target of {method} heads
 
-`{target_reference(original)}` (fingerprint {original.fingerprint}), tuned together with the heads in the folder beside
-this one; the adapter is merged into its weights. Serve this model where you would serve the original: it is another one,
-whose texts differ from the original's. The report of the evaluation says by how much.
+`{target_reference(original)}` (fingerprint {original.fingerprint}), tuned together with the heads in the folder next
+to this one; the adapter is merged into its weights. Serve this model where you would serve the original: its texts differ from
+the original's. The report of the evaluation says by how much.
 """
 
 
@@ -152,8 +154,8 @@ def _adapter_readme(method: str, tuned: TunedTarget) -> str:
     return f"""# The adapter of {method} heads
 
 A LoRA adapter for `{original}` (fingerprint {tuned.target.fingerprint}), trained together with the heads in the folder
-beside this one. The heads draft for the target with this adapter, not for the original alone. The target with it is
-another one, whose texts differ; the report of the evaluation says by how much.
+next to this one. The heads draft for the target with this adapter, not for the original alone. Texts of the tuned target
+differ from those of the original; the report of the evaluation says by how much.
 
 The README of the heads starts vLLM on all three. For an engine that drafts for no target with an adapter, export with
 `export.adapter: merge`.

@@ -1,4 +1,4 @@
-"""What training Hydra heads costs; symbols and rules are those of heads/cost.py, n being the heads and i one of them."""
+"""The cost of training Hydra heads; symbols and rules as in heads/cost.py, i being a head's number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class HydraCost(HeadsCost):
 
     @property
     def _prefix(self) -> tuple[int, int, int]:
-        """N*D, G*D and I (FF below) of the prefix layer; what the options leave out is the target's."""
+        """N*D, G*D and I (called FF) of the prefix layer; sizes that the options leave out are the target's."""
         o, t = self.options, self.target
         size = o.head_dim or t.head_dim
         heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups

@@ -41,7 +41,7 @@ class Gradients:
 
 
 def gpu_kernel_takes(q_RHD: Tensor) -> bool:
-    """Whether a GPU's flash kernel can do it, forward and backward: half precision, on Ampere or later.
+    """Return whether a GPU's flash kernel takes these queries, forward and backward: half precision, on Ampere or later.
 
     Heads of more than 192 are left to the chips of data centres, as in torch's own choice of kernels.
     """
@@ -55,7 +55,7 @@ def gpu_kernel_takes(q_RHD: Tensor) -> bool:
 
 
 def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, scale: float) -> Attended:
-    """Attention of every needed row over its document so far, or the last `plan.window` tokens of it."""
+    """Return the attention of every needed row over its document so far, or over the last `plan.window` tokens of it."""
     if _on_cpu(q_RHD):
         return _by_groups(q_RHD, k_BLGD, v_BLGD, plan, scale)
     packed = plan.packed
@@ -68,7 +68,7 @@ def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPla
 def causal_backward(
     grad_RHD: Tensor, q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, total: Attended, plan: RowPlan, scale: float
 ) -> Gradients:
-    """Gradients through the causal keys of a softmax whose output and log-sum-exp are `total`.
+    """Return the gradients through the causal keys of a softmax whose output and log-sum-exp are `total`.
 
     Tokens that are no needed row have a query, an output and a gradient of zero, so they pass no gradient to any key,
     whatever their log-sum-exp.
@@ -95,12 +95,12 @@ def _on_cpu(x: Tensor) -> bool:
 
 
 def _window(plan: RowPlan) -> dict[str, int]:
-    """How a GPU's kernel is told of a window: by the tokens on either side of a row that it sees."""
+    """Return the window as options of a GPU's kernel: the tokens on either side that a row sees."""
     return {} if plan.window is None else {"window_size_left": plan.window - 1, "window_size_right": 0}
 
 
 def _band(plan: RowPlan, group: Group, like: Tensor) -> dict[str, Any]:
-    """How a CPU's kernel is told what a row of `group` sees: causal, or where a window cuts into its lines by a mask."""
+    """Return what a row of `group` sees as options of a CPU's kernel: causal, or a mask where a window cuts into the lines."""
     m = group.tokens_nm.shape[1]
     if plan.window is None or plan.window >= m:
         return {"is_causal": True}
@@ -111,7 +111,7 @@ def _band(plan: RowPlan, group: Group, like: Tensor) -> dict[str, Any]:
 
 
 def _spread(x_R: Tensor, plan: RowPlan) -> Tensor:
-    """[R, ...] -> [T, ...], zeros at the tokens that are no needed row."""
+    """Return [T, ...] from the needed rows' [R, ...], zeros at other tokens."""
     packed = plan.packed
     return x_R.new_zeros(len(packed.tokens_T), *x_R.shape[1:]).index_copy_(0, packed.place_R, x_R)
 
@@ -142,7 +142,7 @@ def _backward_by_groups(
 
 
 def _spare(x: Tensor) -> Tensor:
-    """Append a row of zeros: where lines past a document's end, and tokens that are no query, read and write."""
+    """Append a row of zeros, which places past a document's end and tokens that are no query read and write."""
     return torch.cat([x, x.new_zeros(1, *x.shape[1:])])
 
 

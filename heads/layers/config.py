@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target
 
-# What a draft layer is made of; the rest of a LlamaConfig is at its defaults.
+# The keys that define a draft layer; the rest of a LlamaConfig is at its defaults.
 LAYER_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -25,7 +25,7 @@ LONGEST_CONTEXT = 1 << 20
 
 
 class LayerSizes(Protocol):
-    """The switches of a head that change the size of its layer; None stands for the target's."""
+    """The options of a head that set the sizes of its layer; None stands for the target's."""
 
     @property
     def intermediate_size(self) -> int | None: ...
@@ -112,8 +112,10 @@ def _norm_epsilon(config: Any) -> float:
 
 
 def steady_positions(config: Any) -> int | None:
-    """Return how long a pass may be before all its rotary frequencies change with its length, so that a text's states would
-    depend on what else is in its batch; None where they never do."""
+    """Return the length up to which rotary frequencies do not depend on the length of a pass, None where they never do.
+
+    Beyond it a text's states would depend on what else is in its batch.
+    """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
     limits = [one["original_max_position_embeddings"] for one in kinds if one.get("rope_type") == "longrope"]

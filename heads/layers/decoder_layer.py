@@ -1,4 +1,4 @@
-"""What the decoder layers of EAGLE's drafters have in common: rotation, projections, and the half behind the attention.
+"""Parts of the decoder layers of EAGLE's drafters: rotary embedding, attention projections, and the layer after its attention.
 
 Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n] or [R].
 """
@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 
 class Rotary(LlamaRotaryEmbedding):
-    """Llama's rotary embedding; its frequencies stay fp32 when the head is cast.
+    """Llama's rotary embedding whose frequencies stay fp32 when the head is cast.
 
-    In bf16 they are off by up to 0.4%, which at position 1000 is a turn of radians.
+    In bf16 they are off by up to 0.4%, an angle of radians at position 1000.
     """
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ class Rotary(LlamaRotaryEmbedding):
 
 
 class RMSNorm(LlamaRMSNorm):
-    """Llama's norm; without gradients it runs as one operation, which is most of the time of a small one."""
+    """Llama's RMSNorm, which without gradients runs as one operation: launching several takes most of a small norm's time."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -52,15 +52,14 @@ class RMSNorm(LlamaRMSNorm):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate [..., heads, D] by cos, sin [..., D], in its own dtype, as `apply_rotary_pos_emb` does for a query and a key
-    together."""
+    """Rotate [..., heads, D] by cos, sin [..., D] in the dtype of x, as `apply_rotary_pos_emb` does for queries and keys."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of queries [B, N, n, D] over keys and values [B, G, slots, D], G a divisor of N. mask: bool [B, 1, n, slots],
-    True where a row may look, None for everywhere."""
+    """Return the attention of queries [B, N, n, D] over keys and values [B, G, slots, D], G a divisor of N. mask: bool
+    [B, 1, n, slots], True where a row sees a key; None: everywhere."""
     if mask is not None and _repeats(q):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -74,7 +73,7 @@ def _repeats(q: Tensor) -> bool:
 
 
 class _Joint(NamedTuple):
-    """Joined projections, and the weights they were made of: held here so that no other gets their place in memory."""
+    """Joined projections and the weights they were made from, which are kept so that no other tensor gets their address."""
 
     state: tuple[object, ...]
     made_of: tuple[Tensor, ...]
@@ -83,7 +82,7 @@ class _Joint(NamedTuple):
 
 
 class EagleAttention(nn.Module):
-    """Projections of an attention over states of `width` numbers; who holds the keys is the caller's affair.
+    """The projections of an attention over states of `width` numbers; the caller keeps the keys.
 
     qkv_bias: query, key and value projections have biases (never the output's).
     """
@@ -99,17 +98,17 @@ class EagleAttention(nn.Module):
         self._joint: _Joint | None = None
 
     def query(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., N, D], not yet rotated."""
+        """Return queries [..., N, D] of x [..., width], not yet rotated."""
         return self.q_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., width] -> queries and keys, [..., N + G, D], not yet rotated, and values [..., G, D], in one product."""
+        """Return queries and keys [..., N + G, D], not yet rotated, and values [..., G, D] of x [..., width], in one product."""
         groups = self.k_proj.out_features // self.head_dim
         heads = F.linear(x, *self._joined()).unflatten(-1, (-1, self.head_dim))
         return heads[..., :-groups, :], heads[..., -groups:, :]
 
     def _joined(self) -> tuple[Tensor, Tensor | None]:
-        """The three projections as one, made again when any of them has changed. For decoding: no gradients."""
+        """Return the three projections joined, computed again when any of them has changed; without gradients."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
         assert not torch.is_grad_enabled(), "joined projections have no gradients"
         weights: list[Tensor] = [part.weight for part in parts]
@@ -121,25 +120,26 @@ class EagleAttention(nn.Module):
         return self._joint.weight, self._joint.bias
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., width] -> two of [..., G, D], the keys not yet rotated."""
+        """Return keys, not yet rotated, and values of x [..., width], each [..., G, D]."""
         return self.k_proj(x).unflatten(-1, (-1, self.head_dim)), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer behind its attention; subclasses make the modules, in the order of their published layout."""
+    """A Llama layer whose attention runs elsewhere; subclasses create the modules in the order of their published layout."""
 
     self_attn: EagleAttention
     mlp: LlamaMLP
     post_attention_layernorm: RMSNorm
 
     def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Attention output [..., N, D] and residual [..., H] -> the layer's output [..., H], before any final norm."""
+        """Return the layer's output [..., H] from the attention's output [..., N, D] and the residual [..., H], before any
+        final norm."""
         residual = residual + self.self_attn.o_proj(attended.flatten(-2))
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
 
 class PlainLayer(EagleLayer):
-    """A whole Llama layer, as those above a head's first one are."""
+    """A complete Llama layer, as those above a head's first one are."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -149,5 +149,5 @@ class PlainLayer(EagleLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The output of the layer below [..., H] -> the attention's input [..., H] and the residual [..., H]."""
+        """Return the attention's input and the residual, each [..., H], from the output of the layer below [..., H]."""
         return self.input_layernorm(hidden), hidden

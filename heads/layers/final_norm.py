@@ -1,7 +1,7 @@
-"""What a target's final norm multiplies with, for drafters whose own final norm feeds the target's output projection.
+"""Initialise a draft's final norm from the target's, for drafters whose norm feeds the target's output projection.
 
-A draft's final norm that starts at ones makes logits of another scale than the target's, and of other proportions: of a
-Llama its weights are far from one. Starting from the target's, a drafter need not learn them again.
+With a final norm of ones, the draft's logits have another scale and other proportions than the target's: a Llama's norm weights
+are far from one. A drafter that starts from the target's weights need not learn them again.
 
 Shapes: B rows, n tokens, Ht target hidden.
 """
@@ -17,9 +17,9 @@ from draftsmith.heads.target.target import Target
 
 @torch.no_grad()
 def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
-    """Let the weight [Ht] of a draft's final norm start as the target's; one of another width, or a target whose norm is of
-    another kind, leaves it as it is. scale: of the target's logits, where the draft's projection has none of its own.
-    Returns what is left of it for the projection: 1 where the norm has it."""
+    """Copy the weight [Ht] of the target's final norm into the draft's, unless their widths differ or the target's norm is of
+    another kind. scale: of the target's logits, where the draft's projection has none of its own. Return the part of the
+    scale that is left for the projection: 1 where the norm has taken it."""
     weight, found = norm.weight, final_norm_weight(target)
     if found is None or not isinstance(weight, Tensor) or weight.shape != found.shape:
         return scale

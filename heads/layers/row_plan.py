@@ -1,4 +1,4 @@
-"""Which rows of a batch ask in EAGLE-3's training-time test, and about which documents.
+"""The query rows of a batch in EAGLE-3's training-time test, and the keys that they see.
 
 Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), n documents of a group, m its longest, T tokens of all
 documents up to their last needed row.
@@ -16,7 +16,7 @@ BUCKET = 32  # documents whose lengths round up to the same multiple share a cal
 
 @dataclass(frozen=True)
 class Group:
-    """Documents of about one length, a line each, up to their last needed row.
+    """Documents of similar length, one line each, up to their last needed row.
 
     tokens_nm: flat index of each token, B*L past a document's end. queries_nm: its place among the needed rows,
     R where it is none of them.
@@ -42,7 +42,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows ask, and about what. rows: [R] int64 flat indices, ascending. documents: [B, L] numbers that differ
+    """The query rows and the documents whose keys they see. rows: [R] int64 flat indices, ascending. documents: [B, L] numbers that differ
     between any two documents of the batch. spans: (first flat index, tokens up to the last needed row) of the documents
     with needed rows, ascending. window: how many tokens each row sees, itself the last of them; None for all so far."""
 
@@ -57,14 +57,14 @@ class RowPlan:
 
     @cached_property
     def context(self) -> "RowPlan":
-        """The plan in which every token asks that a needed row may see."""
+        """The plan whose query rows are all tokens that a needed row may see."""
         device = self.rows.device
         tokens = [torch.arange(first, first + length, device=device) for first, length in self.spans]
         return replace(self, rows=torch.cat(tokens) if tokens else self.rows)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The documents by length: what suits a kernel that takes lines of one length."""
+        """The documents grouped by length, for a kernel that takes lines of one length."""
         device, past = self.rows.device, self.documents.numel()
         place = torch.full((past + 1,), len(self.rows), device=device)
         place[self.rows] = torch.arange(len(self.rows), device=device)
@@ -79,7 +79,7 @@ class RowPlan:
 
     @cached_property
     def packed(self) -> Packed:
-        """The documents end to end: what suits a kernel that takes them at any lengths; needs at least one."""
+        """The documents end to end, for a kernel that takes sequences of any length; there must be at least one."""
         device = self.rows.device
         first, length = torch.tensor(self.spans, device=device).T
         starts = torch.nn.functional.pad(length.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""A sample of each document's rows, the same wherever the document lies and whatever lies beside it.
+"""Draw a sample of each document's rows that does not depend on how documents are packed.
 
 Shapes: B batch rows, L tokens, n marked rows.
 """

@@ -1,8 +1,8 @@
-"""How loud a head that reads raw embeddings beside the target's states hears them, for EAGLE-1 and Hydra.
+"""The embedding scale: what EAGLE-1 and Hydra multiply the target's embeddings by where they read them beside its states.
 
-A target's embeddings are a tenth of its states and less. Where both enter one matrix as they are, a step of any optimizer
-changes what the head makes of the state far more than what it makes of the token it goes on from, so it learns the latter
-late. A new head therefore reads embeddings times a number, which is multiplied into the matrix where it is exported.
+A target's embeddings have a tenth of its states' size or less. If one matrix reads both as they are, an optimizer step changes
+the head's response to the state far more than its response to the token, which it then learns late. A new head therefore
+reads scaled embeddings; an export multiplies the scale into the matrix.
 """
 
 import torch
@@ -13,8 +13,8 @@ from draftsmith.heads.target.target import Target
 
 
 def token_scale(target: Target) -> float:
-    """Return what brings the target's embeddings to the size of its last states: the next power of two, with which exports
-    hold the same numbers."""
+    """Return the scale that brings the target's embeddings to the size of its last states, rounded to a power of two, so that
+    exports hold the same numbers."""
     state, token = sizes(target)
     return float(2 ** (state / token.clamp_min(1e-9)).log2().round())
 
@@ -31,7 +31,7 @@ def sizes(target: Target) -> tuple[Tensor, Tensor]:
 
 
 def fold(weight: Tensor, tokens: slice, scale: float) -> Tensor:
-    """A matrix that reads scaled embeddings in the columns `tokens` -> the one that reads them as they are."""
+    """Return the matrix that reads embeddings as they are, from one that reads scaled ones in the columns `tokens`."""
     folded = weight.clone()
     folded[:, tokens] *= scale
     return folded

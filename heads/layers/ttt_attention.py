@@ -48,14 +48,14 @@ def ttt_attention(
 def merged_attention(
     q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
 ) -> Tensor:
-    """The same by a flash kernel, which decides the dtype of all inputs: fp32 on a CPU, half precision on a GPU."""
+    """Compute `ttt_attention` with a flash kernel, which decides the dtype of all inputs: fp32 on a CPU, half on a GPU."""
     return _MergedAttention.apply(q_RHD, k_BLGD, v_BLGD, k_SRGD, v_SRGD, plan, scale)
 
 
 def eager_ttt_attention(
     q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
 ) -> Tensor:
-    """The same by concatenated scores and one softmax: the oracle, and the way of fp32 on a GPU."""
+    """Compute `ttt_attention` with concatenated scores and one softmax: the oracle, and the way for fp32 on a GPU."""
     B, L, G, _ = k_BLGD.shape
     _, H, D = q_RHD.shape
     q_RGPD = q_RHD.unflatten(1, (G, H // G))

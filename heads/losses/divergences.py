@@ -1,14 +1,19 @@
-"""How far a draft's distribution is from the target's, row by row: the losses that distillation can choose from.
+"""The losses of a row, which compare a draft's distribution with the target's, and the table of them that `train.loss.kind` names.
 
 Shapes: R rows, W draft vocab, V target vocab. q is the draft's distribution over the draft vocabulary, p the target's over the
-whole one, of which a `Teacher` holds the columns of the draft vocabulary; p' is p renormalised over those. What is
-about acceptance (tv, lk_alpha, lk_hybrid) takes p, what compares two distributions over the same tokens (soft_ce, kl,
-reverse_kl, jsd) takes p'. All are pure functions in the dtype of their inputs.
+whole one, of which a `Teacher` holds the columns of the draft vocabulary; p' is p renormalised over those. Losses about
+acceptance (tv, lk_alpha, lk_hybrid) take p; those that compare two distributions over the same tokens (soft_ce, kl,
+reverse_kl, jsd) take p'. All are pure functions in the dtype of their inputs.
 
-A token of which p' says less than TINY counts as TINY where a logarithm is taken: reverse KL would be infinite.
+Where a logarithm of p' is taken, p' is at least TINY, as reverse KL would be infinite otherwise.
+
+To add a loss, write its function, its entry in LOSSES and its oracle in tests/heads/losses/oracles.py; the row of the table in
+docs/train-a-head.md is the one that the test of the table prints. A number of its own is a field of `LossSpec`.
 """
 
-from math import log, log1p
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, log, log1p
 
 import torch
 from torch import Tensor
@@ -17,17 +22,17 @@ from draftsmith.heads.losses.teacher import TINY, Teacher
 
 
 def soft_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] cross-entropy from the teacher renormalised over the draft vocabulary."""
+    """Return [R], the cross-entropy from p'."""
     return -torch.linalg.vecdot(teacher.p, log_q_RW) / teacher.mass
 
 
 def kl(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] forward KL(p' || q): soft cross-entropy minus the teacher's entropy."""
+    """Return [R], the forward KL(p' || q): soft cross-entropy minus the entropy of p'."""
     return soft_ce(log_q_RW, teacher) + teacher.negentropy
 
 
 def top_k_ce(log_q_RW: Tensor, teacher: Teacher, count: int) -> Tensor:
-    """[R] the part of the cross-entropy from p that its `count` most likely tokens of the draft vocabulary make up.
+    """Return [R], the terms of the cross-entropy from p at the `count` most likely tokens of the draft vocabulary.
 
     Zhang et al., "Learning Harmonized Representations for Speculative Sampling" (HASS, 2024), harmonized objective
     distillation: p is not renormalised over them.
@@ -37,12 +42,13 @@ def top_k_ce(log_q_RW: Tensor, teacher: Teacher, count: int) -> Tensor:
 
 
 def reverse_kl(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] KL(q || p'): it punishes what q says and p' does not, and forgives what q leaves out."""
+    """Return [R], the reverse KL(q || p'): it punishes tokens that q makes likely and p' does not, not those that q leaves out."""
     return torch.linalg.vecdot(log_q_RW.exp(), log_q_RW - _log_p(teacher))
 
 
 def jsd(log_q_RW: Tensor, teacher: Teacher, beta: float) -> Tensor:
-    """[R] generalised Jensen-Shannon divergence: beta KL(p' || m) + (1 - beta) KL(q || m), m = beta p' + (1 - beta) q.
+    """Return [R], the generalised Jensen-Shannon divergence beta KL(p' || m) + (1 - beta) KL(q || m) with the mixture
+    m = beta p' + (1 - beta) q.
 
     0 < beta < 1. Agarwal et al., "On-Policy Distillation of Language Models" (2024), equation 1: near 0 it is
     beta KL(p' || q), near 1 (1 - beta) KL(q || p').
@@ -54,33 +60,137 @@ def jsd(log_q_RW: Tensor, teacher: Teacher, beta: float) -> Tensor:
 
 
 def acceptance(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] the probability that a token drawn from q is accepted: sum_x min(p(x), q(x)), p over all V."""
+    """Return [R], the probability that a token drawn from q is accepted: sum_x min(p(x), q(x)), p over all V."""
     return torch.minimum(log_q_RW.exp(), teacher.p).sum(-1)
 
 
 def tv(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] total variation distance between p and q over all V: 1 - acceptance."""
+    """Return [R], the total variation distance between p and q over all V: 1 - acceptance."""
     return 1.0 - acceptance(log_q_RW, teacher)
 
 
 def lk_alpha(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] -log acceptance."""
+    """Return [R], the negative logarithm of the acceptance."""
     return -acceptance(log_q_RW, teacher).clamp_min(TINY).log()
 
 
-def lk_hybrid(log_q_RW: Tensor, teacher: Teacher, scale: float, decay: float) -> Tensor:
-    """[R] lam * KL + (1 - lam) * TV with lam = scale * exp(-decay * acceptance), detached."""
+def lk_hybrid(log_q_RW: Tensor, teacher: Teacher, lk_scale: float, lk_decay: float) -> Tensor:
+    """Return [R], lam * KL + (1 - lam) * TV with lam = lk_scale * exp(-lk_decay * acceptance), detached."""
     alpha = acceptance(log_q_RW, teacher)
-    lam = scale * torch.exp(-decay * alpha.detach())
+    lam = lk_scale * torch.exp(-lk_decay * alpha.detach())
     return lam * kl(log_q_RW, teacher) + (1.0 - lam) * (1.0 - alpha)
 
 
 def hard_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """[R] cross-entropy with the text's own token; 0 where that is outside the draft vocabulary."""
+    """Return [R], the cross-entropy with the text's own token; 0 where that is outside the draft vocabulary."""
     picked = log_q_RW.gather(1, teacher.label.clamp_min(0)[:, None])[:, 0]
     return torch.where(teacher.label >= 0, -picked, torch.zeros_like(picked))
 
 
 def _log_p(teacher: Teacher) -> Tensor:
-    """[R, W] log p', at least log TINY."""
+    """Return [R, W], log p', at least log TINY."""
     return (teacher.p / teacher.mass[:, None]).clamp_min(TINY).log()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a loss takes. key: the field of `LossSpec`, and the keyword of the loss's function. allowed: whether a value
+    is in its range. rule: the range in words, the end of the sentence for a bad value."""
+
+    key: str
+    allowed: Callable[[float], bool]
+    rule: str
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss that `train.loss.kind` can name.
+
+    function: ([R, W] log q, teacher, **parameters) -> [R]. formula, summary: for docs/train-a-head.md; `--help` has the summary. working:
+    what computing it holds at a time, in [R, W] of fp32: p, a copy of p for the step at hand, and what the loss makes of p and
+    q. recomputed: the backward pass computes the function again instead of keeping its distributions, up to six more [R, W] per
+    step. keeps_teacher: the backward pass needs p besides log q.
+    """
+
+    name: str
+    function: Callable[..., Tensor]
+    formula: str
+    summary: str
+    working: int
+    recomputed: bool = True
+    keeps_teacher: bool = True
+    parameters: tuple[Parameter, ...] = ()
+
+
+_BETA = Parameter("beta", lambda x: 0.0 < x < 1.0, "it must be above 0 and below 1; kl and reverse_kl are its ends")
+_SCALE = Parameter("lk_scale", lambda x: 0.0 <= x <= 1.0, "it is a share of the loss, from 0 to 1")
+_DECAY = Parameter("lk_decay", lambda x: 0.0 <= x < inf, "it must not be negative")
+
+LOSSES: dict[str, Loss] = {
+    loss.name: loss
+    for loss in (
+        Loss(
+            "kl",
+            kl,
+            "Σ p' log(p'/q)",
+            "forward KL, for which the draft covers whatever the target may say",
+            working=2,
+            recomputed=False,
+        ),
+        Loss(
+            "reverse_kl",
+            reverse_kl,
+            "Σ q log(q/p')",
+            "reverse KL, for which the draft keeps to what the target says for certain, surer and less varied",
+            working=4,
+        ),
+        Loss(
+            "jsd",
+            jsd,
+            "β Σ p' log(p'/m) + (1-β) Σ q log(q/m), m = βp' + (1-β)q",
+            "between the two by beta, which gives beta * kl near 0 and (1 - beta) * reverse_kl near 1",
+            working=7,
+            parameters=(_BETA,),
+        ),
+        Loss(
+            "soft_ce",
+            soft_ce,
+            "-Σ p' log q",
+            "cross-entropy with the target's distribution, the gradient of kl and the value that other trainers print",
+            working=2,
+            recomputed=False,
+        ),
+        Loss(
+            "tv",
+            tv,
+            "1 - Σ min(p, q)",
+            "total variation, the rejection rate itself, with weak gradients far from the target, so after another loss",
+            working=3,
+        ),
+        Loss(
+            "lk_alpha",
+            lk_alpha,
+            "-log Σ min(p, q)",
+            "the logarithm of the acceptance rate, like tv with stronger gradients where little is accepted",
+            working=3,
+        ),
+        Loss(
+            "lk_hybrid",
+            lk_hybrid,
+            "λ·`kl` + (1-λ)·`tv`, λ = `lk_scale`·exp(-`lk_decay`·Σ min(p, q))",
+            "kl at first, tv once drafts are accepted",
+            working=4,
+            parameters=(_SCALE, _DECAY),
+        ),
+        Loss(
+            "hard_ce",
+            hard_ce,
+            "-log q(x)",
+            "cross-entropy with the text's own token x alone, as Medusa was published",
+            working=3,
+            recomputed=False,
+            keeps_teacher=False,
+        ),
+    )
+}
+"""The losses by name. Validation, `--help`, the plan's memory, the docs' table and the tests read it."""

@@ -1,18 +1,17 @@
-"""What a draft step is judged by: distillation losses against the frozen target, and exact acceptance.
+"""The loss of a head's output on a batch: distillation losses against the frozen target, and exact acceptance.
 
 Shapes: B batch rows, L tokens, R supervised rows of a step, U teacher positions of all steps, H target hidden,
 V target vocab, W draft vocab, S steps.
 
-Teacher logits are made from stored hidden states, once per batch, for the union of the positions that any step
-needs and only for the draft vocabulary's columns (rule 4 of "rules for all heads"). p is the target's distribution over the
-FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
+Teacher logits are computed from stored hidden states once per batch, for the union of the positions that any step needs
+and for the draft vocabulary's columns alone (docs/algorithms.md, rule 4). p is the target's distribution over the FULL
+vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,27 +19,26 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows
-from draftsmith.heads.losses.divergences import hard_ce, jsd, kl, lk_alpha, lk_hybrid, reverse_kl, soft_ce, top_k_ce, tv
-from draftsmith.heads.losses.spec import LossKind, LossSpec
+from draftsmith.heads.losses.divergences import LOSSES, acceptance, hard_ce, kl, top_k_ce
+from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.losses.teacher import TargetLogits, Teacher, draft_index, make_teacher
 
 _CHUNK_ROWS = 1024
-"""Rows whose distributions are held together where nothing is trained: block drafters are judged on many times the rows that they are
-trained on."""
+"""Rows whose distributions are held at a time without gradients: block drafters are evaluated on many times the rows that
+they are trained on."""
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The sums over one batch; divide by the global sum of `loss_divisor` (loss) or of `step_rows` (metrics).
+    """The sums over one batch; divide the loss by the global sum of `loss_divisor`, metrics by that of `step_rows`.
 
     loss_sum: scalar with gradient, the sum over steps k of their weight times the sum over rows. rows: N, the rows
     of step 0, dropped ones included. Per step, [S] without gradient: step_loss, the (weighted) sum of
     row losses before that weight; step_rows, the supervised rows, dropped ones included; step_correct, those where the
     draft's argmax is the target's; step_acceptance, the sum over rows of sum_x min(p(x), q(x)), p over all V.
-    tuned: [4] without gradient, of a target that is tuned with the head, else None: the sums over its rows of its loss
-    (as the spec weighs it), of KL(original || tuned), and of those where both choose the same token; the rows.
+    tuned: [4] without gradient, where the head tunes its target, else None: the sums over the target's rows of its loss
+    (weighted), of KL(original || tuned) and of the rows where both have the same argmax; the number of rows.
     """
 
     loss_sum: Tensor
@@ -52,42 +50,30 @@ class LossOutput:
     tuned: Tensor | None = None
 
 
-def row_loss(spec: LossSpec) -> Callable[[Tensor, Teacher], Tensor]:
-    """Return the loss of rows that `spec` names: ([R, W] log q, teacher) -> [R].
-
-    Those that go through more distributions than the two make them again in the backward pass: kept, they would be up to six
-    more [R, W] per step.
-    """
-    lean = {"kl": kl, "soft_ce": soft_ce, "hard_ce": hard_ce}
-    wide = {
-        "reverse_kl": reverse_kl,
-        "jsd": partial(jsd, beta=spec.beta),
-        "tv": tv,
-        "lk_alpha": lk_alpha,
-        "lk_hybrid": partial(lk_hybrid, scale=spec.lk_scale, decay=spec.lk_decay),
-    }
-    if spec.kind in lean:
-        return lean[spec.kind]
-    if spec.kind not in wide:
-        raise UserError(f"loss.kind is {spec.kind!r}: choose one of {', '.join(get_args(LossKind))}.")
-    return partial(checkpoint, wide[spec.kind], use_reentrant=False, preserve_rng_state=False)
+def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teacher], Tensor]:
+    """Return the loss `kind` (None: that of `spec`) with the numbers of `spec`: ([R, W] log q, teacher) -> [R]."""
+    loss = LOSSES[kind or spec.kind]
+    function = partial(loss.function, **{one.key: getattr(spec, one.key) for one in loss.parameters})
+    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False) if loss.recomputed else function
 
 
 def _row_terms(
     spec: LossSpec, batch: TrainBatch, tuned: bool
 ) -> Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor]:
-    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R]: those of
-    the logits, and where they have a weight that of the confidence, of the target's likeliest tokens and of the features.
-    tuned: whether the head tunes the target."""
+    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R].
+
+    It sums the weighted losses of the logits, of the target's most likely tokens, of the features and of the confidence.
+    tuned: whether the head tunes the target.
+    """
     base = row_loss(spec)
-    further = [(weight, row_loss(replace(spec, kind=kind))) for kind, weight in spec.also.items() if weight]
-    sure = 1.0 if spec.confidence_weight is None else spec.confidence_weight
+    extra_terms = [(extra_weight, row_loss(spec, kind)) for kind, extra_weight in spec.also.items() if extra_weight]
+    confidence_weight = 1.0 if spec.confidence_weight is None else spec.confidence_weight
 
     def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher, kept_R: Tensor) -> Tensor:
         weight, feature_weight = spec.term_weights(step.feature is not None, tuned)
         loss_R = weight * base(log_q_RW, teacher)
-        for share, loss in further:
-            loss_R = loss_R + share * loss(log_q_RW, teacher)
+        for extra_weight, loss in extra_terms:
+            loss_R = loss_R + extra_weight * loss(log_q_RW, teacher)
         if spec.top_k_weight:
             loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
         if feature_weight and step.feature is not None:
@@ -96,9 +82,9 @@ def _row_terms(
             loss_R = loss_R + feature_weight * distance_RH.mean(-1)
         loss_R = loss_R * kept_R
         if step.confidence is not None:
-            # Of dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
+            # On dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
             # every parameter.
-            loss_R = loss_R + sure * confidence_loss(step.confidence, log_q_RW, teacher)
+            loss_R = loss_R + confidence_weight * confidence_loss(step.confidence, log_q_RW, teacher)
         return loss_R
 
     return loss_of
@@ -107,15 +93,15 @@ def _row_terms(
 def confidence_loss(confidence_R: Tensor, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
     """Return [R]: the cross-entropy between a head's confidence (log-odds) and the chance that a token of its distribution is
     accepted, sum_x min(p(x), q(x)), which gives no gradient to the distribution."""
-    accepted_R = torch.minimum(log_q_RW.detach().exp(), teacher.p).sum(-1)
+    accepted_R = acceptance(log_q_RW.detach(), teacher)
     return F.binary_cross_entropy_with_logits(confidence_R.float(), accepted_R, reduction="none")
 
 
 def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = None) -> Tensor:
     """Return the scalar that, summed over all ranks and micro-batches of an update, divides the sum of `loss_sum`.
 
-    It depends on the batch and on which rows `head` gives logits of (None: all those of rule 1), so an update's divisor
-    is known before its first backward pass. "rows": N, those of step 0. "weights": the rows of all steps that the head is
+    It depends on the batch and on the rows that `head` gives logits of (None: all of docs/algorithms.md, rule 1), so an
+    update's divisor is known before its first backward pass. "rows": N, those of step 0. "weights": the rows of all steps that the head is
     trained on, by the steps' weights. "sequence": documents with at least one row. "positions": B*L.
     """
     if spec.normalize == "positions":
@@ -137,15 +123,15 @@ def head_loss(
     target_head: TargetLogits,
     draft_vocab: Tensor | None,
     spec: LossSpec,
-    share: float = 1.0,
+    warmup_weight: float = 1.0,
 ) -> LossOutput:
     """Return the loss and the metrics of a head's output on `batch`.
 
-    The same divisor serves every step (rule 3), so a step that fewer rows reach weighs less. Rows whose target
-    argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
+    The same divisor serves every step (docs/algorithms.md, rule 3), so a step with fewer rows weighs less. Rows whose
+    target argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
     `step_rows`, and count as misses (rule 8). Everything runs in fp32, also under autocast.
-    draft_vocab: [W] sorted target ids, None for all. share: of their weight that the losses of the draft have, see
-    `LossSpec.draft_share`. A target that is tuned too (output.tuned) has the original as its teacher.
+    draft_vocab: [W] sorted target ids, None for all. warmup_weight: multiplies the losses of the draft, see
+    `LossSpec.warmup_weight`. The teacher of a target that is tuned too (output.tuned) is the original.
     """
     draft_probs = output.steps if output.tuned is None else (*output.steps, output.tuned)
     with torch.autocast(batch.ids.device.type, enabled=False):
@@ -166,7 +152,7 @@ def head_loss(
     depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
     step_loss = torch.stack([s.loss for s in sums])
     return LossOutput(
-        loss_sum=share * (depth * step_loss).sum() + tuned_loss,
+        loss_sum=warmup_weight * (depth * step_loss).sum() + tuned_loss,
         rows=torch.tensor(len(output.steps[0].rows), device=batch.ids.device),
         step_loss=step_loss.detach(),
         step_rows=torch.tensor([len(s.rows) for s in output.steps], device=batch.ids.device),
@@ -216,7 +202,7 @@ def _step_sums(
 def _tuned_sums(
     probs: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted loss of a tuned target, and `LossOutput.tuned`."""
+    """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
     log_q_RV = torch.log_softmax(probs.logits, -1, dtype=torch.float32)
     apart_R = kl(log_q_RV, teacher)
     loss_R = apart_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)

@@ -1,64 +1,66 @@
-"""How a recipe says what draft logits are judged by; losses.py does it."""
+"""The section `train.loss` of a recipe: which losses a head is trained with, and their weights. head_loss.py computes them."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf, pi, sin
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal
 
 from draftsmith.errors import UserError
-from draftsmith.fields import without_neutral
+from draftsmith.fields import LATER, require
+from draftsmith.heads.losses.divergences import LOSSES
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
 
-LossKind = Literal["kl", "reverse_kl", "jsd", "soft_ce", "tv", "lk_alpha", "lk_hybrid", "hard_ce"]
+    LossKind = str
+else:
+    LossKind = Literal[tuple(LOSSES)]
 Normalize = Literal["rows", "weights", "sequence", "positions"]
 TunedKind = Literal["kl", "hard_ce"]
-BESIDE_FEATURES = 0.1
-"""Weight of the loss of logits where features are learnt too, as in EAGLE-1."""
-BESIDE_TUNED = 0.2
-"""Weight of the loss of logits where the target is tuned too, as in Medusa-2."""
+WEIGHT_WITH_FEATURES = 0.1
+"""Weight of the loss of logits beside a loss of features, as in EAGLE-1."""
+WEIGHT_WITH_TUNED = 0.2
+"""Weight of the loss of logits beside a loss of the tuned target, as in Medusa-2."""
 
 
 @dataclass(frozen=True)
 class LossSpec:
-    """How draft logits are compared with the target's distribution."""
+    """How draft logits are compared with the target's distribution. A loss's own numbers are fields of the names that its
+    entry in LOSSES gives."""
 
     kind: LossKind = "kl"
-    """kl: forward KL; reverse_kl: KL from the draft to the target; jsd: between the two, see beta; soft_ce: the gradient
-    of kl without the entropy; tv: 1 - acceptance rate; lk_alpha: its logarithm; lk_hybrid: KL fading into tv as acceptance
-    grows; hard_ce: cross-entropy with the text itself."""
+    """The loss of the logits; `--help` lists those of LOSSES, see `describe_kinds`."""
     decay: float = 0.8
     """Step k weighs decay**k."""
-    depth_weights: list[float] | None = None
+    depth_weights: list[float] | None = field(default=None, metadata=LATER)
     """The weight of each step (or head), in place of decay; null: by decay."""
-    beta: float = 0.5
+    beta: float = field(default=0.5, metadata=LATER)
     """jsd: weight of the target's distribution in the mixture; near 0 the loss is beta * kl, near 1 (1 - beta) * reverse_kl."""
     lk_scale: float = 1.0
     """lk_hybrid: weight of the KL term at acceptance 0."""
     lk_decay: float = 3.0
     """lk_hybrid: how fast that weight falls as acceptance grows."""
-    weight: float | None = None
+    weight: float | None = field(default=None, metadata=LATER)
     """Weight of the loss that `kind` names; null: 1, 0.1 beside a feature loss (EAGLE-1), 0.2 beside a loss of the tuned
     target (Medusa-2)."""
-    feature_weight: float | None = None
+    feature_weight: float | None = field(default=None, metadata=LATER)
     """Weight of the smooth L1 distance between a head's output and the target's state that it stands for; null: 1 for
     heads that have such an output (EAGLE-1), 0 for others."""
-    top_k_weight: float = 0.0
+    top_k_weight: float = field(default=0.0, metadata=LATER)
     """Weight of the cross-entropy on the target's top_k most likely tokens alone (HASS: 1)."""
-    top_k: int = 10
+    top_k: int = field(default=10, metadata=LATER)
     """How many tokens top_k_weight is about."""
-    also: dict[LossKind, float] = field(default_factory=dict)
+    also: dict[LossKind, float] = field(default_factory=dict, metadata=LATER)
     """Further losses of the logits and their weights, beside that of `kind` (DSpark: kind tv, weight 1.8, also hard_ce
     0.1)."""
-    confidence_weight: float | None = None
+    confidence_weight: float | None = field(default=None, metadata=LATER)
     """Weight of the cross-entropy between a head's confidence and the acceptance rate that its logits give; null: 1 for
     heads that have such an output (DSpark), 0 for others."""
-    tuned_kind: TunedKind = "kl"
+    tuned_kind: TunedKind = field(default="kl", metadata=LATER)
     """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own distribution, so that it changes as
     little as it can (self-distillation); hard_ce, the text."""
-    tuned_weight: float | None = None
+    tuned_weight: float | None = field(default=None, metadata=LATER)
     """Weight of that loss; null: 1 for heads that tune the target, 0 for others."""
-    ramp: float = 0.0
+    ramp: float = field(default=0.0, metadata=LATER)
     """Share of the training over which all losses of the draft rise from nothing, along a sine, while the tuned target's
     count in full from the start; 0 leaves that out."""
     normalize: Normalize = "rows"
@@ -66,44 +68,35 @@ class LossSpec:
     drafters); over documents of their own mean over rows; or over all B*L positions, padding included (SpecForge)."""
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.decay <= 1.0:
-            raise UserError(f"train.loss.decay is {self.decay}: it must be above 0 and at most 1.")
-        if not 0.0 < self.beta < 1.0:
-            raise UserError(
-                f"train.loss.beta is {self.beta}: it must be above 0 and below 1; kl and reverse_kl are its ends."
-            )
-        if not 0.0 <= self.lk_scale <= 1.0:
-            raise UserError(f"train.loss.lk_scale is {self.lk_scale}: it is a share of the loss, from 0 to 1.")
-        if not 0.0 <= self.lk_decay < inf:
-            raise UserError(f"train.loss.lk_decay is {self.lk_decay}: it must not be negative.")
+        require(self.kind in LOSSES, "train.loss.kind", self.kind, f"choose one of {', '.join(LOSSES)}")
+        if unknown := sorted(set(self.also) - set(LOSSES)):
+            raise UserError(f"train.loss.also names {unknown[0]!r}: choose among {', '.join(LOSSES)}.")
+        require(0.0 < self.decay <= 1.0, "train.loss.decay", self.decay, "it must be above 0 and at most 1")
+        for loss in LOSSES.values():
+            for one in loss.parameters:
+                value = getattr(self, one.key)
+                require(one.allowed(value), f"train.loss.{one.key}", value, one.rule)
         self._check_unused()
         weights = self.depth_weights
-        if weights is not None and not (sum(weights) > 0 and all(0 <= w < inf for w in weights)):
-            raise UserError(
-                f"train.loss.depth_weights is {weights}: give one number per step or head, none negative and not all of them 0."
-            )
-        weighed = {
-            key: getattr(self, key)
-            for key in ("weight", "feature_weight", "top_k_weight", "confidence_weight", "tuned_weight")
-        }
-        for key, value in (weighed | {f"also.{kind}": value for kind, value in self.also.items()}).items():
-            if value is not None and not 0 <= value < inf:
-                raise UserError(f"train.loss.{key} is {value}: it must not be negative.")
-        if unknown := sorted(set(self.also) - set(get_args(LossKind))):
-            raise UserError(f"train.loss.also names {unknown[0]!r}: choose among {', '.join(get_args(LossKind))}.")
-        if self.top_k < 1:
-            raise UserError(f"train.loss.top_k is {self.top_k}: it must be at least 1.")
-        if not 0.0 <= self.ramp <= 1.0:
-            raise UserError(f"train.loss.ramp is {self.ramp}: it is a share of the training, from 0 to 1.")
+        good = weights is None or (sum(weights) > 0 and all(0 <= w < inf for w in weights))
+        reason = "give one number per step or head, none negative and not all of them 0"
+        require(good, "train.loss.depth_weights", weights, reason)
+        keys = ("weight", "feature_weight", "top_k_weight", "confidence_weight", "tuned_weight")
+        terms = {key: getattr(self, key) for key in keys} | {f"also.{kind}": w for kind, w in self.also.items()}
+        for key, value in terms.items():
+            require(value is None or 0 <= value < inf, f"train.loss.{key}", value, "it must not be negative")
+        require(self.top_k >= 1, "train.loss.top_k", self.top_k, "it must be at least 1")
+        require(0.0 <= self.ramp <= 1.0, "train.loss.ramp", self.ramp, "it is a share of the training, from 0 to 1")
 
     def _check_unused(self) -> None:
-        """Raise UserError for a number of a loss that is not taken."""
+        """Raise UserError for a number that no loss of the recipe takes."""
         taken = {self.kind, *self.also}
-        for name, kind in (("beta", "jsd"), ("lk_scale", "lk_hybrid"), ("lk_decay", "lk_hybrid")):
-            if kind not in taken and getattr(self, name) != getattr(type(self), name):
+        for key in {one.key: None for loss in LOSSES.values() for one in loss.parameters}:
+            owners = [loss.name for loss in LOSSES.values() if key in [one.key for one in loss.parameters]]
+            if taken.isdisjoint(owners) and getattr(self, key) != getattr(type(self), key):
                 raise UserError(
-                    f"train.loss.{name} is {getattr(self, name)}, but it belongs to {kind}, and kind is {self.kind}: leave "
-                    "it out."
+                    f"train.loss.{key} is {getattr(self, key)}, but it belongs to {' and '.join(owners)}, and kind is "
+                    f"{self.kind}: leave it out."
                 )
         if self.depth_weights is not None and self.decay != type(self).decay:
             raise UserError(
@@ -166,13 +159,14 @@ class LossSpec:
         """
         self.check_features(features)
         feature_weight = float(features) if self.feature_weight is None else self.feature_weight
-        usual = BESIDE_FEATURES if feature_weight else BESIDE_TUNED if tuned else 1.0
+        usual = WEIGHT_WITH_FEATURES if feature_weight else WEIGHT_WITH_TUNED if tuned else 1.0
         return usual if self.weight is None else self.weight, feature_weight
 
-    def draft_share(self, progress: float) -> float:
-        """Return the share of their weight that the losses of the draft have at `progress` (0 to 1) of the training.
+    def warmup_weight(self, progress: float) -> float:
+        """Return what the losses of the draft are multiplied by at `progress` (0 to 1) of the training.
 
-        Cai et al. (2024), section 2.3.2: a sine schedule from 0, so that new heads do not disturb the target.
+        It rises from 0 to 1 along a sine over `ramp`, so that new heads do not disturb the target (Cai et al. 2024, section
+        2.3.2).
         """
         return 1.0 if progress >= self.ramp else sin(pi / 2 * progress / self.ramp)
 
@@ -188,9 +182,7 @@ class LossSpec:
         """Return the weight of step (or head) number `offset`."""
         return self.decay**offset if self.depth_weights is None else self.depth_weights[offset]
 
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """What a trained head depends on, to tell whether a finished one still fits."""
-        neutral: dict[str, Any] = {"depth_weights": None, "beta": 0.5, "weight": None, "feature_weight": None}
-        neutral |= {"also": {}, "confidence_weight": None, "tuned_kind": "kl", "tuned_weight": None, "ramp": 0.0}
-        return without_neutral(asdict(self), neutral | {"top_k_weight": 0.0, "top_k": 10})
+
+def describe_kinds() -> str:
+    """Return the help of `train.loss.kind`: one sentence per loss."""
+    return "; ".join(f"{loss.name}: {loss.summary}" for loss in LOSSES.values()) + "."

@@ -1,4 +1,4 @@
-"""What training Medusa heads costs; see heads/cost.py for symbols and for what is counted."""
+"""The cost of training Medusa heads; symbols and rules as in heads/cost.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class MedusaCost(HeadsCost):
         return sum(rows) * per_row + 2 * H * V * max(rows)
 
     def attention_flops(self, positions: float, length: float) -> float:
-        """There is none."""
+        """Return 0: there is no attention."""
         return 0.0
 
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:

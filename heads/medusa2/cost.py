@@ -1,4 +1,4 @@
-"""What training Medusa-2 costs: Medusa's heads, and the target itself, forward and backward, with an adapter.
+"""The cost of training Medusa-2: Medusa's heads, and the target itself with an adapter, forward and backward.
 
 Symbols as in heads/cost.py; r the rank of the adapter.
 """
@@ -13,9 +13,9 @@ from draftsmith.heads.medusa2.options import Medusa2Options
 
 @dataclass(frozen=True)
 class Medusa2Cost(MedusaCost):
-    """Medusa-2. The target's layers are taken to be Llama's; experts, which are no linear layers, have no adapter.
+    """Medusa-2, on a target with Llama's layers; experts, which are no linear layers, have no adapter.
 
-    Padding of the rows that documents are unpacked into is left out: it depends on their lengths.
+    Leaves out the padding of the rows that documents are unpacked into: it depends on their lengths.
     """
 
     options: Medusa2Options
@@ -43,12 +43,12 @@ class Medusa2Cost(MedusaCost):
 
     @property
     def tuned_parameters(self) -> int:
-        """Weights of the target that the tuned one has a copy of, the adapter merged."""
+        """Weights that the tuned target has copies of, with the adapter merged."""
         return sum(inputs * outputs for inputs, outputs in self._adapted)
 
     @property
     def others(self) -> int:
-        """Medusa's, and the adapter, which AdamW takes in any case."""
+        """Those of Medusa and the adapter, which AdamW always takes."""
         return super().others + self._adapter
 
     def product_flops(self, positions: float, rows: Sequence[float]) -> float:

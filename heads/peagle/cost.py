@@ -1,4 +1,4 @@
-"""What training a P-EAGLE head costs; see heads/cost.py for symbols and for what is counted."""
+"""The cost of training a P-EAGLE head; symbols and rules as in heads/cost.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from draftsmith.heads.peagle.options import PEagleOptions
 
 @dataclass(frozen=True)
 class PEagleCost(FusedCost):
-    """P-EAGLE: the layers run once over all depths, of which the deeper ones learn from fewer rows."""
+    """P-EAGLE: the layers run once over all depths, and deeper ones learn from fewer rows."""
 
     options: PEagleOptions
 

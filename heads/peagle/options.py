@@ -12,7 +12,8 @@ class PEagleOptions(DraftShape):
     """The `head:` section of a recipe. Dimensions left out are the target's."""
 
     TRAINING: ClassVar[frozenset[str]] = DraftShape.TRAINING | {"depths", "keep", "keep_min"}
-    NEUTRAL: ClassVar = {}
+    ALWAYS_IN_FINGERPRINT: ClassVar = frozenset({"train_embeddings", "lm_head_rank", "hidden_size", "sliding_window"})
+    """P-EAGLE came after these fields of `DraftShape`, so its first runs held them already."""
 
     depths: int = 8
     """How many tokens the head is trained to draft at once, from 2 to 8; it drafts more where more are asked for, untrained."""

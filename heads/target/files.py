@@ -1,4 +1,4 @@
-"""What the files of a target's folder say about it, as hashes and sizes; no weights are loaded.
+"""Reading the files of a target's folder: hashes, sizes and end-of-answer tokens; no weights are loaded.
 
 Every function returns None for what the folder has no files for. Shapes: V target vocab, Ht target hidden size.
 """
@@ -17,12 +17,12 @@ from draftsmith.heads.target.fingerprint import TensorSpan
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "tok_embeddings.weight")
 PROJECTIONS = ("lm_head.weight", "embed_out.weight", "output.weight")
-"""How architectures call the input embeddings [V, Ht] and the output projection [V, Ht]."""
+"""Names that architectures have for the input embeddings [V, Ht] and the output projection [V, Ht]."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""What a whole model has beside its weights: its tokenizer, its chat template and how its answers end."""
+"""The files of a model besides configuration and weights: tokenizer, chat template, and how its answers end."""
 
 
 def hash_json(value: Any) -> str:
@@ -47,7 +47,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def find_tensor(spans: Sequence[TensorSpan], names: Sequence[str]) -> TensorSpan | None:
-    """Return the matrix that is called, in any module, by the first of `names` that occurs; of several the outermost."""
+    """Return the matrix with the first of `names` that occurs, in whatever module; of several the outermost."""
     for name in names:
         found = [s for s in spans if len(s.shape) == 2 and (s.name == name or s.name.endswith(f".{name}"))]
         if found:
@@ -60,7 +60,7 @@ def find_projection(spans: Sequence[TensorSpan], folder: Path) -> TensorSpan | N
     embeddings, projection = find_tensor(spans, EMBEDDINGS), find_tensor(spans, PROJECTIONS)
     config = read_object(folder / "config.json")
     tie = config.get("tie_word_embeddings", read_text_config(config).get("tie_word_embeddings"))
-    if tie is True or (projection is None and tie is None):  # several architectures tie unless told otherwise
+    if tie is True or (projection is None and tie is None):  # the default of several architectures
         return embeddings
     return projection
 
@@ -87,7 +87,7 @@ def read_configs(folder: Path) -> list[Any]:
 
 
 class _Plain:
-    """The keys of a dictionary as attributes."""
+    """A configuration without defaults: the keys of a dictionary as attributes."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.__dict__.update(values)
@@ -95,8 +95,12 @@ class _Plain:
 
 def read_eos_ids(folder: Path) -> tuple[int, ...] | None:
     """Return the ids that end an answer, sorted: those of the generation config, else of the config."""
-    generation = _Plain(read_object(folder / "generation_config.json"))
-    for config in (generation, *read_configs(folder)):
+    return eos_ids_of(_Plain(read_object(folder / "generation_config.json")), *read_configs(folder))
+
+
+def eos_ids_of(*configs: Any) -> tuple[int, ...] | None:
+    """Return the `eos_token_id` of the first configuration that has one, as a sorted tuple; None where none has."""
+    for config in configs:
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
             return tuple(sorted(set(ids))) if isinstance(ids, (list, tuple)) else (int(ids),)
@@ -123,20 +127,18 @@ def hash_tokenizer(folder: Path) -> str | None:
     vocab, merges = read_json(folder / "vocab.json"), folder / "merges.txt"
     if vocab is None or not merges.is_file():
         return None
-    lines = [
-        line for line in merges.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#version")
-    ]
+    lines = [x for x in merges.read_text(encoding="utf-8").splitlines() if x and not x.startswith("#version")]
     return f"vocab.json:{hash_json([names, added, vocab, lines])}"
 
 
 def _token(folder: Path, config: dict[str, Any], key: str) -> Any:
-    """The text of a named token, which is stored as it is or as an object."""
+    """Return the text of a named token, which is stored as it is or as an object."""
     value = config.get(key, read_object(folder / "special_tokens_map.json").get(key))
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _plain_model(model: dict[str, Any]) -> dict[str, Any]:
-    """The model of a tokenizer.json without switches that are off, its merges as one text each."""
+    """Return the model of a tokenizer.json without switches that are off, and each merge as one text."""
     plain = {key: value for key, value in model.items() if value not in (None, False, "")}
     if "merges" in plain:
         pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in plain["merges"])

@@ -1,4 +1,4 @@
-"""A short, cheap and reliable name for the weights and configuration of a target."""
+"""Fingerprints: short names for the weights and configuration of a target that are cheap to compute."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ VOLATILE_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor of a safetensors file: where its bytes lie."""
+    """One tensor of a safetensors file. start, size: of its bytes in the file."""
 
     name: str
     dtype: str
@@ -37,7 +37,7 @@ def fingerprint_directory(directory: Path) -> str:
     """Return 16 hex digits that name the model in `directory` (config.json + *.safetensors).
 
     Weights under 200 MB are hashed in full; of larger ones every tensor contributes its name, dtype, shape
-    and 64 evenly spaced windows of 256 bytes (both ends included), so that any real training step shows
+    and 64 evenly spaced pieces of 256 bytes (both ends included), so that any real training step shows
     while an 8B model costs well under a second. Resharding, renaming the folder or another transformers version
     change nothing. The tokenizer and generation_config.json are not part of it (draftsmith.heads.target.identity has them).
     Raises UserError for a damaged or missing weight file.
@@ -56,7 +56,7 @@ def hash_weights(spans: Sequence[TensorSpan]) -> str:
 
 
 def hash_tensor(span: TensorSpan) -> str:
-    """Return 16 hex digits that name one tensor as stored, whatever it is called: the same rules by its own size."""
+    """Return 16 hex digits that name one tensor as stored, whatever its name; hashed in full if it is small itself."""
     digest = hashlib.sha256()
     _hash_spans(digest, [replace(span, name="")], everything=_small([span]))
     return digest.hexdigest()[:16]
@@ -74,7 +74,7 @@ def _hash_spans(digest: Any, spans: Sequence[TensorSpan], *, everything: bool) -
             if span.file not in handles:
                 handles[span.file] = stack.enter_context(span.file.open("rb"))
             digest.update(f"{span.name} {span.dtype} {span.shape}\n".encode())
-            for start, size in _windows(span.size, everything):
+            for start, size in _pieces(span.size, everything):
                 handles[span.file].seek(span.start + start)
                 digest.update(handles[span.file].read(size))
 
@@ -123,8 +123,8 @@ def read_spans(file: Path) -> list[TensorSpan]:
     return spans
 
 
-def _windows(size: int, everything: bool) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of the bytes to hash in a tensor of `size` bytes."""
+def _pieces(size: int, everything: bool) -> Iterator[tuple[int, int]]:
+    """Yield (start, size) of the pieces to hash of a tensor of `size` bytes."""
     if everything or size <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
         step = 1 << 24
         yield from ((start, min(step, size - start)) for start in range(0, size, step))
@@ -134,7 +134,7 @@ def _windows(size: int, everything: bool) -> Iterator[tuple[int, int]]:
 
 
 def stable_config(directory: Path) -> Any:
-    """config.json without the keys that change no number, at every depth."""
+    """Return config.json without VOLATILE_KEYS, at every depth."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, dict):

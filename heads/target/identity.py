@@ -1,8 +1,11 @@
-"""Which target it is: what tells one from another, from the files of its folder, without loading it as a model."""
+"""The identity of a target: what distinguishes it from others, and how it differs from the one a head was made for.
+
+Everything is read from the files of its folder; the model is not loaded.
+"""
 
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.target.files import (
@@ -25,15 +28,40 @@ from draftsmith.heads.target.fingerprint import (
 )
 from draftsmith.typed_json import read_dataclass
 
-if TYPE_CHECKING:
-    from draftsmith.heads.target.target import Target
-
 SCHEMA_VERSION = 1
+SIZES = {"vocab_size": "tokens", "hidden_size": "hidden units", "num_layers": "layers"}
+KINDS = ("sizes", "config", "embeddings", "lm_head", "weights", "tokenizer", "template", "eos")
+CHANGES_OUTPUT = ("config", "embeddings", "lm_head", "weights")
+"""The kinds of differences that change what the target computes."""
+_MEASURE = "measure the head on this target (draftsmith evaluate), and train it on if too little is accepted"
+_THE_OTHER = "give the target it was made for"
+_PROMPTS = "measure on prompts of your own again, or give the target its old files back"
+_MEANINGS: dict[str, tuple[str, str]] = {
+    "config": (
+        "another configuration, so other hidden states: texts stay exact, fewer drafts may be accepted",
+        _MEASURE,
+    ),
+    "embeddings": ("other input embeddings, which most heads read: fewer drafts may be accepted", _MEASURE),
+    "lm_head": (
+        "another output projection (lm_head): a head that shares it (EAGLE-1, DFlash, DSpark; Medusa and Hydra with "
+        "original_lm_head) drafts through another projection than it was trained with",
+        _MEASURE,
+    ),
+    "weights": ("other weights: texts stay exact, fewer drafts may be accepted", _MEASURE),
+    "tokenizer": ("another tokenizer, so the same text is other tokens, and what was measured may not hold", _PROMPTS),
+    "template": ("another chat template, so acceptance was measured on prompts of another form", _PROMPTS),
+}
+_FINE_TUNED = (
+    "other weights but the same embeddings and lm_head, as after a fine-tune: texts stay exact, fewer drafts may be "
+    "accepted"
+)
+_EARLIER = "other weights or another configuration: texts stay exact, fewer drafts may be accepted"
+"""For a difference of fingerprints alone, which are all that earlier versions recorded."""
 
 
 @dataclass(frozen=True)
 class TargetIdentity:
-    """What tells targets apart. None: not known, and never compared.
+    """What distinguishes targets. None: not known, and never compared.
 
     path: folder or Hub name, for people. vocab_size: rows of the output projection, padding included. fingerprint: of
     configuration and weights, see `fingerprint_directory`. config, weights, embeddings, lm_head, tokenizer, chat_template:
@@ -79,8 +107,10 @@ class TargetIdentity:
         return read_dataclass(cls, known | {"schema_version": version}, source)
 
     def for_texts(self) -> "TargetIdentity":
-        """Return what of it matters to a drafter that reads the text alone: tokens and template, not what is inside, of which
-        the fingerprint stays, to tell another target."""
+        """Return the identity for a drafter that reads text alone: sizes and hashes of the weights are left out.
+
+        The fingerprint stays, so that another target is noticed.
+        """
         return replace(
             self,
             hidden_size=None,
@@ -93,14 +123,14 @@ class TargetIdentity:
         )
 
     def completed(self, other: "TargetIdentity") -> "TargetIdentity":
-        """Return this identity with what is not known taken from `other`."""
+        """Return this identity with its unknown fields taken from `other`."""
         return replace(self, **{f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) is None})
 
 
 def identify_directory(folder: Path, path: str | None = None) -> TargetIdentity:
     """Return the identity of the target in `folder` from its files alone; a folder of 16 GB takes about a second.
 
-    path: the name it goes by, `folder` if left out. What the folder has no files for is None. Raises UserError for
+    path: the recorded name, `folder` by default. What the folder has no files for is None. Raises UserError for
     damaged files.
     """
     folder = Path(folder)
@@ -131,18 +161,73 @@ def identify_directory(folder: Path, path: str | None = None) -> TargetIdentity:
     )
 
 
-def identify_target(target: "Target") -> TargetIdentity:
-    """Return the identity of a loaded target: of its folder where it has one, else what the model itself says."""
-    known = TargetIdentity(
-        path=target.path,
-        architectures=tuple(getattr(target.model.config, "architectures", None) or [type(target.model).__name__]),
-        model_type=target.model_type,
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        num_heads=getattr(target.config, "num_attention_heads", None),
-        fingerprint=target.fingerprint,
-    )
-    if target.directory is None:
-        return replace(known, eos_ids=target.eos_ids or None)
-    return known.completed(identify_directory(target.directory))
+@dataclass(frozen=True)
+class Difference:
+    """One way in which a target differs from the recorded one.
+
+    kind: one of KINDS. severity: "refuse" where a head cannot run on it, else "warn". found: what the target has and what
+    that means, in words that follow "has". remedy: what to do.
+    """
+
+    kind: str
+    severity: str
+    found: str
+    remedy: str
+
+
+def compare(recorded: TargetIdentity, now: TargetIdentity) -> list[Difference]:
+    """Return how `now` differs from the `recorded` target, in the order of KINDS; only what both know is compared."""
+    pairs = _pairs(recorded, now)
+    differ = [kind for kind in KINDS if any(_known((a, b)) and a != b for a, b in pairs[kind])]
+    found = [_sizes(recorded, now)] if "sizes" in differ else []
+    same_ends = all(_known(pairs[kind][0]) and kind not in differ for kind in ("embeddings", "lm_head"))
+    if same_ends or _by_fingerprint(recorded, now):
+        meanings = _MEANINGS | {"weights": (_FINE_TUNED if same_ends else _EARLIER, _MEASURE)}
+    else:
+        meanings = _MEANINGS
+    for kind, (meaning, remedy) in meanings.items():
+        if kind in differ and kind in CHANGES_OUTPUT and "sizes" in differ:
+            found.append(Difference(kind, "warn", "others, as its sizes are others", _THE_OTHER))
+        elif kind in differ:
+            found.append(Difference(kind, "warn", meaning, remedy))
+    if "eos" in differ:
+        ids = f"{list(now.eos_ids or ())} instead of {list(recorded.eos_ids or ())}"
+        meaning = f"other end-of-answer tokens, {ids}, so answers end elsewhere than when the head was measured"
+        found.append(Difference("eos", "warn", meaning, "see that generation_config.json is the one you serve with"))
+    return found
+
+
+def not_compared(recorded: TargetIdentity, now: TargetIdentity) -> list[str]:
+    """Return the KINDS that one of the two does not know."""
+    return [kind for kind in KINDS if not any(_known(pair) for pair in _pairs(recorded, now)[kind])]
+
+
+def _pairs(recorded: TargetIdentity, now: TargetIdentity) -> dict[str, list[tuple[Any, Any]]]:
+    """The values to compare by kind."""
+    names = {kind: [kind] for kind in KINDS} | {"sizes": list(SIZES), "template": ["chat_template"], "eos": ["eos_ids"]}
+    if _by_fingerprint(recorded, now):
+        names["weights"] = ["fingerprint"]  # of the configuration too
+    return {kind: [(getattr(recorded, n), getattr(now, n)) for n in some] for kind, some in names.items()}
+
+
+def _by_fingerprint(recorded: TargetIdentity, now: TargetIdentity) -> bool:
+    return recorded.weights is None or now.weights is None
+
+
+def _known(pair: tuple[Any, Any]) -> bool:
+    """Whether two values can be compared: hashes of tokenizers only where they are of the same file."""
+    a, b = pair
+    if a is None or b is None:
+        return False
+    return not (isinstance(a, str) and ":" in a) or a.split(":")[0] == str(b).split(":")[0]
+
+
+def _sizes(recorded: TargetIdentity, now: TargetIdentity) -> Difference:
+    changed = {
+        word: (getattr(recorded, name), getattr(now, name))
+        for name, word in SIZES.items()
+        if _known((getattr(recorded, name), getattr(now, name))) and getattr(recorded, name) != getattr(now, name)
+    }
+    after = ", ".join(f"{b} {word}" for word, (_, b) in changed.items())
+    before = ", ".join(str(a) for a, _ in changed.values())
+    return Difference("sizes", "refuse", f"{after} where the head needs {before}", _THE_OTHER)

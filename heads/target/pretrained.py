@@ -1,4 +1,4 @@
-"""Opening a model with transformers, with one sentence for everything that can be wrong about it."""
+"""Opening a model with transformers; whatever is wrong with it is a UserError of one sentence."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.heads.target.files import TOKENIZER_FILES
 from draftsmith.heads.target.fingerprint import read_spans, weight_files
 
@@ -36,7 +36,7 @@ def open_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
     _check_path(path)
-    _check_config(path, _load_config(path, trust_remote_code), trust_remote_code)
+    _check_config(path, load_config(path, trust_remote_code), trust_remote_code)
     directory = weights_directory(path)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -48,7 +48,7 @@ def open_model(
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"Cannot load the target {path}: {_first_line(error)}") from error
+        raise UserError(f"Cannot load the target {path}: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"The target {path} has no weights for {missing[0]}"
@@ -64,7 +64,7 @@ def _check_device(device: str | torch.device) -> torch.device:
         where = torch.device(device)
         torch.empty(1, device=where)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {str(device)!r} is not available here ({_first_line(error)}): use cpu.") from error
+        raise UserError(f"device {str(device)!r} is not available here ({first_line(error)}): use cpu.") from error
     return where
 
 
@@ -80,21 +80,17 @@ def _check_path(path: str) -> None:
         raise UserError(f"The target {path} has no config.json: give the folder that holds the model's files.")
 
 
-def _load_config(path: str, trust_remote_code: bool) -> Any:
+def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
+    """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except OSError as error:
-        raise UserError(
-            f"The target {path} is neither a local folder nor a model that could be fetched from the Hub "
-            f"({_first_line(error)}): check the spelling and the network, or give a folder."
-        ) from error
-    except (ValueError, KeyError) as error:
-        hint = (
-            "; it may need --target.trust_remote_code true, which runs code from its repository"
-            if "trust_remote_code" in str(error)
-            else ""
-        )
-        raise UserError(f"Cannot read the config of the target {path}: {_first_line(error)}{hint}") from error
+    except (OSError, ValueError, KeyError) as error:
+        reason, remedy = first_line(error), "check its path"
+        if not Path(path).exists():
+            remedy += ", or for a Hub name its spelling and the network"
+        if "trust_remote_code" in str(error):
+            remedy += "; it may need --target.trust_remote_code true, which runs code from its repository"
+        raise UserError(f"The config of {what} {path} cannot be read ({reason}): {remedy}.") from error
 
 
 def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:
@@ -112,8 +108,10 @@ def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:
 
 
 def _fetch_tokenizer(path: str) -> None:
-    """Fetch the tokenizer's files of a Hub model, those that there are: who reads the folder (its identity, mask tokens,
-    tokens to compare) must find the same whenever it looks."""
+    """Fetch those of TOKENIZER_FILES that a Hub model has.
+
+    Code that reads the folder later (identity, mask tokens, comparison of tokens) must find the same files every time.
+    """
     for name in TOKENIZER_FILES:
         cached_file(
             path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
@@ -130,7 +128,7 @@ def weights_directory(path: str) -> Path:
                     _fetch_tokenizer(path)
                     return Path(found).parent
         except OSError as error:
-            raise UserError(f"Cannot fetch the weights of the target {path}: {_first_line(error)}") from error
+            raise UserError(f"Cannot fetch the weights of the target {path}: {first_line(error)}") from error
         raise UserError(f"The target {path} has no safetensors weights on the Hub: choose one that does.")
     files = weight_files(folder)
     if not files:
@@ -144,9 +142,3 @@ def weights_directory(path: str) -> Path:
     for file in files:
         read_spans(file)
     return folder
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's message, without a final full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(". ") if lines else type(error).__name__

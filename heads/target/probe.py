@@ -1,4 +1,4 @@
-"""The self-check of a target at load: a few random tokens show whether our view of it is the truth.
+"""The self-check of a target at load: our taps, states and logits against the model's own on a few random tokens.
 
 Shapes: B = 2 rows that differ in their last token only, n tokens, Ht target hidden size, V target vocab.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from draftsmith.heads.target.target import Target
@@ -20,11 +20,11 @@ PROBE_TOKENS = 8
 
 @torch.no_grad()
 def check_target(target: "Target") -> None:
-    """Hold taps, final states and logits of `target` against its model's own, and set the head's scale and softcap.
+    """Compare taps, final states and logits of `target` with its model's own, and set the head's scale and softcap.
 
     Raises UserError, naming the model type, where: a later token changes an earlier state (an encoder), a tap differs
     from `output_hidden_states` (not checked where the model gives none), the base model's final state is not what the
-    lm_head reads, or the logits follow no rule that we know.
+    lm_head reads, or the logits follow no known scale and softcap.
     """
     model, ids = target.model, probe_ids(target)
     every_layer = tuple(range(target.num_layers))
@@ -32,8 +32,7 @@ def check_target(target: "Target") -> None:
         truth = model(input_ids=ids, output_hidden_states=True, use_cache=False)
         seen = target.forward(ids, layer_ids=every_layer)
     except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _refusal(target, f"its base model does not run by itself ({line})") from error
+        raise _refusal(target, f"its base model does not run by itself ({first_line(error)})") from error
     if not is_close(seen.last[0, :-1], seen.last[1, :-1], loose=True):
         raise UserError(
             f"The target {target.path} ({target.model_type}) lets later tokens change earlier ones, as an "
@@ -55,7 +54,7 @@ def check_target(target: "Target") -> None:
 
 
 def probe_ids(target: "Target") -> Tensor:
-    """Return [2, n] ids away from both ends of the vocabulary, where special tokens live; rows differ in the last one."""
+    """Return ids [2, n] away from both ends of the vocabulary, where special tokens are; rows differ in the last one."""
     vocab = target.embedding.shape[0]
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(vocab // 4, max(vocab // 2, vocab // 4 + 2), (PROBE_TOKENS,), generator=generator)
@@ -81,7 +80,7 @@ def _head_rules(config: Any) -> Iterator[tuple[float, float | None]]:
 
 
 def is_close(ours: Tensor, theirs: Tensor, loose: bool = False) -> bool:
-    """Equal up to rounding in the dtype of `theirs`, relative to its largest entry."""
+    """Return whether two tensors are equal up to rounding in the dtype of `theirs`, relative to its largest entry."""
     if ours.shape != theirs.shape:
         return False
     tolerance = 1e-4 if theirs.dtype == torch.float32 else 2e-2

@@ -4,11 +4,10 @@ Symbols: n layers, H hidden, N query heads, G key/value heads, D head size, V vo
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import context_of
@@ -16,7 +15,7 @@ from draftsmith.heads.target.target import context_of
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The dimensions that formulas need.
+    """The dimensions of a target that cost formulas need.
 
     parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
     projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
@@ -88,16 +87,6 @@ class TargetShape:
         """FLOPs of one more token after `context` tokens."""
         seen = sum(context if w is None else min(w, context) for w in self.windows)
         return 2 * self.active + 4 * self.heads * self.head_dim * seen
-
-
-def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
-    """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        hub = "" if Path(path).exists() else ", or for a Hub name its spelling and the network"
-        reason = str(error).strip().split("\n", 1)[0].rstrip(". ")
-        raise UserError(f"The config of {what} {path} cannot be read ({reason}): check its path{hub}.") from error
 
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:

@@ -1,4 +1,4 @@
-"""The frozen target as the rest of the project sees it.
+"""The frozen target: hidden states by hooks, logits by its own output projection, and loading it.
 
 Shapes: B batch, n tokens of one call, Ht target hidden size, A aux layers, V target vocab, W draft vocab.
 Aux layer id k is the residual stream that enters decoder layer k = Hugging Face `hidden_states[k]` (0 = embeddings).
@@ -7,7 +7,7 @@ Aux layer id k is the residual stream that enters decoder layer k = Hugging Face
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,16 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
+from draftsmith.heads.target.files import eos_ids_of
 from draftsmith.heads.target.fingerprint import fingerprint_directory
-from draftsmith.heads.target.identity import TargetIdentity, identify_target
+from draftsmith.heads.target.identity import TargetIdentity, identify_directory
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.probe import check_target
 
 AttentionMask = Tensor | dict[str, Tensor]
 
 
-class _Chosen(NamedTuple):
-    """Rows of a projection, and what they were made of: held here so that no other gets their place in memory."""
+class _Rows(NamedTuple):
+    """Selected rows of the projection. made_of: the tensors they were copied from, kept alive so that no other tensor gets
+    their address; state: addresses and versions of these."""
 
     state: tuple[object, ...]
     made_of: tuple[Tensor, ...]
@@ -52,7 +54,7 @@ class TargetHead(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self.scale = scale
         self.softcap = softcap
-        self._chosen: _Chosen | None = None
+        self._cached: _Rows | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -65,7 +67,7 @@ class TargetHead(nn.Module):
         The product runs in the dtype of the weights, as in the target itself, also under autocast;
         scale and softcap run in float32. Gradients flow to `hidden`, never to the weights.
         """
-        weight, bias = (self.weight, self.bias) if columns is None else self._rows(columns)
+        weight, bias = (self.weight, self.bias) if columns is None else self._select(columns)
         with torch.autocast(hidden.device.type, enabled=False):
             logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
             if self.scale != 1.0:
@@ -74,21 +76,21 @@ class TargetHead(nn.Module):
                 logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def _rows(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows of the projection for some tokens, kept for the next call: a drafter asks for the same in every round."""
+    def _select(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the projection's rows for some tokens, kept for the next call: a drafter needs the same ones every round."""
         made_of = tuple(x for x in (self.weight, columns, self.bias) if x is not None)
         state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
-        if self._chosen is None or self._chosen.state != state:
+        if self._cached is None or self._cached.state != state:
             with torch.inference_mode(False):  # a later call may be one of training
                 bias = None if self.bias is None else self.bias.index_select(0, columns)
-                self._chosen = _Chosen(state, made_of, self.weight.index_select(0, columns), bias)
-        return self._chosen.weight, self._chosen.bias
+                self._cached = _Rows(state, made_of, self.weight.index_select(0, columns), bias)
+        return self._cached.weight, self._cached.bias
 
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """aux [B, n, A*Ht]: residual streams in the order of the requested layer ids (A = 0 gives width 0);
-    last [B, n, Ht]: post-final-norm states."""
+    """Hidden states of one call. aux [B, n, A*Ht]: residual streams in the order of the requested layer ids (A = 0 gives
+    width 0). last [B, n, Ht]: post-final-norm states."""
 
     aux: Tensor
     last: Tensor
@@ -135,7 +137,7 @@ class Target:
 
     @property
     def dtype_name(self) -> str:
-        """The same as recipes and results write it, such as "bfloat16"."""
+        """The name of `dtype` in recipes and results, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -145,22 +147,33 @@ class Target:
 
     @property
     def context_length(self) -> int:
-        """The most tokens the target reads at once; sys.maxsize where its config names no limit."""
+        """The most tokens that the target reads at once; sys.maxsize where its config names no limit."""
         return context_of(self.config) or sys.maxsize
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: those of the generation config, else of the config, sorted; maybe none."""
-        for config in (getattr(self.model, "generation_config", None), self.config, self.model.config):
-            ids = getattr(config, "eos_token_id", None)
-            if ids is not None:
-                return tuple(sorted(set(ids))) if isinstance(ids, (list, tuple)) else (int(ids),)
-        return ()
+        return eos_ids_of(getattr(self.model, "generation_config", None), self.config, self.model.config) or ()
 
     @cached_property
     def identity(self) -> TargetIdentity:
-        """What tells this target from others: recorded with every head, read from its files when first asked for."""
-        return identify_target(self)
+        """What distinguishes this target from others, recorded with every head; read from its files on first use.
+
+        Of a target without a folder, what the model itself says.
+        """
+        known = TargetIdentity(
+            path=self.path,
+            architectures=tuple(getattr(self.model.config, "architectures", None) or [type(self.model).__name__]),
+            model_type=self.model_type,
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            num_heads=getattr(self.config, "num_attention_heads", None),
+            fingerprint=self.fingerprint,
+        )
+        if self.directory is None:
+            return replace(known, eos_ids=self.eos_ids or None)
+        return known.completed(identify_directory(self.directory))
 
     def default_layer_ids(self) -> tuple[int, ...]:
         """(2, n//2, n-3), the ids every serving engine assumes. Raises UserError for n < 8, where they collapse."""
@@ -256,8 +269,8 @@ def load_target(
 ) -> Target:
     """Open a causal language model from a local folder or the Hub and check that it can be a target.
 
-    The check (draftsmith.heads.target.probe) runs a handful of random tokens and holds taps, final states and logits
-    against what the model itself says. Weights are read from safetensors only.
+    The check (draftsmith.heads.target.probe) compares taps, final states and logits of a few random tokens with those of
+    the model itself. Weights are read from safetensors only.
     Raises UserError, in one sentence, for a path, file or architecture that cannot be used.
     """
     opened = open_model(
@@ -271,17 +284,17 @@ def load_target(
 
 def check_layer_ids(layer_ids: Sequence[int], n: int, name: str) -> None:
     """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1, the layers of the target `name`."""
-    told = f"layer_ids {list(layer_ids)} for the target {name}"
+    named = f"layer_ids {list(layer_ids)} for the target {name}"
     if not layer_ids:
-        raise UserError(f"{told}: give at least one layer, from 0 to {n - 1}.")
+        raise UserError(f"{named}: give at least one layer, from 0 to {n - 1}.")
     if odd := [k for k in layer_ids if type(k) is not int]:
-        raise UserError(f"{told}: {odd[0]!r} is no number of a layer; choose from 0 to {n - 1}.")
+        raise UserError(f"{named}: {odd[0]!r} is no number of a layer; choose from 0 to {n - 1}.")
     if n in layer_ids:
         raise UserError(
-            f"{told}: {n} is the number of layers, a state that serving engines read differently (before or after "
+            f"{named}: {n} is the number of layers, a state that serving engines read differently (before or after "
             f"the final norm, or as zeros); choose from 0 to {n - 1}."
         )
     if bad := [k for k in layer_ids if not 0 <= k < n]:
-        raise UserError(f"{told}: {bad[0]} is out of range, the target has {n} layers; choose from 0 to {n - 1}.")
+        raise UserError(f"{named}: {bad[0]} is out of range, the target has {n} layers; choose from 0 to {n - 1}.")
     if any(a >= b for a, b in itertools.pairwise(layer_ids)):
-        raise UserError(f"{told}: every layer may be named once, in ascending order.")
+        raise UserError(f"{named}: every layer may be named once, in ascending order.")

@@ -1,7 +1,4 @@
-"""Whether two models read and write the same token ids.
-
-Which token stands for those that a block drafter has yet to draft.
-"""
+"""Comparing the token ids of two models, and choosing the mask token of block drafters."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +46,7 @@ def _refusal(path: str, difference: str) -> UserError:
 
 
 _SPARE = ("mask", "reserved", "unused")
-"""What names a special token that no text has."""
+"""Parts of the names of special tokens that no text has."""
 
 
 def choose_mask_token(given: int | None, target: Target) -> int:

@@ -1,10 +1,10 @@
-"""A target that an adapter (LoRA, by peft) tunes, beside the frozen original, whose weights it shares.
+"""A target tuned by a LoRA adapter (peft), which shares the weights of the frozen original.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021); Cai et al., "Medusa" (2024), section 2.2.2.
 Shapes: B batch rows, L tokens, M documents of one pass, n its longest, R real tokens, H target hidden, V target vocab.
 
-The model is a second tree of modules over the same memory, so nothing of the original changes, and a copy costs no
-weights. The adapter's own layers stand in both trees: in the model, and under `layers`, which a head registers.
+The model is a second tree of modules over the same memory, so the original does not change, and a copy costs no memory for
+weights. The adapter's own layers are in both trees: in the model, and under `layers`, which a head registers.
 """
 
 import copy
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.data.windows import plan_batches
+from draftsmith.data.packing import plan_passes
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
 from draftsmith.heads.target.target import Target
@@ -34,8 +34,11 @@ _ADAPTER = "default"  # peft's own name for an only adapter
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """rank, alpha: the change of a matrix is alpha / rank * B A. dropout: of the adapter's input, but for the output projection's. modules: names of linear
-    layers, None for all but the output projection. lm_head: the output projection too."""
+    """Settings of an adapter, which changes a matrix by alpha / rank * B A.
+
+    dropout: of the adapter's input, except the output projection's. modules: names of linear layers, None for all but the
+    output projection. lm_head: tune the output projection too.
+    """
 
     rank: int
     alpha: float
@@ -45,8 +48,9 @@ class AdapterSpec:
 
 
 class TunedTarget:
-    """`target` with a new adapter, which changes nothing yet. model: a PeftModel. layers: the adapter's, by the names of
-    the layers that they change.
+    """A target with a new adapter, which changes nothing yet.
+
+    model: a PeftModel. layers: the adapter's layers, by the names of the layers that they change.
 
     Raises UserError for names that no linear layer has, and for an output projection that cannot be tuned.
     """
@@ -59,7 +63,7 @@ class TunedTarget:
             lora_alpha=spec.alpha,
             lora_dropout=spec.dropout,
             target_modules=_names(target, spec),
-            exclude_modules=_beside_the_decoder(target) or None,
+            exclude_modules=_outside_decoder(target) or None,
         )
         with catch_warnings():
             simplefilter("ignore", FutureWarning)  # of peft about transformers
@@ -83,7 +87,7 @@ class TunedTarget:
         ids, device = batch.ids.flatten(), batch.ids.device
         places, states = [], []
         with self._draws(batch):
-            for group in plan_batches(lengths, batch.ids.numel()):
+            for group in plan_passes(lengths, batch.ids.numel()):
                 start_M1 = torch.tensor([[starts[i]] for i in group], device=device)
                 length_M1 = torch.tensor([[lengths[i]] for i in group], device=device)
                 step_n = torch.arange(lengths[group[0]], device=device)
@@ -140,20 +144,20 @@ class TunedTarget:
 
     @property
     def fingerprint(self) -> str:
-        """Names the tuned target: by the original and the adapter."""
+        """The fingerprint of the tuned target, from the original's and the adapter's weights."""
         tensors = {name: x.detach().cpu().contiguous() for name, x in self.layers.state_dict().items()}
         held = [(name, list(x.shape), x.float().numpy().tobytes()) for name, x in sorted(tensors.items())]
         return fingerprint([self.target.fingerprint, self.spec.alpha / self.spec.rank, held])
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """While it lasts, the model computes what the original does."""
+        """Disable the adapter for the time of the context."""
         with self.model.disable_adapter():
             yield
 
 
 def view_of(model: nn.Module) -> Any:
-    """Return a copy of the modules of `model` over the same memory: what is assigned there stays there."""
+    """Return a copy of the modules of `model` that shares its tensors; attributes set on it do not change `model`."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b for b in model.buffers()}
     return copy.deepcopy(model, memo)
@@ -161,7 +165,7 @@ def view_of(model: nn.Module) -> Any:
 
 def _names(target: Target, spec: AdapterSpec) -> list[str]:
     """Return the names of the layers to change, as peft and engines match them: by the ends of their full names."""
-    model, left_out = target.model, _beside_the_decoder(target)
+    model, left_out = target.model, _outside_decoder(target)
     modules = {name: module for name, module in model.named_modules() if name not in left_out}
     projection = model.get_output_embeddings()
     output = next(name for name, module in modules.items() if module is projection)
@@ -193,29 +197,32 @@ def _names(target: Target, spec: AdapterSpec) -> list[str]:
     return chosen
 
 
-def _beside_the_decoder(target: Target) -> list[str]:
-    """Return the linear layers that texts never reach, those of a vision tower, by their full names: they would learn
-    nothing."""
+def _outside_decoder(target: Target) -> list[str]:
+    """Return the full names of linear layers that texts never reach, such as a vision tower's: they would learn nothing."""
     reached = {*target.decoder.modules(), target.model.get_output_embeddings()}
     return [name for name, m in target.model.named_modules() if isinstance(m, _LINEAR) and m not in reached]
 
 
 def _ending(name: str, modules: Iterable[str]) -> list[str]:
-    """Return those that peft takes `name` for."""
+    """Return the full names that peft matches with `name`."""
     return [full for full in modules if full == name or full.endswith(f".{name}")]
 
 
 def _shortest(full: str, wanted: set[str], modules: Iterable[str]) -> str:
-    """Return the shortest end of a full name that no module but those wanted has: a list's layers are called 0, 1, ..., as
-    the decoder's are."""
+    """Return the shortest ending of a full name that only modules in `wanted` have.
+
+    A list's layers are called 0, 1, ..., as the decoder's are, so the last part alone may match others.
+    """
     parts = full.split(".")
     ends = (".".join(parts[i:]) for i in reversed(range(len(parts))))
     return next(end for end in ends if wanted.issuperset(_ending(end, modules)))
 
 
 def _of_experts(name: str, model: Any) -> bool:
-    """Whether peft takes `name` for weights of experts that transformers fused, even where linear layers (of dense or shared
-    experts) are called so, too: it would put an adapter there, not on the layers."""
+    """Return whether peft matches `name` with weights of experts that transformers fused into one tensor.
+
+    It would then put an adapter there, even where linear layers (of dense or shared experts) have that name too.
+    """
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model, None)
@@ -236,7 +243,7 @@ def _add(tree: nn.Module, name: str, layer: Any) -> None:
 
 
 def _change(layer: Any, x: Tensor) -> Tensor:
-    """Return what the adapter adds to the output of a layer; nothing while it is disabled."""
+    """Return what the adapter adds to the output of a layer for input x; zero while it is disabled."""
     if not isinstance(layer, LoraLayer) or layer.disable_adapters:
         return x.new_zeros(())
     inside = layer.lora_A[_ADAPTER](layer.lora_dropout[_ADAPTER](x.to(layer.lora_A[_ADAPTER].weight.dtype)))
@@ -244,7 +251,7 @@ def _change(layer: Any, x: Tensor) -> Tensor:
 
 
 def _documents(document_BL: Tensor) -> tuple[list[int], list[int]]:
-    """Return where each document begins in the flat batch, and its length; padding is none."""
+    """Return where each document begins in the flat batch, and its length; padding is no document."""
     B, L = document_BL.shape
     row_B1 = torch.arange(B, device=document_BL.device)[:, None]
     key = (row_B1 * (L + 1) + document_BL + 1).flatten()

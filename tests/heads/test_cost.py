@@ -1,7 +1,7 @@
 """The formulas of a plan against the real thing: parameters, FLOPs, saved bytes, peak memory, optimizer state."""
 
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +24,9 @@ from draftsmith.heads.hydra import prefix_layer
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers import causal_kernels, training_pass
 from draftsmith.heads.layers.ttt_attention import merged_attention
+from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import head_loss
-from draftsmith.heads.losses.spec import LossKind, LossSpec
+from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.peagle.options import PEagleOptions
@@ -211,7 +212,7 @@ def test_flops_of_attention(target: Target) -> None:
     assert cost.attention_flops(texts * length, length) == 4 * pairs / 2
 
 
-@pytest.mark.parametrize("kind", get_args(LossKind))
+@pytest.mark.parametrize("kind", LOSSES)
 def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target: Target, kind: Any) -> None:
     """Allocations as the profiler sees them, minus the bf16 copies of the weights, which parameter_bytes counts."""
     head, cost = case

@@ -201,25 +201,6 @@ def test_ways_to_draft_reach_the_evaluation() -> None:
     assert recipe.answers.sampling.min_p == 0.3
 
 
-def test_keys_that_change_nothing_leave_finished_stages_valid() -> None:
-    """What was made before there were such keys is still known as made with these settings."""
-    plain = parse_recipe(["--recipe", TINY])
-    assert not {"min_p", "repetition_penalty"} & (plain.answers.inputs.keys() | plain.evaluate.inputs.keys())
-    assert set(plain.evaluate.inputs["drafts"][0]) == {"tree", "acceptance", "epsilon", "delta"}
-    words = [
-        "--answers.min_p",
-        "0.3",
-        "--evaluate.repetition_penalty",
-        "1.2",
-        "--evaluate.drafts",
-        "[{tree: dynamic, depth: 3}]",
-    ]
-    other = parse_recipe(["--recipe", TINY, *words])
-    assert other.answers.inputs["min_p"] == 0.3
-    assert other.evaluate.inputs["repetition_penalty"] == 1.2
-    assert other.evaluate.inputs["drafts"][0]["depth"] == 3
-
-
 def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse_recipe(["--help"], "draftsmith train", "train the head")

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.target.target import load_target
-from draftsmith.stages.gguf import SCRIPT, check_tree, convert_draft, convert_target
+from draftsmith.stages.gguf import SCRIPT, check_tree, convert
 from draftsmith.stages.options import GgufOptions
 from tests.exports import make_eagle3, make_medusa
 from tests.helpers import tiny_tokenizer
@@ -78,7 +78,7 @@ def raises(make: Callable[[], object]) -> str:
 @pytest.mark.parametrize("pre", [None, "qwen2"])
 def test_the_converter_gets_its_arguments(make_tree: MakeTree, tmp_path: Path, split: bool, pre: str | None) -> None:
     tree, out = make_tree(split=split), tmp_path / "out" / "draft.gguf"
-    assert convert_draft(tree, Path("the draft"), Path("target"), out, "q8_0", pre) == out
+    assert convert(tree, Path("the draft"), out, "q8_0", target=Path("target"), pre_tokenizer=pre) == out
     found = json.loads(out.read_text())
     arguments = found["argv"][1:]
     temporary = arguments.pop(arguments.index("--outfile") + 1)
@@ -89,7 +89,7 @@ def test_the_converter_gets_its_arguments(make_tree: MakeTree, tmp_path: Path, s
     assert found["pre"] == (pre or "recognised")
     assert [path.name for path in out.parent.iterdir()] == ["draft.gguf"]
 
-    convert_target(tree, Path("target"), out, "f32", pre)
+    convert(tree, Path("target"), out, "f32", pre_tokenizer=pre)
     assert json.loads(out.read_text())["argv"][1:2] == ["target"]
     assert "--target-model-dir" not in json.loads(out.read_text())["argv"]
 
@@ -114,7 +114,7 @@ def test_a_failure_is_one_sentence_and_keeps_the_file_before(
     out = tmp_path / "out" / "draft.gguf"
     out.parent.mkdir()
     out.write_text("before")
-    found = raises(lambda: convert_draft(make_tree(body), Path("head"), Path("target"), out, "f32"))
+    found = raises(lambda: convert(make_tree(body), Path("head"), out, "f32", target=Path("target")))
     assert message in found
     log = out.with_name("draft.gguf.log")
     assert str(log) in found
@@ -122,7 +122,7 @@ def test_a_failure_is_one_sentence_and_keeps_the_file_before(
     assert out.read_text() == "before"
     assert {path.name for path in out.parent.iterdir()} == {"draft.gguf", "draft.gguf.log"}
 
-    convert_draft(make_tree(), Path("head"), Path("target"), out, "f32")
+    convert(make_tree(), Path("head"), out, "f32", target=Path("target"))
     assert not log.exists(), "the log of a failure goes with it"
 
 
@@ -218,9 +218,9 @@ def test_a_real_tree(trained: Path, tmp_path: Path) -> None:
     tree, folder, out = Path(os.environ[TREE]), trained / "target", tmp_path / "draft.gguf"
     target = load_target(str(folder))
     draft = export_head(make_eagle3(target, None), target, tmp_path / "draft", layout="eagle3_llama_cpp")
-    assert "--gguf-pre" in raises(lambda: convert_draft(tree, draft, folder, out, "f32"))
-    convert_draft(tree, draft, folder, out, "f32", "llama-bpe")
-    convert_target(tree, folder, tmp_path / "target.gguf", "f32", "llama-bpe")
+    assert "--gguf-pre" in raises(lambda: convert(tree, draft, out, "f32", target=folder))
+    convert(tree, draft, out, "f32", target=folder, pre_tokenizer="llama-bpe")
+    convert(tree, folder, tmp_path / "target.gguf", "f32", pre_tokenizer="llama-bpe")
     for path, kind in ((out, "eagle3"), (tmp_path / "target.gguf", "llama")):
         assert path.read_bytes()[:4] == b"GGUF"
         code = f"import gguf; print(gguf.GGUFReader({str(path)!r}).get_field('general.architecture').contents())"

@@ -14,10 +14,9 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
-from draftsmith.stages.initialisation import start_head
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session
-from draftsmith.stages.stages import train_inputs
+from draftsmith.stages.training import initial_head, train_inputs
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace
@@ -50,7 +49,7 @@ def test_a_mask_token_that_texts_hold_is_said(
     samples = [Tokenized(torch.tensor([5, 7, 9]), torch.ones(3, dtype=torch.bool), "line 4", "chat")]
     for token, said in ((7, True), (8, False)):
         session = session_of(workplace, tmp_path, method, {"mask_token_id": token})
-        start_head(session, None, None, samples)
+        initial_head(session, None, None, samples)
         assert ("head.mask_token_id is 7, which texts have (line 4 for one)" in capsys.readouterr().err) == said
 
 
@@ -169,7 +168,7 @@ def test_prompts_without_room_for_an_answer(workplace: Path, tmp_path: Path) -> 
     """Told before the training that they would be measured after."""
     session = session_of(workplace, tmp_path, "eagle3", {}, "--evaluate.max_k=5000")
     words = (
-        "tokens that the target's context leaves beside a draft of 5000: give shorter prompts, or lower evaluate.max_k"
+        "tokens that the target's context leaves after a draft of 5000: give shorter prompts, or lower evaluate.max_k"
     )
     with pytest.raises(UserError, match=words):
         preflight(session, "run")
@@ -258,3 +257,14 @@ def test_a_rate_of_the_other_optimizer_is_warned_of(
     words = (f"--train.optimizer={optimizer}", "--train.muon_lr=0.5")
     preflight(session_of(workplace, tmp_path, "medusa", {}, *words), "train")
     assert ("train.muon_lr is 0.5, but train.optimizer is adamw" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"method": "eagle3", "layer_ids": [1]}, {"model_type": "llama", "draft_vocab_size": 9}, {"medusa_num_heads": 5}],
+)
+def test_a_draft_head_is_no_target(config: dict[str, Any], workplace: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--target.path={tmp_path}")
+    with pytest.raises(UserError, match=f"The target {tmp_path} is a draft head"):
+        preflight(session, "train")

@@ -27,8 +27,7 @@ from draftsmith.eval.tree_search.search import find_trees, measure_tree
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
 from draftsmith.heads.target.target import load_target
-from draftsmith.stages.calibration import answer_start
-from draftsmith.stages.tree_search import _of_any_depth
+from draftsmith.stages.tree_search import _of_any_depth, answer_start
 from tests.workplace import digests, make_workplace
 
 
@@ -224,6 +223,6 @@ def test_unfinished_answers_are_not_made_here(
 def test_a_method_without_static_trees_is_refused(
     workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(methods, "medusa", replace(methods()["medusa"], trees=frozenset({"drawn"})))
+    monkeypatch.setitem(methods(), "medusa", replace(methods()["medusa"], trees=frozenset({"drawn"})))
     assert search(workplace, "--nodes", "3") == 2
     assert "of medusa, which drafts no static trees" in capsys.readouterr().err

@@ -51,11 +51,7 @@ class TinyRun:
 
     def launch(self, name: str, script: list[str], environment: Mapping[str, str]) -> str:
         """Train run `name` in two processes with accumulation 1; return what they said. The files are the judge."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        command += [*script, *self.words(name)]
-        done = subprocess.run(command, cwd=ROOT, env=env, timeout=240, capture_output=True, text=True, check=False)
-        return done.stderr[-4000:]
+        return launch_two([*script, *self.words(name)], environment)
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
         """Return the metrics of run `name`."""
@@ -81,8 +77,17 @@ class TinyRun:
             assert float((heads[1][key] - value).abs().max()) < 5e-5, key
 
 
+def launch_two(script: list[str], environment: Mapping[str, str]) -> str:
+    """Run a script in two processes; return the end of what they said."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, timeout=480, capture_output=True, text=True, check=False)
+    return done.stderr[-4000:]
+
+
 def make_run(folder: Path, method: str = "eagle3") -> TinyRun:
     """Make answers and hidden states, and train `folder`/one."""
+    folder.mkdir(exist_ok=True)
     tokenizer = tiny_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08).save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")

@@ -16,9 +16,8 @@ from draftsmith.heads.hydra.head import HydraHead, HydraOptions, build
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import parallel
-from draftsmith.train.checkpoints import Progress, load_checkpoint, save_checkpoint
+from draftsmith.train.checkpoints import Interrupt, Progress, load_training_state, save_training_state
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
-from draftsmith.train.throughput import Interrupt
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +84,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_signals_within_one_press_of_ctrl_c_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr("draftsmith.train.throughput.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("draftsmith.train.checkpoints.time.monotonic", lambda: now[0])
     with Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -168,12 +167,12 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytes
 def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     accelerator = make_accelerator(SPEC, torch.device("cpu"))
     head = make_head()
-    save_checkpoint(accelerator, tmp_path, Progress(step=5, window=1), head)
-    assert load_checkpoint(accelerator, tmp_path, head) == Progress(step=5, window=1)
+    save_training_state(accelerator, tmp_path, Progress(step=5, window=1), head)
+    assert load_training_state(accelerator, tmp_path, head) == Progress(step=5, window=1)
     file = tmp_path / "step_5" / "progress.json"
     file.write_text(file.read_text().replace("plain", "FSDP2"))
     with pytest.raises(UserError, match="made under FSDP2 and cannot be resumed under plain"):
-        load_checkpoint(accelerator, tmp_path, head)
+        load_training_state(accelerator, tmp_path, head)
 
 
 def test_a_resumed_head_keeps_what_it_measured(tmp_path: Path) -> None:
@@ -181,6 +180,6 @@ def test_a_resumed_head_keeps_what_it_measured(tmp_path: Path) -> None:
     accelerator = make_accelerator(SPEC, torch.device("cpu"))
     head, again = make_head(), make_head()
     head.token_scale = again.token_scale * 4
-    save_checkpoint(accelerator, tmp_path, Progress(step=5, window=1), head)
-    load_checkpoint(accelerator, tmp_path, again)
+    save_training_state(accelerator, tmp_path, Progress(step=5, window=1), head)
+    load_training_state(accelerator, tmp_path, again)
     assert again.token_scale == head.token_scale

@@ -9,7 +9,7 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-from tests.train.runs import ROOT, TinyRun, make_run
+from tests.train.runs import ROOT, make_run
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
@@ -31,20 +31,20 @@ def _told(args: argparse.Namespace, deepspeed_fields: list[str]) -> dict[str, st
     return {key: value for key, value in told.items() if os.environ.get(key) != value and key != "PYTHONPATH"}
 
 
-@pytest.fixture(scope="module", params=["eagle3", "medusa2"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A head alone, and one that tunes its target, whose model is no part of what is sharded."""
-    return make_run(tmp_path_factory.mktemp("run"), request.param)
+# A head alone, and one that tunes its target, whose model is no part of what is sharded.
+WAYS = [
+    ("eagle3", "fsdp2-8gpu", "FSDP2"),
+    pytest.param("medusa2", "zero2-8gpu", "DeepSpeed on 2 processes", marks=needs_deepspeed),
+    pytest.param("medusa2", "fsdp2-8gpu", "FSDP2", marks=pytest.mark.slow),
+    pytest.param("eagle3", "zero2-8gpu", "DeepSpeed on 2 processes", marks=[needs_deepspeed, pytest.mark.slow]),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("fsdp2-8gpu", "FSDP2"),
-        pytest.param("zero2-8gpu", "DeepSpeed on 2 processes", marks=needs_deepspeed),
-    ],
-)
-def test_interrupted_and_resumed_shards_train_as_one_process(name: str, layout: str, run: TinyRun) -> None:
+@pytest.mark.parametrize(("method", "name", "layout"), WAYS)
+def test_interrupted_and_resumed_shards_train_as_one_process(
+    method: str, name: str, layout: str, tmp_path: Path
+) -> None:
+    run = make_run(tmp_path, method)
     run.copy(name)
     script = [str(Path("tests") / "train" / "launched.py"), "train"]
     environment = launcher_environment(name) | {"DS_ACCELERATOR": "cpu"}

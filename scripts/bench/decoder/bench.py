@@ -107,15 +107,15 @@ def bench(
     session: Any, batches: Sequence[int], head: Path | None, alphas: Sequence[float] = ()
 ) -> tuple[list[SystemSpeed], dict[str, Any]]:
     """Measure every system at every batch size, transformers' own at batch 1 alone."""
+    from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
     from draftsmith.stages.evaluation import make_requests
-    from draftsmith.stages.lineup import at_temperature, load_heads, make_lineup
 
     spec = session.recipe.evaluate
     target = session.target_in(spec.dtype)
     requests, _ = make_requests(session, target)
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    drafters = at_temperature(make_lineup(session, load_heads(session, target, head), target, longest), sampling)
+    drafters = at_temperature(select_drafters(session, load_heads(session, target, head), target, longest), sampling)
     drafters += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
     costs = _ideal_costs(target, drafters, requests, sampling) if 1 in batches else {}
     rows = []

@@ -26,8 +26,10 @@ from draftsmith.files import fingerprint, write_json
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.evaluator import Evaluator
+from draftsmith.stages.heads import head_digest, load_best
+from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import features_stage, head_digest, load_best, load_samples, split_samples
+from draftsmith.stages.training import split_samples
 from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 from scripts.bench.drafters.training import Trained
 
@@ -72,7 +74,7 @@ class Measure:
     def contender(self, name: str, run: Trained) -> Contender:
         """Return a trained head as a drafter: a block drafter drafts its block, another one as many tokens as the recipe says,
         or its maximum draft length."""
-        head = load_best(self.session, self.target, run.folder, warn=self.session.warn)
+        head = load_best(self.session.recipe, self.target, run.folder, warn=self.session.warn)
         head = head.deployed(self.target).to(self.target.dtype)
         verifier = head.verifier(self.target)
         asked = self.spec.num_speculative_tokens
@@ -82,23 +84,23 @@ class Measure:
 
     @cached_property
     def _heldout(self) -> tuple[FeatureSource, list[Batch]]:
-        samples, spec = load_samples(self.session).samples, self.session.recipe.train
-        _, places = split_samples(self.session, samples)
-        source = features_stage(self.session, samples)
-        return source, make_heldout_batches(source, places, spec.row_tokens, spec.rows)
+        made, spec = make_stages(self.session, "extract"), self.session.recipe.train
+        _, places = split_samples(self.session, made.samples)
+        assert made.features is not None
+        return made.features, make_heldout_batches(made.features, places, spec.row_tokens, spec.rows)
 
     def heldout_tau(self, run: Trained) -> float:
         """Return a head's tau at K = PAIRED on the held-out answers, by which one of several learning rates is chosen, so
         that the prompts of the tables choose nothing."""
         recipe, target = self.session.recipe, self.session.target
-        head = load_best(self.session, target, run.folder, warn=self.session.warn).float().eval()
+        head = load_best(self.session.recipe, target, run.folder, warn=self.session.warn).float().eval()
         data, spec = self._heldout, recipe.train
         sampling = recipe.answers.sampling
         return evaluate_heldout(head, *data, spec.row_tokens, target.head, spec.loss, sampling, PAIRED).tau
 
     def digest(self, run: Trained) -> str:
         """Return the fingerprint of a trained head."""
-        return head_digest(self.session, run.folder)
+        return head_digest(self.session.recipe, run.folder)
 
     def answers(self, target: Target, sampling: Sampling) -> list[Generation]:
         """Return what a target alone answers, from the file that keeps it where there is one."""

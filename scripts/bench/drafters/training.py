@@ -15,9 +15,12 @@ from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages import stages
+from draftsmith.stages.answers import answers_stage, load_samples
+from draftsmith.stages.features import head_layers
+from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, say
+from draftsmith.stages.training import pick_draft_vocab, split_samples, train_inputs
 from scripts.bench.drafters.table import ROOT, ComparedDrafter
 
 BUDGET = 3_000_000
@@ -101,8 +104,8 @@ def train_runs(bench: Bench, drafter: ComparedDrafter, *, train: bool = True) ->
         return [one for one in found if one is not None]
     before = ComparedDrafter(f"{drafter.name}-first", drafter.first) if drafter.first else None
     session = Session(bench.recipe(before or drafter))
-    samples = stages.load_samples(session).samples
-    per_epoch, texts = _supervised(samples, stages.split_samples(session, samples)[0]), identify_texts(samples)
+    samples = load_samples(session, answers_stage(session))
+    per_epoch, texts = _supervised(samples, split_samples(session, samples)[0]), identify_texts(samples)
     epochs = epochs_for(bench.budget, per_epoch)
     words, earlier = [], dict.fromkeys(_SUMS, 0)
     if before is not None:
@@ -152,7 +155,7 @@ def _source(session: Session) -> list[str]:
     """Return the override that computes hidden states online, for a head that reads layers which are not stored."""
     known = session.directory("features").record("features")
     stored = known.inputs.get("layer_ids", ()) if known and known.state == "done" else ()
-    needed = stages.layer_ids(session)
+    needed = head_layers(session)
     if not stored or set(needed) <= set(stored) or session.recipe.features.source == "online":
         return []
     say(
@@ -165,9 +168,9 @@ def _finished(session: Session, train: bool) -> dict[str, Any] | None:
     """Return the facts of a training with these settings, after training if `train`; None where it is not trained."""
     if train:
         preflight(session, "train")
-        stages.train_stage(session)
+        make_stages(session, "train")
     directory = session.directory("train")
-    if not directory.holds("train", stages.train_inputs(session)):
+    if not directory.holds("train", train_inputs(session)):
         say(f"{session.recipe.name}: not trained with these settings yet")
         return None
     record = directory.record("train")
@@ -198,13 +201,13 @@ def rival_jobs(bench: Bench, drafter: ComparedDrafter, ours: ComparedDrafter) ->
     the steps and the epochs that `ours` is trained with."""
     recipe = bench.recipe(ours)
     session = Session(recipe)
-    samples = stages.load_samples(session).samples
-    places, _ = stages.split_samples(session, samples)
-    vocab = stages.draft_vocab(session, samples, places)
+    samples = load_samples(session, answers_stage(session))
+    places, _ = split_samples(session, samples)
+    vocab = pick_draft_vocab(session, samples, places)
     common = {
         "store": str((bench.store / "features").resolve()),
         "target": str(Path(session.target_path).resolve()),
-        "layer_ids": list(stages.layer_ids(session)),
+        "layer_ids": list(head_layers(session)),
         "vocab": None if vocab is None else vocab.tolist(),
         "train": [samples[place].sample_id for place in places],
         "ttt_steps": session.head_options.ttt_steps,

@@ -10,7 +10,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServer, ServerSettings, counted_by_llama_cpp
 from draftsmith.eval.engines.rows import AgreementRow, within_text
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
-from draftsmith.stages.gguf import HEADS, WHOLE, convert_draft, convert_target
+from draftsmith.stages.gguf import HEADS, WHOLE, convert
 from draftsmith.stages.session import say
 from scripts.bench.engines.compare import OurSide, greedy_row, sampled_row
 
@@ -74,12 +74,10 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder.parent / "target.gguf"
     if not target.exists():
-        convert_target(tree, side.served.folder, target, "f32", PRE_TOKENIZER)
+        convert(tree, side.served.folder, target, "f32", pre_tokenizer=PRE_TOKENIZER)
     exported, draft = side.export(layout, folder), folder / "draft-f32.gguf"
-    if layout == WHOLE:
-        convert_target(tree, exported, draft, "f32", PRE_TOKENIZER)
-    else:
-        convert_draft(tree, exported, side.served.folder, draft, "f32", PRE_TOKENIZER)
+    beside = None if layout == WHOLE else side.served.folder
+    convert(tree, exported, draft, "f32", target=beside, pre_tokenizer=PRE_TOKENIZER)
     settings = ServerSettings(target, draft, HEADS.get(layout, DRAFT_MODEL), side.K, context=side.context + 1)
     program = options.llama_cpp / "build" / "bin" / "llama-server"
     limits = {request.sample_id: request.max_new_tokens for request in side.requests}

@@ -20,8 +20,8 @@ from draftsmith.heads.target.target import Target
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
+from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session, say
-from draftsmith.stages.stages import features_stage, load_samples
 
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
@@ -164,7 +164,7 @@ def _train_all(
     if not plans:
         return {}
     # What all learn from is made before, by this process alone.
-    features_stage(session, load_samples(session).samples)
+    make_stages(session, "extract")
     found, failed = {}, []
     pool = ThreadPoolExecutor(available_cores())
     try:

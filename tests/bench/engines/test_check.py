@@ -188,8 +188,7 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
         asked.append(command)
         return subprocess.run([sys.executable, "-c", program, *command[4:]], **options)
 
-    monkeypatch.setattr(engine_served, "features_stage", lambda session, samples: None)
-    monkeypatch.setattr(engine_served, "load_samples", lambda session: SimpleNamespace(samples=[]))
+    monkeypatch.setattr(engine_served, "make_stages", lambda session, last: None)
     monkeypatch.setattr(engine_served, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
     plans = [
         HeadPlan(name, "medusa", (), words) for name, words in (("a", "--head.num_layers 2"), ("b c", "--name bad"))

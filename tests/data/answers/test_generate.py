@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.answers.generate import prepare_prompts, read_answers, regenerate
+from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.prompts import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.heads.target.target import Target
@@ -25,8 +26,8 @@ def target() -> Target:
 
 
 def answer(target: Target, path: Path, batch: int = 2, seed: int = 0, talk: list[Conversation] = TALK) -> list[dict]:
-    prompts = prepare_prompts(tiny_tokenizer(), talk, max_new_tokens=lambda name: 6, max_length=120, seed=seed)
-    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), batch=batch, progress=False)
+    prompts = prepare_prompts(tiny_tokenizer(), talk, max_new_tokens=lambda name: 6, max_length=120)
+    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), seed=seed, batch=batch, progress=False)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -56,12 +57,12 @@ def test_a_file_cut_anywhere_is_finished_the_same(target: Target, tmp_path: Path
 
 def test_prompts_without_room_are_left_out(target: Target) -> None:
     long = Conversation("long", "chat", ({"role": "user", "content": "why " * 200},))
-    prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120, seed=0)
+    prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120)
     assert [p.conversation.id for p in prompts] == [c.id for c in TALK]
     with pytest.raises(
         UserError, match=r"within the 120 tokens that data\.max_length and the target allow: raise data\.max_length"
     ):
-        prepare_prompts(tiny_tokenizer(), [long], max_new_tokens=lambda name: 6, max_length=120, seed=0)
+        prepare_prompts(tiny_tokenizer(), [long], max_new_tokens=lambda name: 6, max_length=120)
 
 
 def test_a_line_that_is_no_answer_is_named(target: Target, tmp_path: Path) -> None:

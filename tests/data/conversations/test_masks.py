@@ -6,15 +6,16 @@ import pytest
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import (
     TokenizeStats,
-    check_tokenizer,
-    load_tokenizer,
-    render_prompt,
     tokenize_all,
-    tokenize_answer,
     tokenize_answers,
     tokenize_conversation,
 )
-from draftsmith.data.conversations.templates import check_template_keys
+from draftsmith.data.conversations.templates import (
+    check_template_keys,
+    check_tokenizer,
+    load_tokenizer,
+    render_prompt,
+)
 from draftsmith.errors import UserError
 from tests import helpers
 from tests.helpers import learnt, talk, tiny_tokenizer
@@ -69,8 +70,8 @@ def test_data_set_with_nothing_to_learn():
 
 
 def test_answers_keep_their_own_ids():
-    sample = tokenize_answer([5, 6, 7], [8, 2], sample_id="x", slice="math")
-    assert sample is not None
+    row = {"id": "x", "slice": "math", "prompt_ids": [5, 6, 7], "output_ids": [8, 2]}
+    [sample] = tokenize_answers([row]).samples
     assert sample.ids.tolist() == [5, 6, 7, 8, 2]
     assert sample.mask.tolist() == [False, False, False, True, True]
     rows = [

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.masks import render_prompt, tokenize_conversation
+from draftsmith.data.conversations.masks import tokenize_conversation
+from draftsmith.data.conversations.templates import render_prompt
 from draftsmith.errors import UserError
 from tests import helpers
 from tests.helpers import learnt, runs, talk, tiny_tokenizer

@@ -5,9 +5,8 @@ from collections import Counter
 import pytest
 
 from draftsmith.data.conversations.masks import tokenize_conversation
-from draftsmith.data.embedded.corpus import TOKEN_SHARES, generate_conversations, generate_prompts
+from draftsmith.data.embedded.corpus import GENERATORS, TOKEN_SHARES, generate_conversations, generate_prompts
 from draftsmith.data.embedded.default import train_tokenizer
-from draftsmith.data.embedded.slices import GENERATORS
 
 CONVERSATIONS = generate_conversations(1500, seed=0)
 

@@ -50,8 +50,7 @@ def samples() -> list[Tokenized]:
 
 @pytest.fixture(scope="module")
 def settings(samples: list[Tokenized]) -> TrainingSettings:
-    settings = embedded._training_settings(MINI, embedded.train_tokenizer(["a"], 300))
-    return replace(settings, vocab_size=300, row_tokens=max(len(s.ids) for s in samples) + 80)
+    return replace(MINI, vocab_size=300, row_tokens=max(len(s.ids) for s in samples) + 80)
 
 
 def test_the_target_is_a_plain_transformers_folder(made: EmbeddedDefault) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features import extract as extract_module
-from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_teacher
+from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
 from draftsmith.data.features.index import read_index
 from draftsmith.data.features.store import FeatureStore
-from draftsmith.data.windows import plan_batches, plan_windows
+from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
@@ -78,26 +78,26 @@ def test_store_online_and_one_by_one_agree(kind: str, tmp_path: Path) -> None:
     store = extract(target, samples, tmp_path / "features", **SMALL)
     online = OnlineSource(target, samples, LAYERS, batch_tokens=64)
     assert len(list((tmp_path / "features").glob("shard-*"))) > 2
-    assert len(store) == len(online) == len(samples)
-    for name in ("ids", "slices", "lengths"):
+    assert store.ids == [sample.sample_id for sample in samples]
+    for name in ("slices", "lengths"):
         assert getattr(store, name) == getattr(online, name)
     together = online.get_many(range(len(samples)))
     for index, sample in enumerate(samples):
         truth = slow_oracle(target, sample)
-        assert_features(online.get(index), truth, exact=True)
+        assert_features(online.get_many([index])[0], truth, exact=True)
         assert_features(together[index], truth, exact=False)
         assert_features(store.get(index), truth, exact=False)
     assert torch.equal(store.get(3, (5, 0)).aux, torch.cat([store.get(3).aux[:, 128:], store.get(3).aux[:, :64]], -1))
-    assert_features(online.get(3, (5, 0)), store.get(3, (5, 0)), exact=False)
+    assert_features(online.get_many([3], (5, 0))[0], store.get(3, (5, 0)), exact=False)
 
 
 def test_store_equals_online_bit_for_bit_in_the_same_batches(tmp_path: Path) -> None:
     target, samples = memory_target(), make_samples()
     store = extract(target, samples, tmp_path, **SMALL)
-    windows = plan_windows(store.lengths, 64)
-    assert len(windows) > 1
-    for window in windows:
-        for batch in window.batches:
+    chunks = plan_chunks(store.lengths, 64)
+    assert len(chunks) > 1
+    for chunk in chunks:
+        for batch in chunk.batches:
             for index, online in zip(batch, OnlineSource(target, samples, LAYERS).get_many(batch), strict=True):
                 assert_features(store.get(index), online, exact=True)
 
@@ -116,7 +116,7 @@ def test_teacher_belongs_to_the_stored_states(dtype: str, tmp_path: Path) -> Non
 def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     target = memory_target()
     last = target.forward(make_samples(1)[0].ids[None]).last[0]
-    whole = summarise_teacher(target.head, last)
+    whole = summarise_logits(target.head, last)
     rows, original = [], type(target.head).logits
 
     def counting(head: object, hidden: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(extract_module, "LOGITS_BYTES", {"cpu": 4 * 160 * 3})
     monkeypatch.setattr(extract_module, "LOGITS_ROWS", 1)
     monkeypatch.setattr(type(target.head), "logits", counting)
-    chunked = summarise_teacher(target.head, last)
+    chunked = summarise_logits(target.head, last)
     assert max(rows) == 3
     assert sum(rows) == len(last)
     assert torch.equal(chunked.top1, whole.top1)
@@ -135,19 +135,19 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
     lengths = [len(sample.ids) for sample in make_samples(200)]
-    for batch in (batches := plan_batches(lengths, 64)):
+    for batch in (batches := plan_passes(lengths, 64)):
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
     assert sorted(i for batch in batches for i in batch) == list(range(200))
-    windows = plan_windows(lengths, 64)
-    assert [w.start for w in windows] == [0, *(w.end for w in windows[:-1])]
-    assert windows[-1].end == 200
-    for window in windows:
-        assert sorted(i for batch in window.batches for i in batch) == list(range(window.start, window.end))
-    # Little padding, which is what sorting inside a window is for.
-    padded = sum(len(b) * max(lengths[i] for i in b) for w in windows for b in w.batches)
+    chunks = plan_chunks(lengths, 64)
+    assert [w.start for w in chunks] == [0, *(w.end for w in chunks[:-1])]
+    assert chunks[-1].end == 200
+    for chunk in chunks:
+        assert sorted(i for batch in chunk.batches for i in batch) == list(range(chunk.start, chunk.end))
+    # Little padding, which is what sorting inside a chunk is for.
+    padded = sum(len(b) * max(lengths[i] for i in b) for w in chunks for b in w.batches)
     assert padded < 1.25 * sum(lengths)
-    assert plan_batches([], 64) == []
-    assert plan_batches([100, 3], 64) == [(0,), (1,)]
+    assert plan_passes([], 64) == []
+    assert plan_passes([100, 3], 64) == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("call", [1, 4, 9, 14])
@@ -175,7 +175,7 @@ def test_interrupted_and_resumed_gives_identical_files(
     extract(target, samples, tmp_path / "broken", **SMALL)
     assert all_bytes(tmp_path / "broken") == all_bytes(tmp_path / "whole")
     # Windows that were finished are not computed again, and a finished store costs nothing.
-    assert sum(computed) == len(samples) - max(w.start for w in plan_windows(lengths, 64) if w.start <= done)
+    assert sum(computed) == len(samples) - max(w.start for w in plan_chunks(lengths, 64) if w.start <= done)
     computed.clear()
     extract(target, samples, tmp_path / "broken", **SMALL)
     assert not computed

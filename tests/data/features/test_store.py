@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features import store as features
-from draftsmith.data.features import writer as feature_writer
-from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec, check_disk_space, estimate_bytes
+from draftsmith.data.features.index import StoreSpec, check_disk_space, estimate_bytes
+from draftsmith.data.features.store import FeatureStore, FeatureWriter
 from draftsmith.errors import UserError
 
 WIDTH, LAYERS = 6, (0, 2, 5)
@@ -53,7 +53,7 @@ def make_features(count: int = 9) -> list[Features]:
 
 def write_store(path: Path, samples: list[Features], spec: StoreSpec = SPEC) -> FeatureStore:
     writer = FeatureWriter(path, spec)
-    for sample in samples[writer.num_done :]:
+    for sample in samples[writer.index.num_samples :]:
         writer.add(sample)
     writer.finish()
     return FeatureStore(path)
@@ -127,18 +127,19 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
         pass
 
     def killing(function: str, call: int) -> None:
-        original, calls = getattr(feature_writer, function), []
+        original, calls = getattr(features, function), []
 
-        def wrapper(path: Path, value: object) -> None:
+        def wrapper(*arguments: object) -> None:
+            path = next(one for one in arguments if isinstance(one, Path))
             calls.append(path)
             if len(calls) == call:
-                if function == "_save_tensors":
+                if function == "save_file":
                     path.write_bytes(b"half")
                     path.rename(path.with_name(".shard-00001.safetensors.999.tmp"))  # as kill -9 leaves it
                 raise Killed
-            original(path, value)
+            original(*arguments)
 
-        monkeypatch.setattr(feature_writer, function, wrapper)
+        monkeypatch.setattr(features, function, wrapper)
 
     broken = tmp_path / "broken"
     if moment == "between samples":
@@ -146,7 +147,7 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
         for sample in samples[:6]:
             writer.add(sample)
     else:
-        where = {"inside a shard": ("_save_tensors", 2), "before the index": ("write_index", 3)}
+        where = {"inside a shard": ("save_file", 2), "before the index": ("write_index", 3)}
         killing(*where.get(moment, ("write_index", len(all_bytes(tmp_path / "whole")) + 1)))
         with pytest.raises(Killed):
             write_store(broken, samples)
@@ -154,8 +155,9 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
     with pytest.raises(UserError, match="not complete"):
         FeatureStore(broken)
     resumed = FeatureWriter(broken, SPEC)
-    assert 0 < resumed.num_done <= len(samples)
-    assert resumed.done_ids == [s.sample_id for s in samples[: resumed.num_done]]
+    assert 0 < resumed.index.num_samples <= len(samples)
+    done_ids = [sample_id for shard in resumed.index.shards for sample_id in shard.ids]
+    assert done_ids == [s.sample_id for s in samples[: resumed.index.num_samples]]
     write_store(broken, samples)
     assert all_bytes(broken) == all_bytes(tmp_path / "whole")
     write_store(broken, samples)  # a finished store stays as it is
@@ -275,7 +277,7 @@ def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         path.write_bytes(b"half")
         raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
 
-    monkeypatch.setattr(feature_writer, "save_file", full)
+    monkeypatch.setattr(features, "save_file", full)
     with pytest.raises(UserError, match="No space left on the disk"):
         write_store(tmp_path, make_features())
     assert list(all_bytes(tmp_path)) == ["index.json"]

@@ -26,7 +26,7 @@ from draftsmith.heads.dspark.drafter import DSparkDrafter
 from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.stages.lineup import at_temperature, make_lineup
+from draftsmith.stages.drafters import at_temperature, select_drafters
 from tests.decoding import assert_same, decode_like_alone
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
 
@@ -189,12 +189,12 @@ def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> 
     warnings: list[str] = []
     recipe = parse_recipe(["--recipe", "recipes/dspark/tiny.yaml", *words])
     session: Any = SimpleNamespace(recipe=recipe, warn=warnings.append)
-    found = make_lineup(session, {"dspark": head, "dflash": trained("dflash")[1]}, target, 100)
+    found = select_drafters(session, {"dspark": head, "dflash": trained("dflash")[1]}, target, 100)
     assert [c.name for c in found] == ["dspark", "dspark until 0.3", "dflash"]
     assert [c.threshold for c in found] == [None, 0.3, None]
     assert at_temperature(found, Sampling()) == found, "with a threshold it is another drafter at temperature 0 too"
     with pytest.raises(UserError, match=r"confidence_threshold 0\.3, but none of the heads \(dflash\) says how sure"):
-        make_lineup(session, {"dflash": trained("dflash")[1]}, target, 100)
+        select_drafters(session, {"dflash": trained("dflash")[1]}, target, 100)
     assert all(c.simulate is not None for c in found)
 
 

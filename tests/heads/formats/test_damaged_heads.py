@@ -16,8 +16,7 @@ from draftsmith.heads.checkpoint import atomic_directory, save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.target.differences import compare
-from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.heads.target.identity import TargetIdentity, compare
 from tests.exports import make_eagle3, make_medusa, make_target
 
 WEIGHTS = "model.safetensors"

@@ -1,26 +1,33 @@
-"""The losses of a row: against plain loops in float64, their gradients by differences, and what must hold between them."""
+"""The losses of a row: against their oracles in float64, their gradients by differences, and what must hold between them; the
+table of losses: what its entries say is true, and the docs and `--help` show it."""
 
+import inspect
 import math
-from typing import get_args
+from dataclasses import fields
+from itertools import takewhile
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.heads.losses import divergences
+from draftsmith.heads.losses.divergences import LOSSES, Loss
 from draftsmith.heads.losses.head_loss import head_loss, row_loss
-from draftsmith.heads.losses.spec import LossKind, LossSpec
+from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.losses.teacher import Teacher
 from draftsmith.heads.registry import find_method, methods
 from draftsmith.heads.target.target import Target
+from draftsmith.recipe.parse import recipe_parser
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
+from tests.heads.losses.oracles import ORACLES, Row
 from tests.models import tiny_model
 
-KINDS = get_args(LossKind)
-SPECS = [LossSpec(kind=kind) for kind in KINDS]
+SPECS = [LossSpec(kind=kind) for kind in LOSSES]
 SPECS += [
     LossSpec(kind="jsd", beta=0.1),
     LossSpec(kind="jsd", beta=0.8),
@@ -56,38 +63,21 @@ def teacher_of(p_RV: Tensor, tokens_R: Tensor) -> Teacher:
     return Teacher(p, mass, torch.xlogy(share, share).sum(-1), torch.where(tokens_R < W, tokens_R, -1))
 
 
-def naive(spec: LossSpec, p_V: list[float], logits_W: list[float], token: int) -> float:
-    """One row by its definition, in plain loops over Python's floats."""
-    total = sum(math.exp(x) for x in logits_W)
-    q = [math.exp(x) / total for x in logits_W]
-    mass = sum(p_V[:W])
-    p = [x / mass for x in p_V[:W]]
-    m = [spec.beta * a + (1 - spec.beta) * b for a, b in zip(p, q, strict=True)]
+def oracle(spec: LossSpec, p_V: Tensor, logits_W: Tensor, token: int) -> float:
+    q_V = torch.nn.functional.pad(logits_W.softmax(-1), (0, V - W))
+    return float(ORACLES[spec.kind](Row(spec, p_V, q_V, torch.arange(W), token)))
 
-    def divergence(a: list[float], b: list[float]) -> float:
-        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True) if x > 0)
 
-    # Over all V: what the draft cannot say it says with probability 0.
-    accepted = sum(min(x, q[i] if i < W else 0.0) for i, x in enumerate(p_V))
-    lam = spec.lk_scale * math.exp(-spec.lk_decay * accepted)
-    return {
-        "kl": lambda: divergence(p, q),
-        "reverse_kl": lambda: divergence(q, [max(x, 1e-30) for x in p]),  # else infinite
-        "jsd": lambda: spec.beta * divergence(p, m) + (1 - spec.beta) * divergence(q, m),
-        "soft_ce": lambda: -sum(x * math.log(y) for x, y in zip(p, q, strict=True)),
-        "tv": lambda: 0.5 * sum(abs(x - (q[i] if i < W else 0.0)) for i, x in enumerate(p_V)),
-        "lk_alpha": lambda: -math.log(accepted),
-        "lk_hybrid": lambda: lam * divergence(p, q) + (1 - lam) * (1 - accepted),
-        "hard_ce": lambda: -math.log(q[token]) if token < W else 0.0,
-    }[spec.kind]()
+def test_every_loss_has_an_oracle():
+    assert ORACLES.keys() == LOSSES.keys()
 
 
 @pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])
 @pytest.mark.parametrize("spec", SPECS, ids=names)
-def test_values_are_those_of_plain_loops(spec, inside):
+def test_values_are_those_of_the_oracle(spec, inside):
     p, logits, tokens = draft_probs(inside=inside)
     found = row_loss(spec)(logits.log_softmax(-1), teacher_of(p, tokens))
-    expected = [naive(spec, *row) for row in zip(p.tolist(), logits.tolist(), tokens.tolist(), strict=True)]
+    expected = [oracle(spec, *row) for row in zip(p, logits, tokens.tolist(), strict=True)]
     assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
     narrow = row_loss(spec)(logits.float().log_softmax(-1), teacher_of(p.float(), tokens))
     assert narrow.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-6)
@@ -189,7 +179,7 @@ def target() -> Target:
 
 
 @pytest.mark.parametrize("method", methods())
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_every_loss_trains_every_head(kind, method, target):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
     torch.manual_seed(0)
@@ -209,3 +199,49 @@ def test_every_loss_trains_every_head(kind, method, target):
         optimizer.step()
     assert losses[-1] < losses[0]
     assert all(w.isfinite().all() and not torch.equal(w, b) for w, b in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
+def test_the_numbers_of_a_loss_are_fields_of_the_recipe_and_keywords_of_its_function(loss):
+    keys, defaults = [one.key for one in loss.parameters], {f.name: f.default for f in fields(LossSpec)}
+    assert list(inspect.signature(loss.function).parameters)[2:] == keys
+    assert all(one.allowed(defaults[one.key]) for one in loss.parameters)
+    for one in loss.parameters:
+        assert not one.allowed(math.nan)
+        with pytest.raises(UserError, match=rf"^train\.loss\.{one.key} is nan: {one.rule}\.$"):
+            LossSpec(kind=loss.name, **{one.key: math.nan})
+
+
+def saved(loss: Loss) -> int:
+    """How many [R, W] and [R, V] of fp32 autograd keeps of one loss, but for log q and p."""
+    p, logits, tokens = draft_probs(torch.float32)
+    log_q, teacher, kept = logits.log_softmax(-1).requires_grad_(), teacher_of(p, tokens), {}
+
+    def pack_(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_, lambda x: x):
+        row_loss(LossSpec(kind=loss.name))(log_q, teacher).sum()
+    given = {log_q.data_ptr(), teacher.p.data_ptr()}
+    return sum(x.is_floating_point() and x.shape == (R, W) and at not in given for at, x in kept.items())
+
+
+def test_a_loss_keeps_no_distribution_of_its_own_for_the_backward_pass():
+    """`recomputed` is right: losses without it make none, the others make theirs again."""
+    assert {name: saved(loss) for name, loss in LOSSES.items()} == dict.fromkeys(LOSSES, 0)
+
+
+def test_the_docs_show_the_table():
+    lines = ["| kind | formula | what it does | its numbers |", "|---|---|---|---|"]
+    defaults = {field.name: field.default for field in fields(LossSpec)}
+    for loss in LOSSES.values():
+        numbers = [f"`{one.key}`, {defaults[one.key]}: {one.rule}" for one in loss.parameters]
+        lines.append(f"| `{loss.name}` | {loss.formula} | {loss.summary} | {'; '.join(numbers)} |".replace("  |", " |"))
+    page = (Path(__file__).resolve().parents[3] / "docs" / "train-a-head.md").read_text(encoding="utf-8").splitlines()
+    assert [*takewhile(lambda line: line.startswith("|"), page[page.index(lines[0]) :])] == lines
+
+
+def test_help_names_every_loss():
+    shown = next(one.help for one in recipe_parser("eagle3")._actions if one.dest == "train.loss.kind")
+    assert all(f"{loss.name}: {loss.summary}" in shown for loss in LOSSES.values())

@@ -247,9 +247,3 @@ def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
     LossSpec(confidence_weight=1.0).check_head(head)
     with pytest.raises(UserError, match=r"confidence_weight is 0, which leaves .*: set head\.confidence_head to false"):
         LossSpec(confidence_weight=0.0).check_head(head)
-
-
-def test_losses_that_are_not_used_leave_a_recipe_as_it_was():
-    assert "also" not in LossSpec().inputs
-    assert "confidence_weight" not in LossSpec().inputs
-    assert LossSpec(also={"tv": 0.5}).inputs["also"] == {"tv": 0.5}

@@ -41,7 +41,7 @@ from draftsmith.heads.target.target import Target, load_target
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
-from draftsmith.train.parallel import TrainingPass, run_pass
+from draftsmith.train.parallel import WrappedHead, run_pass
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 
@@ -122,7 +122,7 @@ def test_loss_is_the_papers(kind: str) -> None:
     """L_LM + lambda * sum_i decay^i L_i, each document alone through the model with the adapter, written with loops."""
     target, head, batch = example()
     spec = LossSpec(kind="hard_ce", tuned_kind=kind, tuned_weight=0.7, weight=0.3, decay=0.5)
-    scored = head_loss(head(batch, 3), batch, target.head, None, spec, share=0.5)
+    scored = head_loss(head(batch, 3), batch, target.head, None, spec, warmup_weight=0.5)
     expected, rows = torch.zeros((), dtype=torch.float64), 0
     for b in range(len(batch.ids)):
         for number in range(int(batch.document[b].max()) + 1):
@@ -153,7 +153,7 @@ def test_the_heads_loss_reaches_the_adapter_and_the_weights_stand_for_what_they_
     def gradients(share: float, **changes: float) -> tuple[float, float]:
         head.zero_grad()
         spec = LossSpec(kind="hard_ce", **changes)
-        head_loss(head(batch, 3), batch, target.head, None, spec, share=share).loss_sum.backward()
+        head_loss(head(batch, 3), batch, target.head, None, spec, warmup_weight=share).loss_sum.backward()
         sums = [
             sum(
                 float(p.grad.abs().sum())
@@ -175,14 +175,14 @@ def test_the_heads_loss_reaches_the_adapter_and_the_weights_stand_for_what_they_
 
 def test_the_ramp_is_a_sine() -> None:
     spec = LossSpec(ramp=0.5)
-    shares = [spec.draft_share(x) for x in (0.0, 0.25, 0.5, 1.0)]
+    shares = [spec.warmup_weight(x) for x in (0.0, 0.25, 0.5, 1.0)]
     assert shares == pytest.approx([0.0, 0.5**0.5, 1.0, 1.0])
-    assert LossSpec().draft_share(0.0) == 1.0
+    assert LossSpec().warmup_weight(0.0) == 1.0
 
 
 def test_the_wrapped_pass_carries_the_tuned_distribution() -> None:
     _, head, batch = example()
-    ours, theirs = head(batch, 3), run_pass(TrainingPass(head), batch, 3)
+    ours, theirs = head(batch, 3), run_pass(WrappedHead(head), batch, 3)
     assert theirs.tuned is not None
     assert ours.tuned is not None
     assert torch.equal(ours.tuned.logits, theirs.tuned.logits)

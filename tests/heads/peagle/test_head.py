@@ -127,8 +127,8 @@ def test_the_training_pass_is_that_of_a_dense_mask(shape, training):
 
 def unrotated(patch):
     """Deeper rows stand where their anchor does."""
-    real = training_pass.TrainingPass._turn
-    patch.setattr(training_pass.TrainingPass, "_turn", lambda self, rows, step=0: real(self, rows))
+    real = training_pass.TrainingPass._cos_sin
+    patch.setattr(training_pass.TrainingPass, "_cos_sin", lambda self, rows, step=0: real(self, rows))
 
 
 def leak(patch):

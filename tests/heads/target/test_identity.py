@@ -15,8 +15,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.record import RECORD, read_record, write_record
-from draftsmith.heads.target.differences import KINDS, compare, not_compared
-from draftsmith.heads.target.identity import TargetIdentity, identify_directory
+from draftsmith.heads.target.identity import KINDS, TargetIdentity, compare, identify_directory, not_compared
 from draftsmith.heads.target.target import load_target
 from tests.exports import make_eagle3, make_medusa, make_target
 from tests.helpers import tiny_tokenizer

@@ -119,10 +119,10 @@ def test_rows_of_some_columns_are_kept_and_follow_the_weights() -> None:
     hidden, columns = torch.randn(3, 4, requires_grad=True), torch.tensor([8, 0])
     with torch.inference_mode():
         first = head.logits(hidden, columns)
-    rows = head._chosen
+    rows = head._cached
     head.logits(hidden, columns).sum().backward()
     torch.testing.assert_close(hidden.grad, head.weight[columns].sum(0).expand(3, 4))
-    assert head._chosen is rows, "made once"
+    assert head._cached is rows, "made once"
     torch.testing.assert_close(first, head.logits(hidden)[:, columns])
     changes: dict[str, Callable[[], object]] = {
         "other columns": lambda: columns.copy_(torch.tensor([1, 2])),
@@ -204,15 +204,6 @@ def test_config_of_unknown_type_and_broken_config(tmp_path: Path) -> None:
     refused(tmp_path, "no_such_model")
     (tmp_path / "config.json").write_text("{")
     refused(tmp_path, str(tmp_path), "config")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [{"method": "eagle3", "layer_ids": [1]}, {"model_type": "llama", "draft_vocab_size": 9}, {"medusa_num_heads": 5}],
-)
-def test_a_draft_head_is_no_target(tmp_path: Path, config: dict[str, object]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    refused(tmp_path, "is a draft head")
 
 
 def test_encoder_only_is_refused_by_what_it_computes(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.stages.lineup import at_temperature, make_lineup
+from draftsmith.stages.drafters import at_temperature, select_drafters
 from draftsmith.stages.session import Session
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -82,7 +82,7 @@ def lineup(
     session: Session, workplace: Path, heads: dict[str, DraftHead], drafts: str, baselines: str = ""
 ) -> list[Any]:
     words = ["--evaluate.drafts", f"[{drafts}]", "--evaluate.baselines", f"[{baselines}]"]
-    return make_lineup(asking(session, workplace, *words), heads, session.target, 100)
+    return select_drafters(asking(session, workplace, *words), heads, session.target, 100)
 
 
 def test_baselines_stand_beside_the_heads(session: Session, workplace: Path, heads: dict[str, DraftHead]) -> None:
@@ -198,9 +198,9 @@ def test_a_head_that_reads_less_than_the_longest_text_is_refused(
     assert (small.context_length, heads["medusa"].context_length) == (64, None)
     asked = asking(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
     both = heads | {"draft_model": small}
-    assert [c.name for c in make_lineup(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]
+    assert [c.name for c in select_drafters(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]
     with pytest.raises(UserError, match=r"The head draft_model reads at most 64 tokens, but .* its draft has 65"):
-        make_lineup(asked, both, session.target, 61)
+        select_drafters(asked, both, session.target, 61)
 
 
 def test_two_draft_models_of_one_name_are_refused(
@@ -220,7 +220,7 @@ def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
 ) -> None:
     words = ["--evaluate.num_speculative_tokens", "4", "--evaluate.max_k", "6"]
     asked = asking(session, workplace, *words)
-    found = make_lineup(asked, heads, session.target, 100)
+    found = select_drafters(asked, heads, session.target, 100)
     assert cast(Any, asked).warnings == [
         "evaluate.num_speculative_tokens is 4, but medusa drafts 3 tokens at most: its chains are measured with 3."
     ]

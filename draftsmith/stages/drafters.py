@@ -1,7 +1,7 @@
-"""Which drafters an evaluation measures: the run's head and those beside it, in every way the recipe names to draft, and
-the baselines.
+"""The drafters that an evaluation measures.
 
-The drafters of `evaluate.baselines`: prompt lookup, and draft models that share the target's tokens.
+They are the run's head and those of `evaluate.beside`, each in every way to draft that `evaluate.drafts` names, and the
+baselines of `evaluate.baselines`: prompt lookup, and draft models that share the target's tokens.
 """
 
 from collections import Counter
@@ -24,60 +24,69 @@ from draftsmith.eval.drafters.contender import (
 from draftsmith.eval.drafters.draft_model import check_context
 from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target, load_target
 from draftsmith.heads.target.tokens import check_same_tokens
+from draftsmith.stages.heads import find_head, head_digest, load_best
 from draftsmith.stages.session import Session
-from draftsmith.stages.stages import find_head, head_digest, load_best
 
 
 def load_heads(session: Session, target: Target, head_folder: Path | None) -> dict[str, DraftHead]:
-    """Return the heads to measure in the dtype of `target`, as they draft once trained, by name: the run's own first. One
-    made for another target of the same sizes is measured too, with a warning."""
+    """Return the heads to measure by name, the run's own first, as they draft once trained, in the dtype of `target`.
+
+    One made for another target of the same sizes is measured too, with a warning.
+    """
     own = load_fitting(session, target, head_folder)
-    return {own.method: own.deployed(target).to(target.dtype)} | load_beside(session, target, own.method)
+    return {own.method: own.deployed(target).to(target.dtype)} | load_compared(session, target, own.method)
 
 
 def load_fitting(session: Session, target: Target, folder: Path | None) -> DraftHead:
-    """Return a head, with a warning where it was made for another target. Raises UserError where it tunes that one: its
-    adapter means nothing on other weights, such as those that it is merged into."""
-    said: list[str] = []
-    head: DraftHead = load_best(session, target, folder, warn=said.append)
+    """Return a head, with a warning where it was made for another target.
+
+    Raises UserError where the head tunes its target: its adapter means nothing on other weights, such as those that it
+    is merged into.
+    """
+    warnings: list[str] = []
+    head: DraftHead = load_best(session.recipe, target, folder, warn=warnings.append)
     if head.tunes:
-        check_made_for(find_head(session, folder), target)
-    for text in said:
+        check_made_for(find_head(session.recipe, folder), target)
+    for text in warnings:
         session.warn(text)
     return head
 
 
-def load_beside(session: Session, target: Target, taken: str) -> dict[str, DraftHead]:
-    """Return the heads that the recipe measures beside the run's own, whose name is `taken`."""
+def load_compared(session: Session, target: Target, taken: str) -> dict[str, DraftHead]:
+    """Return the heads of `evaluate.beside`, with which the run's own, of the name `taken`, is compared."""
     heads: dict[str, DraftHead] = {}
     for name, folder in session.recipe.evaluate.beside.items():
         if name == taken or not name.strip():
             raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
-        path = beside_folder(session, name, folder)
+        path = compared_folder(session, name, folder)
         heads[name] = load_fitting(session, target, path).deployed(target).to(target.dtype)
     return heads
 
 
-def digests(session: Session, head_folder: Path | None, lineup: list[Contender]) -> dict[str, Any]:
-    """Identify the heads, trees and baselines of the evaluation."""
-    spec = session.recipe.evaluate
-    beside = {name: head_digest(session, beside_folder(session, name, folder)) for name, folder in spec.beside.items()}
+def drafter_digests(session: Session, head_folder: Path | None, drafters: list[Contender]) -> dict[str, Any]:
+    """Identify the heads, trees and baselines of the evaluation, as run.json records them."""
+    recipe, spec = session.recipe, session.recipe.evaluate
+    beside = {name: head_digest(recipe, compared_folder(session, name, folder)) for name, folder in spec.beside.items()}
     trees = {d.tree: t.choices for d in spec.drafts if (t := d.load()) is not None and not isinstance(t, DynamicTree)}
-    baselines = {c.name: c.fingerprint for c in lineup if c.head is None}
-    found = {"head": head_digest(session, head_folder), "beside": beside, "trees": trees}
+    baselines = {c.name: c.fingerprint for c in drafters if c.head is None}
+    found = {"head": head_digest(recipe, head_folder), "beside": beside, "trees": trees}
     return found | ({"baselines": baselines} if baselines else {})
 
 
-def make_lineup(
+def select_drafters(
     session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int, *, compared: bool = False
 ) -> list[Contender]:
-    """Return a drafter for every head and way to draft that fits it, then the baselines. longest: tokens of the longest
-    text that will be decoded. compared: `target` was tuned from another, which the evaluation holds it against. Raises UserError where a way fits no head, where the first head, the run's own, is left with
-    none, where that text is longer than a drafter reads, and where two have the same name."""
+    """Return a drafter for every head and way to draft that fits it, then the baselines.
+
+    longest: tokens of the longest text that will be decoded. compared: `target` was tuned, and the evaluation
+    compares it with its original. Raises UserError where a way fits no head, where the first head, the run's own, is left
+    with none, where the longest text is longer than a drafter reads, and where two drafters have the same name.
+    """
     for name, head in heads.items():
         if head.context_length is not None:
             check_context(f"head {name}", head.context_length, longest + session.recipe.evaluate.max_k)
@@ -87,31 +96,31 @@ def make_lineup(
                 f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
                 f"{', '.join(heads)}: choose among these."
             )
-    lineup = [c for name, head in heads.items() for c in _ways(session, name, head, target, compared)]
+    drafters = [c for name, head in heads.items() for c in _ways(session, name, head, target, compared)]
     for draft in session.recipe.evaluate.drafts:
         threshold = draft.confidence_threshold
-        if threshold is not None and not any(c.threshold == threshold for c in lineup):
+        if threshold is not None and not any(c.threshold == threshold for c in drafters):
             raise UserError(
                 f"evaluate.drafts has the confidence_threshold {threshold}, but none of the heads ({', '.join(heads)}) says how "
                 "sure it is: remove it."
             )
     own = next(iter(heads.values()))
-    if not any(c.head is own for c in lineup):
+    if not any(c.head is own for c in drafters):
         raise UserError(f"evaluate.drafts names only trees that {own.method} heads do not draft: add {{tree: chain}}.")
     for draft in session.recipe.evaluate.drafts:
         tree = draft.load()
-        if tree is not None and not any((c.tree, c.drawn) == (tree, draft.drawn) for c in lineup):
+        if tree is not None and not any((c.tree, c.drawn) == (tree, draft.drawn) for c in drafters):
             raise UserError(
                 f"evaluate.drafts names the tree {tree.name}, but none of the heads ({', '.join(heads)}) drafts "
                 f"{tree_kind(tree, draft.drawn)} trees: remove it."
             )
-    lineup += make_baselines(session, target, longest)
-    name, times = Counter(c.name for c in lineup).most_common(1)[0]
+    drafters += _baselines(session, target, longest)
+    name, times = Counter(c.name for c in drafters).most_common(1)[0]
     if times > 1:
         raise UserError(
             f"The evaluation would measure two drafters of the name {name!r}: rename a tree file or a folder."
         )
-    return lineup
+    return drafters
 
 
 def _ways(session: Session, name: str, head: DraftHead, target: Target, compared: bool) -> list[Contender]:
@@ -154,28 +163,33 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target, compared
     ]
 
 
-def at_temperature(lineup: list[Contender], sampling: Sampling) -> list[Contender]:
-    """Leave out, at temperature 0, what would repeat another drafter: lossy rules accept like the exact one there, and
-    drawn children are the most likely ones."""
+def at_temperature(drafters: list[Contender], sampling: Sampling) -> list[Contender]:
+    """Leave out, at temperature 0, drafters that would repeat another one.
+
+    Lossy acceptance rules accept like the exact one there, and drawn children are the most likely ones.
+    """
     if not sampling.greedy:
-        return lineup
+        return drafters
     kept: list[Contender] = []
-    for c in sorted(lineup, key=lambda c: (not c.lossless, c.drawn)):
+    for c in sorted(drafters, key=lambda c: (not c.lossless, c.drawn)):
         if c.head is None or not any(
             (c.head is k.head) and (c.tree, c.threshold) == (k.tree, k.threshold) for k in kept
         ):
             kept.append(c)
-    return [c for c in lineup if c in kept]
+    return [c for c in drafters if c in kept]
 
 
-def beside_folder(session: Session, name: str, folder: str) -> Path:
-    """Accept the folder of a head or of a run. Raises UserError that names the recipe's key."""
-    return find_head(session, Path(folder), f"evaluate.beside.{name}")
+def compared_folder(session: Session, name: str, folder: str) -> Path:
+    """Return the folder of a head of `evaluate.beside`, given its own or a run's. Raises UserError that names the key."""
+    return find_head(session.recipe, Path(folder), f"evaluate.beside.{name}")
 
 
-def make_baselines(session: Session, target: Target, longest: int) -> list[Contender]:
-    """Return the recipe's baselines, draft models in the dtype of `target`. longest: tokens of the longest text that will
-    be decoded. Raises UserError for a draft model that cannot draft for `target`."""
+def _baselines(session: Session, target: Target, longest: int) -> list[Contender]:
+    """Return the recipe's baselines, draft models in the dtype of `target`.
+
+    longest: tokens of the longest text that will be decoded. Raises UserError for a draft model that cannot draft for
+    `target`.
+    """
     spec = session.recipe.evaluate
     lengths = (spec.num_speculative_tokens, spec.max_k)
     found = []
@@ -185,20 +199,21 @@ def make_baselines(session: Session, target: Target, longest: int) -> list[Conte
             name = "prompt lookup" if ngram == MAX_NGRAM else f"prompt lookup, {ngram}-grams"
             found.append(prompt_lookup_contender(name, *lengths, max_ngram=ngram))
         else:
-            model = load_draft_model(session, target, baseline.path)
+            model = _load_draft_model(session, target, baseline.path)
             check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
             name = f"draft model {Path(model.path).name}"
             found.append(draft_model_contender(name, model, target.vocab_size, *lengths))
     return found
 
 
-def load_draft_model(session: Session, target: Target, path: str) -> Target:
-    """Load a draft model, checked as a target is, with the tokenizer compared first. Raises UserError."""
+def _load_draft_model(session: Session, target: Target, path: str) -> Target:
+    """Load a draft model and check it as a target is checked, its tokenizer first. Raises UserError."""
     if path == session.target_path:
         raise UserError(f"evaluate.baselines names the target {path} as its own draft model: take a smaller one.")
-    check_path(path)
+    check_draft_model_path(path)
     try:
         check_same_tokens(session.tokenizer, read_tokenizer(path), path)
+        refuse_head(path)
         model = load_target(
             path,
             dtype=target.dtype_name,
@@ -211,7 +226,7 @@ def load_draft_model(session: Session, target: Target, path: str) -> Target:
     return model
 
 
-def check_path(path: str) -> None:
+def check_draft_model_path(path: str) -> None:
     """Raise UserError for a local folder that is not there, without asking the Hub for it."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not Path(path).is_dir():

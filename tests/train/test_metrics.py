@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.recipe.schema import TrackingSpec
-from draftsmith.train.tracking import Tracker, flatten
+from draftsmith.train.metrics import Tracker, flatten
 
 
 def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -> None:

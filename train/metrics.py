@@ -1,13 +1,78 @@
-"""Where training figures go: metrics.jsonl always, Weights & Biases if asked for."""
+"""The figures of training: what an optimizer step sums up, the clock, and where they go (metrics.jsonl, Weights & Biases)."""
 
 import json
+import time
+from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import torch
+from torch import Tensor
+
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, write_text
+from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.recipe.schema import TrackingSpec
+
+
+@dataclass
+class StepSums:
+    """Sums of one optimizer step over micro-batches (and, after `reduce`, over processes)."""
+
+    loss: Tensor
+    correct: Tensor
+    acceptance: Tensor
+    rows: Tensor
+    tokens: Tensor
+    tuned: Tensor
+
+    @classmethod
+    def zeros(cls, steps: int, device: torch.device) -> "StepSums":
+        """Return sums that are all 0."""
+        z = torch.zeros(steps, device=device)
+        nothing = torch.zeros((), device=device)
+        return cls(nothing.clone(), z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
+
+    def add(self, scored: LossOutput, tokens: int) -> None:
+        """Add a micro-batch."""
+        self.loss += scored.loss_sum.detach()
+        self.correct += scored.step_correct
+        self.acceptance += scored.step_acceptance
+        self.rows += scored.step_rows
+        self.tokens += tokens
+        if scored.tuned is not None:
+            self.tuned += scored.tuned
+
+
+def check_finite(became: str, value: Tensor | float | None, step: int) -> None:
+    """Raise UserError where `value`, of optimizer step number `step`, is not finite; None, of a launch that reports no value,
+    passes. became: the beginning of the sentence."""
+    if value is not None and not isfinite(float(value)):
+        raise UserError(
+            f"{became} {float(value)} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
+            "no; the last checkpoint is unharmed."
+        )
+
+
+def tuned_facts(sums: Tensor) -> dict[str, Any]:
+    """Return a record's figures of a tuned target from the sum of `LossOutput.tuned`; nothing where no target is tuned."""
+    _, apart, same, rows = sums.tolist()
+    return {"tuned": {"kl": apart / rows, "agreement": same / rows}} if rows else {}
+
+
+@dataclass
+class Pace:
+    """The clock of this process; its readings never reach files that a resume must reproduce."""
+
+    first_tokens: int
+    seconds: float = 0.0
+    saved_at: float = field(default_factory=time.perf_counter)
+
+    def speed(self, tokens: int) -> float:
+        """Return the tokens per second of training since the process began, without evaluations and checkpoints."""
+        return (tokens - self.first_tokens) / max(self.seconds, 1e-9)
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
@@ -24,14 +89,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class Tracker:
-    """Appends one JSON object per line to metrics.jsonl and mirrors it to W&B.
+    """Append one JSON object per line to metrics.jsonl and mirror it to W&B.
 
     The file holds no clock times, so that an interrupted and resumed run leaves the same file.
     """
 
     def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
         self.path = folder / "metrics.jsonl"
-        # A run that starts again measures the head it started from again, which is step 0.
+        # A run that starts over evaluates its initial head again, as step 0.
         self._cut_after(resume_step or -1)
         self._run: Any = None
         if spec.wandb != "disabled":
@@ -56,8 +121,8 @@ class Tracker:
                 ) from error
 
     def _run_id(self, folder: Path, *, new: bool) -> str:
-        """Return the id that a resumed run shares with the interrupted one, so that both are one dashboard. One that starts
-        again has a new one: W&B takes no step twice."""
+        """Return the run's id on W&B: a resumed run keeps that of the interrupted one, so that both are one dashboard; a run
+        that starts over has a new one, as W&B takes no step twice."""
         path = folder / "wandb_id"
         if new or not path.exists():
             write_text(path, uuid4().hex[:12])

@@ -8,7 +8,7 @@ import pytest
 PROGRAM = """
 import resource, sys
 import torch
-from draftsmith.stages.allocator import keep_freed_memory
+from draftsmith.stages.device import keep_freed_memory
 told = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def faults():

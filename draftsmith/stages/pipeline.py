@@ -1,0 +1,67 @@
+"""The order of the stages: answers -> features -> train -> evaluate or simulate -> export."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.features.store import FeatureSource
+from draftsmith.heads.formats.layout import layouts_of
+from draftsmith.stages.answers import answers_stage, load_samples
+from draftsmith.stages.device import main_process_first
+from draftsmith.stages.evaluation import evaluate_stage
+from draftsmith.stages.exporting import export_stage
+from draftsmith.stages.features import features_stage
+from draftsmith.stages.run import COMMAND_STAGES
+from draftsmith.stages.session import Session
+from draftsmith.stages.training import prepare_training, train_stage
+
+
+@dataclass
+class Made:
+    """What the stages made, as far as the command has them.
+
+    answers: the file, None where the recipe takes the answers in the data. samples, features: what the head learns from.
+    head: the folder of the best one. results: the result.json files. export: the directory that an engine loads, None
+    where no layout holds such heads.
+    """
+
+    answers: Path | None = None
+    samples: list[Tokenized] = field(default_factory=list)
+    features: FeatureSource | None = None
+    head: Path | None = None
+    results: list[Path] = field(default_factory=list)
+    export: Path | None = None
+
+
+def make_stages(
+    session: Session,
+    command: str,
+    *,
+    head: Path | None = None,
+    show: Callable[[list[Path]], None] = lambda results: None,
+) -> Made:
+    """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused.
+
+    head: the folder of the head to evaluate or export, None for the run's own. show: receives the result files as soon
+    as they are written.
+    """
+    stages, made = COMMAND_STAGES[command], Made()
+    with main_process_first(session.device):
+        if "answers" in stages:
+            made.answers = answers_stage(session)
+        if "features" in stages:
+            made.samples = load_samples(session, made.answers)
+            # First, so that mistakes are found before hidden states are made and an earlier head is removed.
+            start = prepare_training(session, made.samples) if "train" in stages else None
+            made.features = features_stage(session, made.samples)
+    if "train" in stages:
+        assert start is not None
+        assert made.features is not None
+        made.head = train_stage(session, start, made.features)
+    if "evaluate" in stages or "simulate" in stages:
+        made.results = evaluate_stage(session, decode="evaluate" in stages, head_folder=head)
+        show(made.results)
+    if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
+        made.export = export_stage(session, head)
+    return made

@@ -1,0 +1,159 @@
+"""The stage that trains the head: its initial weights, the split of the samples, and the settings it depends on."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.answers.split import split_heldout
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.features.store import FeatureSource
+from draftsmith.errors import UserError
+from draftsmith.fields import fingerprint_fields
+from draftsmith.heads.base import DraftHead, draft_vocab_size_of
+from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.fingerprint import fingerprint_directory
+from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
+from draftsmith.heads.warm_start import restart
+from draftsmith.stages.answers import answer_inputs
+from draftsmith.stages.device import main_process_first
+from draftsmith.stages.features import head_layers
+from draftsmith.stages.heads import head_digest, load_warm
+from draftsmith.stages.session import Session, say
+from draftsmith.train import loop
+from draftsmith.train.schedule import TrainData
+
+
+@dataclass(frozen=True)
+class TrainingStart:
+    """The head before training, and the numbers of the samples that train it and that are held out."""
+
+    head: DraftHead
+    train: list[int]
+    heldout: list[int]
+
+
+def prepare_training(session: Session, samples: list[Tokenized]) -> TrainingStart:
+    """Split the samples, choose the draft vocabulary and make the head; raises UserError for what cannot be trained."""
+    train, heldout = split_samples(session, samples)
+    warm = load_warm(session.recipe, session.target)
+    vocab = pick_draft_vocab(session, samples, train, None if warm is None else warm.draft_vocab)
+    torch.manual_seed(session.recipe.seed)
+    return TrainingStart(initial_head(session, warm, vocab, samples), train, heldout)
+
+
+def train_stage(session: Session, start: TrainingStart, features: FeatureSource) -> Path:
+    """Train the head on the hidden states of the samples; return the folder of the best one."""
+    folder = session.recipe.run_dir / "train"
+    with main_process_first(session.device) as main:
+        done = session.begin("train", train_inputs(session))
+    if not done:
+        data = TrainData(features, start.train, start.heldout)
+        loop.train(session.recipe, session.target, start.head, data, folder)
+        if main:
+            session.finish("train", json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+    return folder / "best"
+
+
+def train_inputs(session: Session) -> dict[str, Any]:
+    """Return what a trained head depends on, as run.json records it."""
+    recipe, warm = session.recipe, session.recipe.train.warm_start
+    head = fingerprint_fields(recipe.head)
+    for key in getattr(recipe.head, "MODELS", ()):
+        if head.get(key) and Path(head[key]).is_dir():
+            head[key] = fingerprint_directory(Path(head[key]))
+    volatile = ("checkpoint_minutes", "workers", "warm_start")
+    upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)
+    return {
+        **{stage: session.upstream(stage) for stage in upstream},
+        **({} if recipe.answers.regenerate else answer_inputs(session)),
+        "layer_ids": head_layers(session),
+        "features.source": recipe.features.source,
+        "features.dtype": recipe.features.dtype,
+        "method": recipe.method,
+        "head": head,
+        "train": fingerprint_fields(recipe.train, volatile),
+        # What a head holds counts, not where it lies; so with models above.
+        **({} if warm is None else {"train.warm_start": head_digest(recipe, Path(warm))}),
+        "data.heldout": recipe.data.heldout,
+        "data.on_too_long": recipe.data.on_too_long,
+        "num_speculative_tokens": recipe.evaluate.num_speculative_tokens,
+        "seed": recipe.seed,
+    }
+
+
+def split_samples(session: Session, samples: list[Tokenized]) -> tuple[list[int], list[int]]:
+    """Leave out samples that do not fit a row, and return the numbers of the training and of the held-out ones."""
+    recipe = session.recipe
+    fits = [i for i, sample in enumerate(samples) if len(sample.ids) <= recipe.train.row_tokens]
+    if len(fits) < len(samples):
+        say(
+            f"warning: {len(samples) - len(fits)} samples are longer than train.row_tokens={recipe.train.row_tokens} and "
+            "are left out of training: raise it, or lower data.max_length."
+        )
+    if len(samples) > recipe.data.heldout >= len(fits):
+        raise UserError(
+            f"Only {len(fits)} of {len(samples)} samples fit train.row_tokens={recipe.train.row_tokens}, and data.heldout takes "
+            f"{recipe.data.heldout}: raise train.row_tokens, or lower data.max_length."
+        )
+    names = [samples[i].conversation or samples[i].sample_id for i in fits]
+    train, heldout = split_heldout(names, recipe.data.heldout)
+    return [fits[i] for i in train], [fits[i] for i in heldout]
+
+
+def always_drafted(session: Session) -> list[int]:
+    """Return the tokens that every draft vocabulary holds: those that end a text or have a meaning of their own."""
+    known = {*session.target.eos_ids, *session.tokenizer.all_special_ids}
+    return sorted(i for i in known if i < session.target.vocab_size)
+
+
+def pick_draft_vocab(
+    session: Session, samples: list[Tokenized], train: list[int], given: Tensor | None = None
+) -> Tensor | None:
+    """Choose the draft vocabulary [W] from the training answers, unless one is `given`; warn where it covers too little."""
+    size = draft_vocab_size_of(session.head_options)
+    vocab_size = session.target.vocab_size
+    if size is None or size >= vocab_size:
+        return None
+    always = always_drafted(session)
+    by_slice = count_by_slice([samples[i] for i in train], vocab_size)
+    counts = torch.stack(list(by_slice.values())).sum(0)
+    vocab = choose_draft_vocab(counts, size, always) if given is None else given.cpu()
+    shares = ", ".join(f"{name} {coverage(part, vocab):.1%}" for name, part in by_slice.items())
+    say(
+        f"draft vocab: {size} of {vocab_size} tokens cover {coverage(counts, vocab):.2%} of the tokens to learn ({shares})"
+    )
+    fix = "raise head.draft_vocab_size" if given is None else "train a new head, as that of train.warm_start stays so"
+    for warning in coverage_warnings(by_slice, vocab, fix):
+        say(f"warning: {warning}")
+    return vocab
+
+
+def initial_head(
+    session: Session, warm: DraftHead | None, draft_vocab: Tensor | None, samples: Iterable[Tokenized] = ()
+) -> DraftHead:
+    """Return the head to train: `warm` of `load_warm`, or a new one with this draft vocabulary [W].
+
+    samples: the texts to learn from; a warning says where they hold the token that the recipe takes for a mask.
+    """
+    mask = getattr(session.head_options, "mask_token_id", None)
+    holds = None if mask is None else next((one for one in samples if bool((one.ids == mask).any())), None)
+    if holds is not None:
+        say(
+            f"warning: head.mask_token_id is {mask}, which texts have ({holds.sample_id} for one): the head takes it there for a "
+            "token that is still to be drafted; name one that no text has."
+        )
+    method = session.recipe.method
+    if warm is not None:
+        return restart(warm, session.head_options, session.target, method)
+    head = find_method(method).build(session.recipe.head, session.target, draft_vocab)
+    if head.method != method:
+        raise UserError(
+            f"method is {method!r}, but the package that adds it makes heads of the method {head.method!r}: the entry point in its "
+            "pyproject.toml and `method` of its heads must be one name."
+        )
+    return head

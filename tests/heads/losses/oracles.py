@@ -1,0 +1,64 @@
+"""The losses of a row by their definitions, one oracle per entry of LOSSES: no row, step or chunk is shared with the product."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.heads.losses.spec import LossSpec
+
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Row:
+    """p_V: the target's distribution over its whole vocabulary. q_V: the draft's, 0 outside the draft vocabulary. vocab: [W] the
+    draft vocabulary. token: the text's own."""
+
+    spec: LossSpec
+    p_V: Tensor
+    q_V: Tensor
+    vocab: Tensor
+    token: int
+
+    @property
+    def p(self) -> Tensor:
+        """[W] renormalised over the draft vocabulary."""
+        return self.p_V[self.vocab] / self.p_V[self.vocab].sum()
+
+    @property
+    def q(self) -> Tensor:
+        return self.q_V[self.vocab]
+
+    @property
+    def accepted(self) -> Tensor:
+        return torch.minimum(self.p_V, self.q_V).sum()
+
+
+def divergence(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a || b), where a is not 0."""
+    seen = a > 0
+    return (a[seen] * (a[seen] / b[seen]).log()).sum()
+
+
+def jsd(row: Row) -> Tensor:
+    beta, middle = row.spec.beta, row.spec.beta * row.p + (1 - row.spec.beta) * row.q
+    return beta * divergence(row.p, middle) + (1 - beta) * divergence(row.q, middle)
+
+
+def lk_hybrid(row: Row) -> Tensor:
+    share = row.spec.lk_scale * torch.exp(-row.spec.lk_decay * row.accepted.detach())
+    return share * divergence(row.p, row.q) + (1 - share) * (1 - row.accepted)
+
+
+ORACLES: dict[str, Callable[[Row], Tensor]] = {
+    "kl": lambda row: divergence(row.p, row.q),
+    "reverse_kl": lambda row: divergence(row.q, row.p.clamp_min(TINY)),  # else infinite
+    "jsd": jsd,
+    "soft_ce": lambda row: -(row.p * row.q.log()).sum(),
+    "tv": lambda row: 0.5 * (row.p_V - row.q_V).abs().sum(),
+    "lk_alpha": lambda row: -row.accepted.log(),
+    "lk_hybrid": lk_hybrid,
+    "hard_ce": lambda row: -row.q_V[row.token].log() if row.token in row.vocab.tolist() else torch.zeros(()),
+}

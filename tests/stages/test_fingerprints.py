@@ -1,0 +1,75 @@
+"""Finished runs stay usable: what their fingerprints are made of is what it was when they were made."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+from draftsmith.stages.stages import train_inputs
+
+from draftsmith.fields import LATER, fingerprint_fields
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.run import _plain
+from draftsmith.stages.session import Session
+
+ROOT = Path(__file__).resolve().parents[2]
+MADE = json.loads((ROOT / "tests" / "fixtures" / "fingerprints.json").read_text())
+"""Options of recipes, and what the fingerprints of their stages held when runs were made with them."""
+
+
+def trained(recipe: Recipe) -> dict[str, Any]:
+    target = SimpleNamespace(default_layer_ids=lambda: (2, 4, 6))
+    session = SimpleNamespace(recipe=recipe, upstream=lambda stage: stage, target=target, head_options=recipe.head)
+    return train_inputs(cast(Session, session))
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: " ".join(made["options"][1::2])[:40])
+def test_fingerprints_hold_what_they_held(made: dict[str, Any]) -> None:
+    recipe = parse_recipe(made["options"])
+    found = {
+        "answers": fingerprint_fields(recipe.answers),
+        "train": trained(recipe),
+        "evaluate": fingerprint_fields(recipe.evaluate, ("prompts", "beside", "baselines")),
+        "export": fingerprint_fields(recipe.export, ["layout"]),
+    }
+    assert {stage: _plain(inputs) for stage, inputs in found.items()} == {k: made[k] for k in found}
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_the_committed_runs_hold_the_keys_of_today(method: str) -> None:
+    """Their recipes have changed in four values since, but in no key."""
+    made = json.loads((ROOT / "docs/results/shared-target/train" / method / "run.json").read_text())["train"]["inputs"]
+    found = _plain(trained(parse_recipe(["--recipe", str(ROOT / "recipes" / method / "shared-target.yaml")])))
+    assert found.keys() == made.keys()
+    changed = {"answers", "features", "head.norm_before_residual", "train.precision", "train.lr", "train.muon_lr"}
+    assert {key for key in made if made[key] != found[key]} <= changed
+
+
+@dataclass(frozen=True)
+class Inner:
+    old: int = 1
+    new: list[int] = field(default_factory=list, metadata=LATER)
+
+
+@dataclass(frozen=True)
+class Section:
+    inner: Inner = Inner()
+    several: list[Inner] = field(default_factory=lambda: [Inner()])
+    scale: float = field(default=0.5, metadata=LATER)
+
+
+@dataclass(frozen=True)
+class Heir(Section):
+    ALWAYS_IN_FINGERPRINT: ClassVar = frozenset({"scale"})
+
+
+def test_later_fields_are_left_out_at_their_defaults_alone() -> None:
+    assert fingerprint_fields(Section()) == {"inner": {"old": 1}, "several": [{"old": 1}]}
+    changed = Section(Inner(2, [3]), [Inner(new=[4])], 0.25)
+    expected = {"inner": {"old": 2, "new": [3]}, "several": [{"old": 1, "new": [4]}], "scale": 0.25}
+    assert fingerprint_fields(changed) == expected
+    assert fingerprint_fields(changed, ["several", "scale"]) == {"inner": {"old": 2, "new": [3]}}
+    assert fingerprint_fields(Heir())["scale"] == 0.5

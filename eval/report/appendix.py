@@ -70,7 +70,10 @@ def losslessness(view: View) -> Section:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
     if divergences:
-        rows = tuple(_divergence_row(label, d) for label, d in divergences)
+        rows = tuple(
+            Row((label, d.slice, d.prompt, whole(d.position), str(d.expected), str(d.got), number(d.logit_gap, 4)))
+            for label, d in divergences
+        )
         names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap")
         tables.append(Table("Every first divergence", names, rows, folded=len(rows) > 20))
     return Section(
@@ -105,10 +108,6 @@ def _changed_rows(view: View, *, tuned: bool) -> list[Row]:
     ]
 
 
-def _divergence_row(label: str, d: Divergence) -> Row:
-    return Row((label, d.slice, d.prompt, whole(d.position), str(d.expected), str(d.got), number(d.logit_gap, 4)))
-
-
 def memory(view: View) -> Section:
     """Peak GPU memory, and what each drafter adds to the target."""
     rows = []
@@ -116,10 +115,9 @@ def memory(view: View) -> Section:
         m, draft = s.drafter.overall, s.drafter.draft
         if draft is not None or m.peak_memory_bytes is not None:
             shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
-            parameters = whole(draft.parameters if draft else None)
-            rows.append(
-                Row((s.label, *shape, parameters, _mib(m.peak_memory_bytes), _mib(m.peak_memory_baseline_bytes)))
-            )
+            peaks = (m.peak_memory_bytes, m.peak_memory_baseline_bytes)
+            sizes = (number(None if size is None else size / 2**20, 0) for size in peaks)
+            rows.append(Row((s.label, *shape, whole(draft.parameters if draft else None), *sizes)))
     columns = ("system", "draft", "tokens per round", "parameters", "peak MiB", "target alone MiB")
     return Section(
         "memory",
@@ -130,10 +128,6 @@ def memory(view: View) -> Section:
         tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
         missing="How the drafters draft was not recorded.",
     )
-
-
-def _mib(size: int | None) -> str:
-    return number(None if size is None else size / 2**20, 0)
 
 
 def looping(view: View) -> Section:

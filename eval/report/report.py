@@ -45,14 +45,6 @@ class Card:
     text: str
 
 
-@dataclass(frozen=True)
-class ReportFiles:
-    """Where a report was written."""
-
-    html: Path
-    markdown: Path
-
-
 def render_html(results: Sequence[Result]) -> str:
     """Return the report as one self-contained HTML page."""
     return _render("report.html.jinja", results)
@@ -63,12 +55,10 @@ def render_markdown(results: Sequence[Result]) -> str:
     return _render("report.md.jinja", results)
 
 
-def write_report(results: Sequence[Result], folder: str | Path) -> ReportFiles:
+def write_report(results: Sequence[Result], folder: str | Path) -> None:
     """Write report.html and report.md into `folder`, each atomically."""
-    files = ReportFiles(Path(folder) / "report.html", Path(folder) / "report.md")
-    write_text(files.html, render_html(results))
-    write_text(files.markdown, render_markdown(results))
-    return files
+    write_text(Path(folder) / "report.html", render_html(results))
+    write_text(Path(folder) / "report.md", render_markdown(results))
 
 
 HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/s", "target alone tok/s")
@@ -120,20 +110,16 @@ def _render(template: str, results: Sequence[Result]) -> str:
         "cards": [_card(system) for system in view.systems],
         "sections": [make(view) for make in _SECTIONS],
     }
-    return _environment(html=template.endswith(".html.jinja")).get_template(template).render(**context)
-
-
-def _environment(html: bool) -> Environment:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=html,
+        autoescape=template.endswith(".html.jinja"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
     environment.filters |= {"cell": markdown_cell, "fenced": fenced, "cut": cut}
-    return environment
+    return environment.get_template(template).render(**context)
 
 
 def _subtitle(view: View) -> str:

@@ -14,23 +14,21 @@ from jinja2 import Template
 from draftsmith.files import write_text
 from scripts.bench.markdown import markdown_table
 
-PAGE, FINDINGS = "README.md", "findings.md"
 LENGTHS = ("3", "5", "7")
 Entry = dict[str, Any]
-
 TEMPLATE = Path(__file__).with_name("page.md.jinja")
 
 
 def write_page(folder: Path, order: Sequence[str]) -> Path:
     """Write the page of a folder of result files, in this order of their names; return its path."""
-    write_text(folder / PAGE, render(folder, order))
-    return folder / PAGE
+    write_text(folder / "README.md", render(folder, order))
+    return folder / "README.md"
 
 
 def render(folder: Path, order: Sequence[str]) -> str:
     """Return the page; drafters without a result file are left out."""
     entries = read_entries(folder, order)
-    findings = folder / FINDINGS
+    findings = folder / "findings.md"
     said = findings.read_text(encoding="utf-8").strip() if findings.exists() else ""
     tables = {}
     if entries:

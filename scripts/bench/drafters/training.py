@@ -29,9 +29,6 @@ BUDGET = 3_000_000
 _SUMS = ("seconds", "tokens", "supervised_tokens", "steps")
 """What a training of two stages took is the sum of both."""
 
-RECORD = "training.json"
-"""What another package's training leaves beside the folder `head`."""
-
 
 @dataclass(frozen=True)
 class Bench:
@@ -180,9 +177,9 @@ def _finished(session: Session, train: bool) -> dict[str, Any] | None:
 
 def _imported(folder: Path, name: str) -> Trained | None:
     """Return a head that another package trained, None where it has not yet. Raises UserError for a broken record."""
-    file = folder / RECORD
+    file = folder / "training.json"
     if not file.is_file():
-        say(f"{name}: there is no {RECORD} in {folder}")
+        say(f"{name}: there is no {file.name} in {folder}")
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))

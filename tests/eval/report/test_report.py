@@ -309,7 +309,7 @@ def test_pictures_draw_the_numbers_where_they_belong() -> None:
     assert heights == pytest.approx([bottom - (a or 0) * (bottom - top) for a in alphas], abs=0.1)
 
 
-def test_reading_in_plain_words() -> None:
+def test_summary_in_plain_words() -> None:
     result = CASES["one"][0]
     m = result.drafters[EAGLE].overall
     text = render_markdown([result])
@@ -414,9 +414,9 @@ def test_best_k_is_the_largest_predicted_speedup_and_the_shortest_of_equals() ->
 
 
 def test_write_report(tmp_path) -> None:
-    files = write_report([invented_result()], tmp_path / "new")
-    assert files.html.read_text(encoding="utf-8") == render_html([invented_result()])
-    assert files.markdown.read_text(encoding="utf-8") == render_markdown([invented_result()])
+    write_report([invented_result()], tmp_path / "new")
+    assert (tmp_path / "new" / "report.html").read_text(encoding="utf-8") == render_html([invented_result()])
+    assert (tmp_path / "new" / "report.md").read_text(encoding="utf-8") == render_markdown([invented_result()])
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["report.html", "report.md"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.measure.round_profile import RoundProfile
-from scripts.bench.markdown import markdown_table
+from scripts.bench.pages.markdown import markdown_table
 
 _SPEEDS = ("batch", "system", "tok/s", "spread", "speedup", "spread", "tau", "of the ideal", "equal texts")
 _ROUNDS = ("target forward", "draft forward", "choosing drafts", "masks", "verify and commit", "round", "outside")

@@ -1,4 +1,4 @@
-"""Draw the training curves of docs/shared-target.md from the metrics.jsonl of its runs: `python -m scripts.bench.curves`.
+"""Draw the training curves of docs/shared-target.md from the metrics.jsonl of its runs: `python -m scripts.bench.pages.curves`.
 
 The same file always gives the same bytes; a test holds the pictures against the files.
 """
@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from draftsmith.files import atomic_path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RUNS, PICTURES = ROOT / "docs" / "results" / "shared-target" / "train", ROOT / "docs" / "curves"
 
 # After Okabe and Ito (2008): distinct with any colour vision, dark enough on white.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from scripts.bench.curves import PICTURES, RUNS, draw
+from scripts.bench.pages.curves import PICTURES, RUNS, draw
 
 
 def test_pictures_in_the_docs_are_drawn_from_the_committed_runs(tmp_path: Path) -> None:
@@ -12,5 +12,5 @@ def test_pictures_in_the_docs_are_drawn_from_the_committed_runs(tmp_path: Path) 
         picture = f"shared-target-{run.name}.svg"
         draw(run / "metrics.jsonl", tmp_path / picture)
         assert (tmp_path / picture).read_bytes() == (PICTURES / picture).read_bytes(), (
-            "run python -m scripts.bench.curves"
+            "run python -m scripts.bench.pages.curves"
         )

@@ -4,7 +4,7 @@ Shapes: B batch rows, L tokens, R supervised rows of a step, U teacher positions
 V target vocab, W draft vocab, S steps.
 
 Teacher logits are made from stored hidden states, once per batch, for the union of the positions that any step
-needs and only for the draft vocabulary's columns (rule 4 of "rules for all heads"). p is the target's distribution over the
+needs and only for the draft vocabulary's columns (docs/algorithms.md, rule 4). p is the target's distribution over the
 FULL vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
 """
 
@@ -114,9 +114,9 @@ def confidence_loss(confidence_R: Tensor, log_q_RW: Tensor, teacher: Teacher) ->
 def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = None) -> Tensor:
     """Return the scalar that, summed over all ranks and micro-batches of an update, divides the sum of `loss_sum`.
 
-    It depends on the batch and on which rows `head` gives logits of (None: all those of rule 1), so an update's divisor
-    is known before its first backward pass. "rows": N, those of step 0. "weights": the rows of all steps that the head is
-    trained on, by the steps' weights. "sequence": documents with at least one row. "positions": B*L.
+    It depends on the batch and on which rows `head` gives logits of (None: all those of
+    docs/algorithms.md, rule 1), so an update's divisor is known before its first backward pass. "rows": N, those of
+    step 0. "weights": the rows of all steps that the head is trained on, by the steps' weights. "sequence": documents with at least one row. "positions": B*L.
     """
     if spec.normalize == "positions":
         return torch.tensor(batch.ids.numel(), device=batch.ids.device)
@@ -141,9 +141,9 @@ def head_loss(
 ) -> LossOutput:
     """Return the loss and the metrics of a head's output on `batch`.
 
-    The same divisor serves every step (rule 3), so a step that fewer rows reach weighs less. Rows whose target
-    argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
-    `step_rows`, and count as misses (rule 8). Everything runs in fp32, also under autocast.
+    The same divisor serves every step (docs/algorithms.md, rule 3), so a step that fewer rows reach weighs less. Rows
+    whose target argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
+    `step_rows`, and count as misses (docs/algorithms.md, rule 8). Everything runs in fp32, also under autocast.
     draft_vocab: [W] sorted target ids, None for all. share: of their weight that the losses of the draft have, see
     `LossSpec.draft_share`. A target that is tuned too (output.tuned) has the original as its teacher.
     """

@@ -1,4 +1,4 @@
-"""The frozen target's distribution on the rows that a loss needs, from stored hidden states (rule 4 of "rules for all heads").
+"""The frozen target's distribution on the rows that a loss needs, from stored states (docs/algorithms.md, rule 4).
 
 Shapes: B batch rows, L tokens, R rows, U teacher positions, H target hidden, V target vocab, W draft vocab.
 

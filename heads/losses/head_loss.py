@@ -114,9 +114,10 @@ def confidence_loss(confidence_R: Tensor, log_q_RW: Tensor, teacher: Teacher) ->
 def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = None) -> Tensor:
     """Return the scalar that, summed over all ranks and micro-batches of an update, divides the sum of `loss_sum`.
 
-    It depends on the batch and on which rows `head` gives logits of (None: all those of
-    docs/algorithms.md, rule 1), so an update's divisor is known before its first backward pass. "rows": N, those of
-    step 0. "weights": the rows of all steps that the head is trained on, by the steps' weights. "sequence": documents with at least one row. "positions": B*L.
+    It depends on the batch and on which rows `head` gives logits of (None: all those of docs/algorithms.md, rule 1), so
+    an update's divisor is known before its first backward pass. "rows": N, those of step 0. "weights": the rows of all
+    steps that the head is trained on, by the steps' weights. "sequence": documents with at least one row. "positions":
+    B*L.
     """
     if spec.normalize == "positions":
         return torch.tensor(batch.ids.numel(), device=batch.ids.device)

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from draftsmith.data.embedded.training import TrainingSettings, train_target
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.decode import Generation, Request
 from draftsmith.eval.decode.draft import Drafter
@@ -29,6 +28,7 @@ from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session, say
+from scripts.bench.embedded.training import TrainingSettings, train_target
 
 DRAFT_MODEL = "draft model"
 SHORT = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.data.features.extract import compute_features, summarise_teacher
+from draftsmith.data.features.extract import compute_features, summarise_logits
 from draftsmith.data.packing import collate
 from draftsmith.eval.decode.decode import Request, decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
@@ -149,11 +149,11 @@ def test_extraction_and_held_out_answers():
     target = make_target()
     here = look(target, make_head(target, "eagle3"))
     states = torch.randn(300, target.hidden_size, generator=torch.Generator().manual_seed(0))
-    teacher = summarise_teacher(target.head, states)
+    teacher = summarise_logits(target.head, states)
     with far_device() as device:
         far = make_far_target()
         assert look(far, make_far_head(far, "eagle3")) == pytest.approx(here, rel=1e-5)
-        far_teacher = summarise_teacher(far.head, states.to(device))
+        far_teacher = summarise_logits(far.head, states.to(device))
         assert far_teacher.top1.device == device
         assert torch.equal(far_teacher.top1.cpu(), teacher.top1)
 

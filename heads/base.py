@@ -115,7 +115,7 @@ def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
 
     Row t counts iff x_{t+1}, ..., x_{t+2+offset} are all tokens to learn of row t's own document: the
     first token of an answer comes from the prefill and is never drafted, and no draft crosses a gap, a
-    document's end or padding (rule 1: the mask follows the predicted token).
+    document's end or padding (docs/algorithms.md, rule 1: the mask follows the predicted token).
     """
     assert offset >= 0
     for step, rows_BL in enumerate(iterate_supervised_rows(batch)):
@@ -125,7 +125,8 @@ def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
 
 
 def count_rows(batch: TrainBatch) -> Tensor:
-    """Return N, an int64 scalar: the rows supervised at offset 0, the divisor of every step's loss (rule 3)."""
+    """Return N, an int64 scalar: the rows supervised at offset 0, which divide every step's loss (docs/algorithms.md,
+    rule 3)."""
     return supervised_rows(batch, 0).sum()
 
 
@@ -185,9 +186,11 @@ class DraftHead(nn.Module, ABC):
         the recipe's options, which training that starts from such a head holds against the recipe's."""
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
-        """Yield the rows [B, L] bool that step 0, 1, ... gives logits of: those of rule 1, all of them unless the head
-        learns from a sample; that is drawn from `batch.seeds` in training mode alone, the same at every call. Hidden states
-        have no part in it: training asks with `batch.without_states()`."""
+        """Yield the rows [B, L] bool that step 0, 1, ... gives logits of: those of docs/algorithms.md, rule 1.
+
+        A head that learns from a sample of them draws it from `batch.seeds`, in training mode alone and the same at every
+        call. Hidden states play no part: training asks with `batch.without_states()`.
+        """
         return iterate_supervised_rows(batch)
 
     def deployed(self, target: "Target") -> "DraftHead":

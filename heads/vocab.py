@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target's tokens that a head can draft (rule 7 of "rules for all heads").
+"""The draft vocabulary: the target's tokens that a head can draft (docs/algorithms.md, rule 7).
 
 Shapes: V target vocab, W draft vocab, L tokens of a sample.
 """

@@ -47,6 +47,7 @@ PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not 
 REASONS = ("a GPU", "the Hub", "an engine", "an account", "trained heads")
 PATH = r"(?<![\w./-])(?:recipes|train|scripts|runs|models)/[\w./-]*\w(?![\w./*-])"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+SOURCES = ("data", "heads", "train", "eval", "draftsmith", "scripts")
 LANGUAGES = ("bash", "yaml", "json", "jsonl", "text", "python")
 
 # Sizes that a page gives for a real model, at the measure of the miniature one; nothing else of a recipe is changed.
@@ -298,7 +299,7 @@ def keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
 def test_the_keys_that_a_page_names_exist(page: Path) -> None:
-    known = {*keys(Recipe), *(key for method in methods().values() for key in keys(method.options, "head."))}
+    known = {*keys(Recipe), *(key for method in methods().values() for key in keys(method.options_class, "head."))}
     sections = {key.split(".")[0] for key in known if "." in key}
     named = re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_.0-9]+)", page.read_text(encoding="utf-8"))
     assert not {name for name in named if not name.endswith(".jsonl")} - known
@@ -308,9 +309,7 @@ def test_the_keys_that_a_page_names_exist(page: Path) -> None:
 def sentences() -> str:
     """Every string of the sources, what is filled in left out."""
     strings = []
-    for path in sorted(ROOT.glob("*/*.py")):
-        if path.parent.name == "tests":
-            continue
+    for path in (path for folder in SOURCES for path in sorted((ROOT / folder).rglob("*.py"))):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             texts = [p.value if isinstance(p, ast.Constant) and isinstance(p.value, str) else "\n" for p in parts]

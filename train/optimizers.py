@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from draftsmith.heads.base import DraftHead
-from draftsmith.muon import Muon
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.train.muon import Muon
 
 _Groups = dict[tuple[float, bool], list[nn.Parameter]]
 """Parameters by the multiple of the learning rate, and by whether they decay."""

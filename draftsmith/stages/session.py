@@ -62,8 +62,8 @@ class Session:
 
     @cached_property
     def embedded(self) -> EmbeddedDefault:
-        """The embedded default, trained on first use."""
-        return ensure_embedded(device=self.device)
+        """The embedded default, whose texts are generated on first use."""
+        return ensure_embedded()
 
     @property
     def target_path(self) -> str:

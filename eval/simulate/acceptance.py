@@ -1,4 +1,4 @@
-"""Exact acceptance from one teacher-forced pass (02-algorithms, "Exact acceptance").
+"""Exact acceptance from one teacher-forced pass (docs/algorithms.md, "Exact acceptance").
 
 Given text that the target produced under the same sampling settings, drafted token x was accepted with
 probability min(1, q(x) / p(x)), independently at every position; the recursion below turns these

@@ -132,7 +132,8 @@ class BlockHead(DraftHead):
         """The states [R_k, H] of the slot that drafts at each step, and its rows [R_k] -> the steps' outputs."""
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
-        """Yield the rows of rule 1 for each step; in training those of a sample of the documents' tokens."""
+        """Yield the rows of docs/algorithms.md, rule 1 for each step; in training those of a sample of the documents'
+        tokens."""
         masks = iterate_supervised_rows(batch)
         first_BL = next(masks)
         chosen_BL = sample_rows(batch, first_BL, self.options.anchors) if self.training else first_BL

@@ -20,7 +20,7 @@ class BlockOptions:
     draft_vocab_size: int | None = None
     """W, how many of the target's tokens the head can draft; null: all of them."""
     block_size: int = 16
-    """WriteRange of a block: the last token of the text and, behind it, a mask for every further slot."""
+    """Slots of a block: the last token of the text and, behind it, a mask for every further slot."""
     mask_token_id: int | None = None
     """The token that stands for what is not drafted yet, one that no text has; null: the tokenizer's mask token, a reserved
     one, or one that only pads."""

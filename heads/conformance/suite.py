@@ -137,8 +137,8 @@ def check_packing(spec: Spec) -> None:
 
 
 def check_rows_that_count(spec: Spec) -> None:
-    """A step's logits are those of the rows that rule 1 names, in ascending order, and of as many steps as asked; in
-    training those of some of them, the same at every call."""
+    """A step's logits are those of the rows that docs/algorithms.md, rule 1 names, in ascending order, and of as many
+    steps as asked; in training those of some of them, the same at every call."""
     head, batch = spec.head.train(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
     with torch.no_grad():
         some = head(batch, head.train_steps).steps

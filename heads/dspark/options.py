@@ -11,7 +11,7 @@ class DSparkOptions(BlockOptions):
     """The `head:` section of a recipe. Dimensions left out are the target's. A block of B slots drafts B tokens."""
 
     block_size: int = 7
-    """WriteRange of a block, each of which drafts a token: the last token of the text and, behind it, masks."""
+    """Slots of a block, each of which drafts a token: the last token of the text and, behind it, masks."""
     markov_rank: int = 256
     """Rank of the bias that the token before a slot adds to its logits."""
     confidence_head: bool = True

@@ -71,7 +71,7 @@ class EagleHead(DraftHead):
     def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
         """Run `num_steps` steps on the text of `batch`: logits [R_k, W] each, only on the rows that count.
 
-        rows: one bool [B, L] mask per step instead of rule 1 (for comparisons with other trainers).
+        rows: one bool [B, L] mask per step instead of docs/algorithms.md, rule 1 (for comparisons with other trainers).
         Everything after the keys of step 0 is computed on the union of all steps' rows alone.
         """
         masks = list(islice(iterate_supervised_rows(batch), num_steps) if rows is None else rows)

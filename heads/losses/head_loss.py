@@ -129,7 +129,8 @@ def head_loss(
 
     The same divisor serves every step (docs/algorithms.md, rule 3), so a step with fewer rows weighs less. Rows whose
     target argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
-    `step_rows`, and count as misses (rule 8). Everything runs in fp32, also under autocast.
+    `step_rows`, and count as misses (docs/algorithms.md, rule 8). Everything runs in fp32, also under
+    autocast.
     draft_vocab: [W] sorted target ids, None for all. warmup_weight: multiplies the losses of the draft, see
     `LossSpec.warmup_weight`. The teacher of a target that is tuned too (output.tuned) is the original.
     """

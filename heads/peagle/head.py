@@ -60,7 +60,8 @@ class PEagleHead(FusedHead):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
-        """Those of rule 1; in training depth 1 and deeper a sample of them, which the documents' seeds alone decide."""
+        """Yield the rows of docs/algorithms.md, rule 1; in training a sample of them from depth 1 on, which the documents'
+        seeds alone decide."""
         masks = iterate_supervised_rows(batch)
         return sample_depths(batch, masks, self.options) if self.training else masks
 

@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 
-from draftsmith.data.embedded.default import EmbeddedSettings, ensure_embedded
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.target.target import load_target
 from draftsmith.train.loop import train
+from scripts.bench.embedded.make import EmbeddedSettings
+from scripts.bench.embedded.make import make_target as make_embedded
 from tests.gpu.support import DEVICE, OPTIONS, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
 
 pytestmark = on_gpu
@@ -68,11 +69,11 @@ def test_a_head_learns_in_bf16(method, tmp_path):
 
 def test_the_embedded_target_learns(tmp_path, capsys):
     settings = EmbeddedSettings(
-        conversations=200, prompts_per_slice=1, vocab_size=400, layers=8, hidden=64, ffn=128, heads=2, kv_heads=1, row_tokens=256,
+        conversations=200, vocab_size=400, layers=8, hidden=64, ffn=128, heads=2, kv_heads=1, row_tokens=256,
         shallow_layers=2, shallow_steps=30, steps=15,
     )  # fmt: skip
-    made = ensure_embedded(tmp_path, device=str(DEVICE), progress=False, settings=settings)
-    target = load_target(str(made.target), device=DEVICE, dtype="bfloat16")
+    make_embedded(tmp_path / "target", settings, dtype=torch.bfloat16, device=str(DEVICE), progress=False)
+    target = load_target(str(tmp_path / "target"), device=DEVICE, dtype="bfloat16")
     assert target.num_layers == 8
     assert target.device.type == DEVICE.type
     ids = torch.randint(3, 300, (1, 12), device=DEVICE)

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
-from draftsmith.stages.stages import train_inputs
 
 from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.run import _plain
 from draftsmith.stages.session import Session
+from draftsmith.stages.training import train_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = json.loads((ROOT / "tests" / "fixtures" / "fingerprints.json").read_text())

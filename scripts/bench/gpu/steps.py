@@ -46,20 +46,23 @@ def machine() -> dict[str, Any]:
 
 
 def make_target(device: str, cache: Path, small: bool) -> dict[str, Any]:
-    """Train the embedded default's target on `device`; `small` makes one of a few steps that has learned little."""
-    from draftsmith.data.embedded.default import EmbeddedSettings, ensure_embedded
+    """Train a target such as the embedded default's on `device`; `small` makes one of a few steps that has learned little."""
+    from draftsmith.data.embedded.default import ensure_embedded
+    from scripts.bench.embedded.make import EmbeddedSettings, make_target
 
     settings = EmbeddedSettings()
     if small:
         settings = EmbeddedSettings(
-            conversations=300, prompts_per_slice=2, vocab_size=400, hidden=32, ffn=64, heads=2, kv_heads=1,
+            conversations=300, vocab_size=400, hidden=32, ffn=64, heads=2, kv_heads=1,
             row_tokens=256, rows=2, shallow_steps=4, steps=4,
         )  # fmt: skip
-    made = ensure_embedded(cache, device=device, settings=settings)
+    folder = cache / "target"
+    make_target(folder, settings, dtype=torch.float32, device=device)
+    texts = ensure_embedded(cache)
     return {
-        "target": str(made.target),
-        "conversations": str(made.conversations),
-        "prompts": str(made.prompts),
+        "target": str(folder),
+        "conversations": str(texts.conversations),
+        "prompts": str(texts.prompts),
         "steps": settings.shallow_steps + settings.steps,
     }
 

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.data.conversations.masks import tokenize_conversation
 from draftsmith.data.embedded.corpus import GENERATORS, TOKEN_SHARES, generate_conversations, generate_prompts
-from draftsmith.data.embedded.default import train_tokenizer
+from scripts.bench.embedded.make import train_tokenizer
 
 CONVERSATIONS = generate_conversations(1500, seed=0)
 

@@ -184,18 +184,18 @@ def test_interrupted_and_resumed_gives_identical_files(
 KILLED = """
 import os, signal, sys
 sys.path[:0] = {paths!r}
-from draftsmith.data.features import writer
+from draftsmith.data.features import store
 from tests.data.features.test_extract import SMALL, make_samples
 from draftsmith.data.features.extract import extract
 from draftsmith.heads.target.target import load_target
 
-original = writer._save_tensors
-def killed_inside_the_third_shard(path, tensors):
-    original(path, tensors)
+original = store.save_file
+def killed_inside_the_third_shard(tensors, path):
+    original(tensors, path)
     if "shard-00002" in path.name:
         os.truncate(path, path.stat().st_size // 2)
         os.kill(os.getpid(), signal.SIGKILL)
-writer._save_tensors = killed_inside_the_third_shard
+store.save_file = killed_inside_the_third_shard
 extract(load_target({target!r}), make_samples(), {out!r}, **SMALL)
 """
 

@@ -64,7 +64,8 @@ class SlowTraining(SlowEagle1):
         return result
 
     def loss(self, batch: TrainBatch, passes: int, decay: float, top_k: int, *, detach: bool) -> Tensor:
-        """The sum over rows and passes of SmoothL1 + 0.1 CE (+ the CE of the top tokens), by rule 1's words."""
+        """The sum over rows and passes of SmoothL1 + 0.1 CE (+ the CE of the top tokens), on the rows of
+        docs/algorithms.md, rule 1."""
         total = torch.zeros(())
         for b, start, ids, states in documents(batch):
             mask = batch.mask[b, start : start + len(ids)].tolist()

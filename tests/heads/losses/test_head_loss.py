@@ -35,7 +35,7 @@ def batch(target: Target) -> TrainBatch:
 
 
 def random_output(batch: TrainBatch, W: int, steps: int = 3) -> HeadOutput:
-    """Draft logits that have nothing to do with the teacher's, on the rows of rule 1."""
+    """Draft logits that have nothing to do with the teacher's, on the rows of docs/algorithms.md, rule 1."""
     generator = torch.Generator().manual_seed(3)
     rows = [supervised_rows(batch, k).flatten().nonzero().flatten() for k in range(steps)]
     logits = [(2 * torch.randn(len(r), W, generator=generator)).requires_grad_() for r in rows]

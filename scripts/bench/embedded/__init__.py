@@ -1,0 +1,1 @@
+"""How the target that data/embedded/ ships was trained."""

@@ -47,6 +47,16 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     ttft_s: float = 0.0
 
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that the target has read: all but the last one emitted, which is the root of the next draft."""
+        return len(self.request.prompt_ids) + len(self.output_ids) - 1
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.request.max_new_tokens - len(self.output_ids)
+
     def emit(self, tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
         """Append tokens up to EOS or the limit; return how many were kept."""
         for count, token in enumerate(tokens, 1):

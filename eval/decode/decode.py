@@ -44,8 +44,8 @@ def decode_batch(
 def decode(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int
 ) -> Iterator[Generation]:
-    """Answer `requests`, at most `batch` at a time, yielding each answer when it is done. What cannot be served is refused
-    here, before the first one."""
+    """Answer `requests`, at most `batch` at a time, yielding each answer when it is done. What cannot be served is
+    refused here, before the first one."""
     assert batch >= 1
     check_requests(target, requests, drafter)
     return _stream(target, drafter, requests, sampling, batch)

@@ -26,9 +26,10 @@ from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 class Level:
     """The nodes at one depth, in the order of their numbers.
 
-    above: how many nodes of the level above have children. parent_n: their parents' places among the nodes with children of the level above. sibling_n: which child of its
-    parent a node is, by rank. rank_n: its rank. inner_m: the places of the nodes that have children themselves.
-    ancestors_mT: for each of these, which of the nodes with children so far are above it or itself, the root left out.
+    above: how many nodes of the level above have children. parent_n: their parents' places among the nodes with
+    children of the level above. sibling_n: which child of its parent a node is, by rank. rank_n: its rank. inner_m: the
+    places of the nodes that have children themselves. ancestors_mT: for each of these, which of the nodes with children
+    so far are above it or itself, the root left out.
     """
 
     above: int

@@ -12,8 +12,8 @@ from draftsmith.eval.decode.sampling import weaken
 
 
 def penalize_nodes(draft: Draft, logits_BNV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Return `logits_BNV` with the penalty at every node on the tokens `seen_BV` (the root's among them) and on those of
-    the path to the node, its own included.
+    """Return `logits_BNV` with the penalty at every node on the tokens `seen_BV` (the root's among them) and on those
+    of the path to the node, its own included.
 
     Few of V tokens are seen, so only their logits are worked out: `penalize` at every node takes five times as long.
     """

@@ -24,8 +24,8 @@ class Children(NamedTuple):
 
 
 class Tried(NamedTuple):
-    """child_B: the accepted node, -1 for none. p_BV: the distribution of the next token where none was. broken_B: the draft's distribution
-    is none (see `is_broken`)."""
+    """child_B: the accepted node, -1 for none. p_BV: the distribution of the next token where none was. broken_B: the
+    draft's distribution is none (see `is_broken`)."""
 
     child_B: Tensor
     p_BV: Tensor
@@ -33,8 +33,8 @@ class Tried(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """Where a token stands in a draft distribution: its column, and its probability, 0 outside the draft vocabulary (whose column
-    means nothing)."""
+    """Where a token stands in a draft distribution: its column, and its probability, 0 outside the draft vocabulary
+    (whose column means nothing)."""
 
     column: Tensor
     q: Tensor
@@ -53,14 +53,15 @@ def look_up(probs: Tensor, token: Tensor, vocab_W: Tensor | None) -> Drafted:
 
 
 def is_broken(drafted: Drafted, first: bool) -> Tensor:
-    """Where tokens were drafted that `distribution` cannot give: NaN or infinite, or 0 for the first child of a node. Later ones
-    may have 0: they were drawn when no mass was left, and are skipped."""
+    """Where tokens were drafted that `distribution` cannot give: NaN or infinite, or 0 for the first child of a node.
+    Later ones may have 0: they were drawn when no mass was left, and are skipped."""
     possible = drafted.q > 0 if first else drafted.q >= 0
     return drafted.known & ~(possible & (drafted.q < torch.inf))
 
 
 def refuse_broken(depth_B: Tensor) -> None:
-    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first one in each row, 0 where none is.
+    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first one in each row, 0 where none
+    is.
 
     Going on would be silent and wrong: every comparison with NaN is false, and so would the residual be.
     """
@@ -72,7 +73,8 @@ def refuse_broken(depth_B: Tensor) -> None:
 
 
 def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
-    """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; NaN everywhere if q has any.
+    """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; NaN everywhere if q has
+    any.
 
     p == q up to rounding leaves nothing; then the rejection itself had probability ~0, and p stays as it was.
     """
@@ -85,8 +87,8 @@ def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
 
 
 def reject(p_BV: Tensor, q_BW: Tensor, column_B: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return p and q after the rejection of the token in `column_B`. The residual comes first, with the q that the token
-    was drawn from; only then does the token leave q."""
+    """Return p and q after the rejection of the token in `column_B`. The residual comes first, with the q that the
+    token was drawn from; only then does the token leave q."""
     return residual(p_BV, q_BW, vocab_W), without(q_BW, column_B)
 
 

@@ -62,7 +62,8 @@ def weaken(logits: Tensor, penalty: float) -> Tensor:
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the float32 distribution [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this order.
+    """Return the float32 distribution [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this
+    order.
 
     Ties at the k-th place are all kept; top-p keeps the smallest set of most likely tokens whose
     mass reaches top_p; min-p keeps those at least min_p times as likely as the most likely one. Needs temperature > 0:
@@ -113,14 +114,16 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def without(probs: Tensor, index: Tensor) -> Tensor:
-    """Return `distribution` [..., W] once `index` [...] is drawn from it and not put back; all zeros when no mass is left."""
+    """Return `distribution` [..., W] once `index` [...] is drawn from it and not put back; all zeros when no mass is
+    left."""
     rest = probs.scatter(-1, index[..., None], 0)
     mass = rest.sum(-1, keepdim=True)
     return rest / mass.where(mass != 0, 1)
 
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw indices [..., C] from `distribution` [..., W] one after the other and without replacement, one uniform [..., C] each.
+    """Draw indices [..., C] from `distribution` [..., W] one after the other and without replacement, one uniform [...,
+    C] each.
 
     The order is part of the result: the verifier tries the children in it, and only the last ones may be dropped. Once
     no mass is left an index means nothing, and the verifier skips it.

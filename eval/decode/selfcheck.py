@@ -1,9 +1,11 @@
-"""Before any decoding: does our cache, with our masks, give this target's own states?
+"""Check a target: whether our cache and masks give its own states, and where its numbers stop being finite.
 
-A tree of tokens is run through the cache in one pass and compared with plain forwards of its root-to-node
-paths, on two rows of different length. Architectures whose attention goes by slot instead of position, or
-that keep a state which cannot be rolled back, differ here and are refused instead of decoded wrongly. Sliding windows are
-made a few tokens short meanwhile, so that a short text reaches past them. Shapes: B rows, N nodes, L tokens, D hidden.
+Before any decoding, a tree of tokens is run through the cache in one pass and compared with plain forwards of its paths
+from the root, on two rows of different length. Architectures whose attention counts slots instead of positions, or that
+keep a state which cannot be rolled back, differ there and are refused. Sliding windows are cut to a few tokens
+meanwhile, so that a short text reaches past them.
+
+Shapes: B rows, N nodes, L tokens, D hidden, k layers.
 """
 
 from collections.abc import Iterator
@@ -62,15 +64,15 @@ def _limit(target: Target) -> float:
     """Return the largest difference that rounding explains.
 
     In bf16 and fp16 two ways of computing the same state differ, and more so through many layers: how much shows a text
-    that is read in two passes instead of one, or no further than some token, where nothing but rounding can differ (some
-    processors multiply few rows by other kernels than many).
+    that is read in two passes instead of one, or no further than some token, where nothing but rounding can differ
+    (some processors multiply few rows by other kernels than many).
     """
     if target.dtype == torch.float32:
         return 1e-3
     ids_1L = _ids(target, 1, 12)
     cache = KVCache.for_target(target, 1, 12)
     run_draft(target, cache, Draft.chain(ids_1L[:, 0], ids_1L[:, 1:8]))
-    cache.lengths_B = torch.full_like(cache.lengths_B, 8)
+    cache.append(8)
     states = run_draft(target, cache, Draft.chain(ids_1L[:, 8], ids_1L[:, 9:])).last[0]
     whole_LD = target.forward(ids_1L).last[0]
     found = _differences(states, whole_LD[8:])
@@ -80,14 +82,15 @@ def _limit(target: Target) -> float:
 
 
 def _tree_error(target: Target) -> float:
-    """Return the relative difference between tree pass and path forward: the largest in fp32, else the median over nodes."""
+    """Return the relative difference between tree pass and path forward: the largest in fp32, else the median over
+    nodes."""
     lengths = [length + _past_local_windows(target.config) for length in _LENGTHS]
     width = max(lengths)
     ids_BL = _ids(target, len(lengths), width + len(_PARENTS))
     lengths_B = torch.tensor(lengths, device=target.device)
     cache = KVCache.for_target(target, len(lengths), width + len(_PARENTS))
     run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:width]))
-    cache.lengths_B = lengths_B
+    cache.append(lengths_B)
     parents_BN = torch.tensor(_PARENTS, device=target.device).expand(len(lengths), -1)
     nodes_BN = ids_BL[:, width:]
     tree = Draft(nodes_BN, parents_BN, torch.full_like(lengths_B, len(_PARENTS)))
@@ -117,3 +120,27 @@ def _differences(ours_LD: Tensor, theirs_LD: Tensor) -> list[float]:
     """Return the relative differences of states, one per token."""
     ours_LD, theirs_LD = ours_LD.float(), theirs_LD.float()
     return ((ours_LD - theirs_LD).norm(dim=1) / theirs_LD.norm(dim=1).clamp(min=1e-6)).tolist()
+
+
+@torch.no_grad()
+def explain_not_finite(target: Target, sample_id: str, text: list[int]) -> UserError:
+    """Return the error for non-finite logits after `text`: one plain pass over it finds the first position and
+    layer."""
+    layers = tuple(range(target.num_layers))
+    output = target.forward(torch.tensor([text], device=target.device), layer_ids=layers)
+    streams_kLH = output.aux[0].unflatten(-1, (target.num_layers, -1)).transpose(0, 1)
+    # Layer k's output is the stream that enters layer k + 1, the last one's is seen through the final norm.
+    bad_kL = ~torch.cat([streams_kLH, output.last]).isfinite().all(-1)
+    if bool(bad_kL.any()):
+        # The layer first: through attention's zero weights its NaN reaches every position of the next.
+        first = int(bad_kL.any(1).int().argmax())
+        position = int(bad_kL[first].int().argmax())
+        where = "in the embedding" if first == 0 else f"in layer {first - 1}"
+    else:
+        position, where = len(text) - 1, "in the output projection"
+        if bool(target.head.logits(output.last[0, -1]).isfinite().all()):
+            where = "in the pass over the draft alone (a plain pass over the same text has none)"
+    return UserError(
+        f"The target's logits for {sample_id} are not finite: NaN or infinity first appears at position {position}, "
+        f"{where}; decode in a wider dtype, or check the target's weights."
+    )

@@ -34,8 +34,8 @@ class TreeTensors:
 @dataclass(frozen=True)
 class DynamicTree:
     """A tree that follows the draft's own confidence (Li et al., "EAGLE-2", 2024, section 4): from each of the
-    `branching` best nodes of a level its `branching` most likely tokens are tried, `depth` levels deep, and of all these
-    the `total_tokens` - 1 of the largest probability under the draft are kept; the root counts as one.
+    `branching` best nodes of a level its `branching` most likely tokens are tried, `depth` levels deep, and of all
+    these the `total_tokens` - 1 of the largest probability under the draft are kept; the root counts as one.
 
     EAGLE's own setting depth=d is depth d + 1 here.
     """

@@ -1,10 +1,10 @@
 """Which drafted tokens the target accepts, as a pure function of tensors.
 
 One way for every draft: decide at a node which child is the target's token, follow it, and emit a token of the target's
-own where no child is. Children that were chosen deterministically need no distribution: draw t ~ p, descend if a child holds t.
-Children that were drawn from a distribution are accepted or rejected by it (rejection.py). Both leave the target's distribution unchanged.
-Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
-Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D depth levels, V target vocab, W draft vocab.
+own where no child is. Children that were chosen deterministically need no distribution: draw t ~ p, descend if a child
+holds t. Children that were drawn from a distribution are accepted or rejected by it (rejection.py). Both leave the
+target's distribution unchanged. Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not. Shapes: B
+rows, N nodes, K drafted tokens of a chain, C children of a node, D depth levels, V target vocab, W draft vocab.
 """
 
 from dataclasses import dataclass
@@ -82,9 +82,8 @@ def verify(
     """Verify a draft against the target's logits at every node (the distribution of the token after the node).
 
     typical: accept by this rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root among
-    them; needed for a repetition penalty, which also sees the tokens on the path to each node.
-    Raises NotFinite at any node of the draft, also one that would not be accepted, and UserError where the draft's distributions are
-    none.
+    them; needed for a repetition penalty, which also sees the tokens on the path to each node. Raises NotFinite at any
+    node of the draft, also one that would not be accepted, and UserError where the draft's distributions are none.
     """
     penalty = sampling.repetition_penalty
     if sampling.greedy and penalty == 1:
@@ -166,7 +165,8 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
 def _sampled_tree(
     draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, seen_BV: Tensor | None
 ) -> Verdict:
-    """Walk down from the root, one level of all rows at a time, so that distributions are made of the nodes on the way alone."""
+    """Walk down from the root, one level of all rows at a time, so that distributions are made of the nodes on the way
+    alone."""
     rows, nodes = draft.tokens_BN.shape
     row = torch.arange(rows, device=logits_BNV.device)
     node_B = torch.zeros_like(row)

@@ -56,10 +56,9 @@ class DraftModel:
 
     def admit(self, prompts: Prompts) -> None:
         """Read the prompts; their first emitted tokens come with the rows' next proposal."""
-        cache, rows_b = self.cache, prompts.rows_b
-        cache.lengths_B = cache.lengths_B.index_fill(0, rows_b, 0)
-        self._pass(prompts.ids_bL, rows_b)
-        cache.lengths_B = cache.lengths_B.index_copy(0, rows_b, prompts.length_b)
+        self.cache.rollback(torch.zeros_like(prompts.length_b), prompts.rows_b)
+        self._pass(prompts.ids_bL, prompts.rows_b)
+        self.cache.append(prompts.length_b, prompts.rows_b)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these batch rows."""
@@ -68,7 +67,7 @@ class DraftModel:
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Read what the cache lacks, then draft as many tokens as any row may still emit, at most K."""
-        length = min(self.num_speculative_tokens, state.room)
+        length = min(self.num_speculative_tokens, state.tokens_left)
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
         last_BD = self._read(state)
@@ -82,7 +81,7 @@ class DraftModel:
                 tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
             if k + 1 < length:
                 last_BD = self._pass(tokens[-1][:, None])[:, 0]
-                self.cache.lengths_B = self.cache.lengths_B + 1
+                self.cache.append(1)
         return Draft.chain(
             state.root_B,
             torch.stack(tokens, 1),
@@ -106,7 +105,7 @@ class DraftModel:
         # NewTokens tokens end with the root.
         place_Bn = ((new_tokens.count_B - lacks_B)[:, None] + place_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
         states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, place_Bn))
-        cache.lengths_B = length_B + 1
+        cache.append(lacks_B)
         return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
 
     def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None) -> Tensor:

@@ -75,7 +75,7 @@ def test_cache_equals_a_fresh_prefill_after_every_round(kind: str, branching: bo
     while run.fill():
         run.round()
         rounds += 1
-        for row, answer in enumerate(run.places):
+        for row, answer in enumerate(run.rows):
             accepted += answer.rounds[-1].accepted
             text = [*answer.request.prompt_ids, *answer.output_ids][: int(run.cache.lengths_B[row])]
             if not answer.finish_reason:
@@ -95,7 +95,7 @@ def check_row(target: Target, run: Loop, row: int, text: list[int]) -> None:
             buffer[:, row, :, : len(text)], fresh_cache.buffers[kind][:, 0], atol=2e-5, rtol=1e-4
         )
     count = int(run.state.new_tokens.count_B[row])
-    if not run.places[row].finish_reason:
+    if not run.rows[row].finish_reason:
         torch.testing.assert_close(run.state.new_tokens.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
 
 

@@ -139,8 +139,8 @@ class WrongRotation(EagleDrafter):
 class LostFeedback(EagleDrafter):
     """Draft steps see no hidden state."""
 
-    def _grow(self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor) -> Tensor:
-        return super()._grow(length_B, tokens_Bm, hidden_BmH * 0, depth, above_BmT)
+    def _grow(self, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None) -> Tensor:
+        return super()._grow(tokens_Bm, hidden_BmH * 0, depth, above_BmT)
 
 
 @pytest.mark.parametrize("mutant", [WrongRotation, LostFeedback])

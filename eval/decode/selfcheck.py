@@ -26,13 +26,13 @@ _PARENTS = (-1, 0, 0, 2)
 _PREFIXES = (2, 5, 8)
 _WINDOW = 3
 _LONGEST_LOCAL = 1024
-"""Windows that are built into a model cannot be made shorter; texts this long still take no time."""
+"""Windows built into a model cannot be cut; up to this length a text past them takes little time."""
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 
 
 @torch.no_grad()
 def check_decoding(target: Target) -> None:
-    """Raise UserError where the decoder would not serve `target` exactly; takes a handful of tokens."""
+    """Raise UserError where the decoder would not serve `target` exactly; runs a handful of tokens."""
     why, limit = "its states differ from those of a plain forward", 0.0
     try:
         with _short_window(target.config):
@@ -48,7 +48,7 @@ def check_decoding(target: Target) -> None:
 
 @contextmanager
 def _short_window(config: Any) -> Iterator[None]:
-    """Make the sliding window that masks are built from a few tokens short."""
+    """Cut the sliding window that masks are built from to a few tokens."""
     window = getattr(config, "sliding_window", None)
     if not isinstance(window, int):
         yield
@@ -61,11 +61,11 @@ def _short_window(config: Any) -> Iterator[None]:
 
 
 def _limit(target: Target) -> float:
-    """Return the largest difference that rounding explains.
+    """Return the largest difference of states that rounding explains.
 
-    In bf16 and fp16 two ways of computing the same state differ, and more so through many layers: how much shows a text
-    that is read in two passes instead of one, or no further than some token, where nothing but rounding can differ
-    (some processors multiply few rows by other kernels than many).
+    In bf16 and fp16 two ways of computing the same state differ, more so through many layers. How much is measured on a
+    text that is read in two passes instead of one, or only up to some token, where nothing but rounding differs (some
+    processors multiply few rows with other kernels than many).
     """
     if target.dtype == torch.float32:
         return 1e-3
@@ -82,8 +82,8 @@ def _limit(target: Target) -> float:
 
 
 def _tree_error(target: Target) -> float:
-    """Return the relative difference between tree pass and path forward: the largest in fp32, else the median over
-    nodes."""
+    """Return the relative difference of states between tree pass and plain forwards: in fp32 the largest, else the
+    median."""
     lengths = [length + _past_local_windows(target.config) for length in _LENGTHS]
     width = max(lengths)
     ids_BL = _ids(target, len(lengths), width + len(_PARENTS))
@@ -101,12 +101,12 @@ def _tree_error(target: Target) -> float:
             path = tree.ancestors_BNN[row, node].nonzero()[:, 0]
             text = torch.cat([ids_BL[row, :length], nodes_BN[row, path]])
             errors += _differences(states_BND[row, node : node + 1], target.forward(text[None]).last[0, -1:])
-    # In a mixture of experts rounding may send one token to another expert: the median forgives that alone.
+    # In a mixture of experts rounding may send a token to another expert, which the median tolerates.
     return median(errors) if target.dtype != torch.float32 else max(errors)
 
 
 def _past_local_windows(config: Any) -> int:
-    """Return how many tokens reach past a window that is part of the model itself, 0 where there is none."""
+    """Return the length of a window that is built into the model, 0 where there is none."""
     local = getattr(config, "window_size", None)
     return local if isinstance(local, int) and local <= _LONGEST_LOCAL else 0
 

@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import loop
+from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.cache import KVCache, run_draft
-from draftsmith.eval.decode.decode import Request, decode, decode_batch
+from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.draft import Draft, Drafter, TargetAlone
 from draftsmith.eval.decode.loop import Loop
 from draftsmith.eval.decode.sampling import Sampling

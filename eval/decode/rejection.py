@@ -94,7 +94,7 @@ def reject(p_BV: Tensor, q_BW: Tensor, column_B: Tensor, vocab_W: Tensor | None)
     return residual(p_BV, q_BW, vocab_W), without(q_BW, column_B)
 
 
-def try_children(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: Children) -> ChildChoice:
+def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: Children) -> ChildChoice:
     """Accept or reject the children one by one, until one is accepted."""
     child_B = torch.full_like(p_BV[:, 0], -1, dtype=torch.long)
     broken_B = torch.zeros_like(child_B, dtype=torch.bool)

@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.draft import Draft, numbers
 from draftsmith.eval.decode.noise import ACCEPT, EMIT, uniforms
-from draftsmith.eval.decode.rejection import Children, is_broken, look_up, refuse_broken, residual, try_children
+from draftsmith.eval.decode.rejection import Children, accept_child, is_broken, look_up, refuse_broken, residual
 from draftsmith.eval.decode.sampling import Sampling, draw, penalize, probs, top1, weaken
 
 
@@ -204,7 +204,7 @@ def _sampled_tree(
             child_B = _holder(draft, child_BN, token_B)
         else:
             q_BW = draft.draft_probs_BMW[row, node_B.clamp(max=draft.draft_probs_BMW.shape[1] - 1)]
-            choice = try_children(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
+            choice = accept_child(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
             child_B, token_B = choice.child_B, draw(choice.p_BV, emit_BN[:, 0])
             broken_B = torch.where(choice.broken_B & (broken_B == 0), depth, broken_B)
         next_B = torch.where(walking_B, token_B, next_B)

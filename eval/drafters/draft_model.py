@@ -1,6 +1,8 @@
 """Draft with a separate, smaller language model, which has a KV cache of its own; nothing is trained.
+
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Both models read the same ids, so
 they must have the same tokens (draftsmith.heads.target.tokens).
+
 Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R supervised rows, K drafted tokens,
 D hidden, W ids of the distribution, V target vocab.
 """

@@ -111,16 +111,16 @@ def _children(tree: StaticTree, device: torch.device) -> Tensor:
     return child_NR
 
 
-def _text_probs(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> _TextProbs:
-    """Return the text's own probabilities at the flat positions `places`, and count the tokens that the target would
+def _text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:
+    """Return the text's own probabilities at the flat positions `positions`, and count the tokens that the target would
     not choose."""
     if not sampling.greedy:
-        return _text_probabilities(batch, target_head, places, sampling)
-    ids, choice = batch.ids.flatten(), batch.top1.flatten()[places]
+        return _text_probabilities(batch, target_head, positions, sampling)
+    ids, choice = batch.ids.flatten(), batch.top1.flatten()[positions]
     if sampling.repetition_penalty != 1:
-        pieces = places.split(_CHUNK_ROWS)
+        pieces = positions.split(_CHUNK_ROWS)
         choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
-    return _TextProbs(None, int((choice != ids[places + 1]).sum()))
+    return _TextProbs(None, int((choice != ids[positions + 1]).sum()))
 
 
 def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
@@ -169,8 +169,8 @@ def chain_acceptance(
     ids, drafted = batch.ids.flatten(), len(output.steps)
     c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
-    places = output.steps[0].rows + 1
-    p, off_text = _text_probs(batch, target_head, places, sampling)
+    positions = output.steps[0].rows + 1
+    p, off_text = _text_probs(batch, target_head, positions, sampling)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
@@ -198,8 +198,8 @@ def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling,
     c = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.ids.device).flatten(0, 1)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=c.device).split(_CHUNK_ROWS):
-            places, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
-            p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, places)), places, sampling)
+            positions, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
+            p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, positions)), positions, sampling)
             p_RV = _certain(p_RV) if sampling.greedy else probs(p_RV, sampling)
             q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else probs(q_RV, sampling)
             c[step.rows[piece], step.offset] = torch.minimum(p_RV, q_RV).sum(-1).double()
@@ -219,8 +219,10 @@ def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | No
     return q_RW.gather(1, column_R[:, None])[:, 0] * (draft_vocab_W[column_R] == token_R)
 
 
-def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> _TextProbs:
-    """Return p(x_{i+1} | x_{<=i}) at the flat positions `places` of [B*L] (float64, NaN elsewhere), and count
+def _text_probabilities(
+    batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling
+) -> _TextProbs:
+    """Return p(x_{i+1} | x_{<=i}) at the flat positions `positions` of [B*L] (float64, NaN elsewhere), and count
     the tokens outside their top-k, top-p or min-p set.
 
     Decoding rounds differently from one long pass, so a token at the edge of the set may fall out of it here. Within a
@@ -232,7 +234,7 @@ def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tens
     # A penalty stretches logits, and their rounding with them.
     margin = (0.01 if exact else 0.5) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
     off_text = 0
-    for at in places.split(_CHUNK_ROWS):
+    for at in positions.split(_CHUNK_ROWS):
         logits_RV = _text_logits(batch, target_head, at, sampling)
         token_R1 = ids[at + 1][:, None]
         p_RV = probs(logits_RV, sampling)

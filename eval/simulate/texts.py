@@ -81,17 +81,17 @@ def simulate_texts(
     found: dict[int, list[Tally]] = {}
     off_text = 0
     for start in range(0, len(order), _ANSWERS_PER_PASS):
-        places = order[start : start + _ANSWERS_PER_PASS]
-        samples = [to_sample(generations[i]) for i in places]
+        chosen = order[start : start + _ANSWERS_PER_PASS]
+        samples = [to_sample(generations[i]) for i in chosen]
         features = compute_features(target, samples, layer_ids, target.dtype)
         batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
         found_c = accept(batch)
         off_text += found_c.off_text
         answers = find_answers(batch)
-        assert len(answers) == len(places)
+        assert len(answers) == len(chosen)
         by_k = [
             simulate(found_c.c_BLK, answers, k, None if levels is None else levels[:k]) for k in range(1, max_k + 1)
         ]
-        for place, tallies in zip(places, zip(*by_k, strict=True), strict=True):
-            found[place] = list(tallies)
+        for i, tallies in zip(chosen, zip(*by_k, strict=True), strict=True):
+            found[i] = list(tallies)
     return Simulation([found[i] for i in range(len(generations))], off_text)

@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from draftsmith.eval.decode.answers import Generation
+from draftsmith.eval.decode.answers import Generation, Tally, total
 from draftsmith.eval.decode.decode import decode
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling

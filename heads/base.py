@@ -1,11 +1,6 @@
-"""What every draft head has in common: its outputs, and which rows of a batch it is judged on.
+"""Define what a draft head is (`DraftHead`), what it outputs, and which rows of a batch it is trained on.
 
-Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), V target vocab, W draft vocab.
-
-What the stages ask of a drafter's options, whatever its method: fields of these names mean the same in each.
-
-layer_ids: aux layers that the head reads, None for the target's default; without the field it reads the last hidden
-state alone. draft_vocab_size: size of its draft vocabulary, None (or no such field) for the target's whole vocabulary.
+Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), H hidden, V target vocab, W draft vocab.
 """
 
 from abc import ABC, abstractmethod
@@ -26,7 +21,7 @@ if TYPE_CHECKING:
     from draftsmith.heads.target.target import Target, TargetHead
 
 Piece = Tensor | slice
-"""Numbers of rows, or a slice of them."""
+"""Indices of rows, or a slice of them."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +29,11 @@ class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa).
 
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's distribution at position t+1+offset.
-    rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or what computes those of some rows, where all
-    of them at once would be too many to hold (see `logits_of`). feature: [R, H] what the head took for the target's
-    last state at position t+1+offset, where it has such an output and the logits are made from it (EAGLE-1).
-    confidence: [R] the log-odds that the head gives its draft to be accepted, those before it being so (DSpark). stops:
-    [R] bool, True where the head would draft no more, this token included; it may depend on the tokens before, never on
-    the one that the row predicts.
+    rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or a function that computes those of some rows,
+    for heads whose logits do not fit in memory at once (see `logits_of`). feature: [R, H] the predicted last state of the
+    target at position t+1+offset, which the logits are made from (EAGLE-1). confidence: [R] the log-odds that the drafted
+    token is accepted, given that those before it are (DSpark). stops: [R] bool, True where the draft ends before this
+    token; it may depend on the tokens before, never on the one that the row predicts.
     """
 
     offset: int
@@ -55,11 +49,11 @@ class StepOutput:
         return self.source if isinstance(self.source, Tensor) else self.source(slice(None))
 
     def logits_of(self, piece: Piece) -> Tensor:
-        """The logits of a piece of the rows."""
+        """Return the logits of some of the rows."""
         return self.source[piece] if isinstance(self.source, Tensor) else self.source(piece)
 
     def select(self, piece: Piece) -> "StepOutput":
-        """The same step on a piece of its rows."""
+        """Return the same step on some of its rows."""
         others = (x if x is None else x[piece] for x in (self.feature, self.confidence, self.stops))
         return StepOutput(self.offset, self.rows[piece], self.logits_of(piece), *others)
 
@@ -68,7 +62,7 @@ class StepOutput:
 class HeadOutput:
     """Everything a head computed for one TrainBatch, one StepOutput per step or head.
 
-    tuned: the distribution of the target that the head tunes (Medusa-2), at offset -1: row t predicts x_{t+1}, over all V.
+    tuned: the logits [R, V] of the target that the head tunes (Medusa-2), at offset -1: row t predicts x_{t+1}.
     """
 
     steps: tuple[StepOutput, ...]
@@ -76,10 +70,10 @@ class HeadOutput:
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether logits [..., W] are the same but for the order in which products were added up, which on some processors
-    depends on where in memory a matrix begins."""
+    """Return whether logits [..., W] are equal up to rounding: on some processors the order of a product's sums depends on
+    where in memory a matrix begins."""
     apart, size = (ours - theirs).abs().sum(-1), 1.0 + ours.abs().sum(-1)
-    # What is compared is either wrong by a multiple of its size or right.
+    # A real difference is of the size of the logits themselves, so that the tolerance need not be fine.
     return bool((apart <= (1e-4 if ours.dtype == torch.float32 else 5e-2) * size).all())
 
 
@@ -97,10 +91,10 @@ def iterate_supervised_rows(batch: TrainBatch) -> Iterator[Tensor]:
         same_BL = shift_left(batch.document, steps, -1) == batch.document
         return shift_left(batch.mask.bool(), steps, False) & same_BL
 
-    rows_BL, reach = real_BL & learnable(1), 1
+    rows_BL, ahead = real_BL & learnable(1), 1
     while True:
-        reach += 1
-        rows_BL = rows_BL & learnable(reach)
+        ahead += 1
+        rows_BL = rows_BL & learnable(ahead)
         yield rows_BL
 
 
@@ -130,99 +124,148 @@ def count_rows(batch: TrainBatch) -> Tensor:
     return supervised_rows(batch, 0).sum()
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What a head reads besides the tokens."""
+
+    layer_ids: tuple[int, ...] = ()
+    """The aux layers whose hidden states it reads: id k is the residual stream that enters decoder layer k."""
+    target_states: bool = True
+    """It reads hidden states of the target: those of `layer_ids`, the last one or both. False: it reads the text alone."""
+    context_length: int | None = None
+    """The longest text it can read, its draft included, in tokens; None: as long as the target's context."""
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How long a head's drafts are."""
+
+    max_speculative_tokens: int | None = None
+    """The longest draft; None: there is no limit."""
+    fixed_length: bool = True
+    """Every draft is as long as asked for. False: a draft may end early, so that its length does not tell its cost."""
+
+
+@dataclass(frozen=True)
+class Trains:
+    """What a head returns in training, and what the optimizers and a resumed training must know of it."""
+
+    steps: int = 1
+    """Steps (or heads) that the training loss sums over."""
+    predicts_features: bool = False
+    """Its steps carry a `feature`, the prediction of the target's next hidden state (EAGLE-1)."""
+    has_confidence: bool = False
+    """Its steps carry a `confidence`, which `calibrate` fits after training (DSpark)."""
+    tunes_target: bool = False
+    """Training tunes the target too, and the output carries that one's logits as `tuned` (Medusa-2)."""
+    no_muon: tuple[str, ...] = ()
+    """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output projections:
+    those that are no full weight matrices within the head, such as low-rank factors."""
+    measured_on_target: tuple[str, ...] = ()
+    """Attributes that `build` measures on the target and no tensor holds: a resumed training takes the saved values."""
+
+
 class DraftHead(nn.Module, ABC):
     """A trainable drafter for one frozen target.
 
-    method: its name in the registry. layer_ids: the aux layers whose streams it reads (id k is the residual
-    stream entering decoder layer k). draft_vocab: [W] int64 sorted target ids that its logits stand for
-    (a buffer), or None when the head predicts the whole target vocabulary. train_steps: steps (or heads) that its
-    training loss sums over. regresses: its outputs carry a `feature`. confident: they carry a `confidence`. tunes:
-    training tunes the target too, and the outputs carry the distribution of the `tuned` one.
-    max_speculative_tokens: the longest draft, None where there is no limit. reads_target: it reads states of the target,
-    not the text alone. served_tokens: how many tokens an engine must be told to draft, None where it may be any number up
-    to the longest. outer: parts of the names of matrices that are no weights inside the head, which Muon leaves to AdamW.
-    measured: attributes that `build` measures on the target and no tensor holds, which a resumed training takes back.
-    steady: every draft is as long as asked for; otherwise a draft may end early. context_length: the longest text with its
-    draft that the head reads, in tokens; None where it is that of the target.
+    A head says its `method` (its name in the registry), what it `reads`, how long its `drafts` are and what it returns when it
+    `trains`; it implements `forward` and `describe`. Every other method has a default that suits most heads.
+
+    With its method's drafter it makes these promises; heads/conformance/suite.py has a check for each, of the same name:
+
+    - decoding has the probabilities of training: those that `forward` gives for the same text
+    - drafts are drawn from the probabilities that they name: sampled text follows the target's distribution only then
+    - simulated acceptance equals decoded acceptance: exactly at temperature 0, within the sampling error above it
+    - drafts end where the confidence says: see `with_confidence_threshold`
+    - packed documents train like single ones: with the same loss and gradients
+    - logits come for the supervised rows: for those that `supervised` yields, in ascending order
+    - the same seed trains the same head: bit by bit
+    - a checkpoint restores the head: bit by bit, `load` needing no more than `describe` and the tensors
+    - an export restores the head: its logits are the same when it is loaded again
+    - rows of a batch are independent: a row drafts the same alone and in a batch
+    - greedy text is the target's own
+    - trees keep greedy text and acceptance: for every kind of tree that the method names
+    - drawn trees are drawn from the probabilities that they name: in their order and without replacement
     """
 
     method: ClassVar[str]
-    layer_ids: tuple[int, ...]
+    reads: Reads = Reads()
+    drafts: Drafts = Drafts()
+    trains: Trains = Trains()
     draft_vocab: Tensor | None
-    train_steps: int
-    reads_target: ClassVar[bool] = True
-    outer: ClassVar[tuple[str, ...]] = ("lm_head", "embed_tokens")
-    measured: ClassVar[tuple[str, ...]] = ()
-    regresses: ClassVar[bool] = False
-    confident: bool = False
-    tunes: ClassVar[bool] = False
-    served_tokens: int | None = None
-    steady: bool = True
-    max_speculative_tokens: int | None = None
-    context_length: int | None = None
+
+    def __init__(self, draft_vocab: Tensor | None = None) -> None:
+        """draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary."""
+        super().__init__()
+        self.register_buffer("draft_vocab", draft_vocab)
 
     @abstractmethod
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
-        """Return `num_steps` steps of logits on the supervised rows of `batch`."""
+        """Return the logits of `num_steps` steps on the rows that `supervised` names."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Return, as JSON, what the method's `load` needs besides the layer ids and the tensors. Under "options" stand the
+        fields of the recipe's `head:` section: a training that starts from the head compares them with its own."""
+
+    def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
+        """Yield the rows [B, L] bool that step 0, 1, ... returns logits for: all rows of docs/algorithms.md, rule 1 by default.
+
+        A head that learns from a sample of them draws it in training mode alone, from `batch.seeds`, so that every call
+        yields the same rows. Hidden states must not matter: training asks with `batch.without_states()`.
+        """
+        return iterate_supervised_rows(batch)
+
+    def target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Map ids of the draft vocabulary (any shape) to ids of the target vocabulary."""
+        return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]
+
+    def clamp_draft_length(self, num_speculative_tokens: int) -> int:
+        """Return the length of the draft where so many tokens are asked for: that, or the most that the head drafts."""
+        most = self.drafts.max_speculative_tokens
+        return num_speculative_tokens if most is None else min(num_speculative_tokens, most)
+
+    def engine_draft_length(self, num_speculative_tokens: int) -> int:
+        """Return the draft length to start an engine with where so many tokens are asked for. Heads that were trained for a
+        single length return that."""
+        return self.clamp_draft_length(num_speculative_tokens)
+
+    def lr_factor(self, name: str) -> float:
+        """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
+        return 1.0
 
     def calibrate(
         self, batches: Iterable[TrainBatch], target_head: "TargetHead", sampling: "Sampling"
     ) -> dict[str, Any]:
-        """Fit what remains to be fitted once training is over, on answers that it has not seen, made with `sampling`; return
-        what reports shall know of it, nothing where nothing is fitted. Called of heads that are `confident`."""
+        """Calibrate the confidence after training, on held-out answers that were generated with `sampling`; return what the
+        reports show of it, nothing where nothing is fitted. Called for heads with `trains.has_confidence`."""
         return {}
 
-    def until(self, threshold: float) -> "DraftHead":
-        """Return the head, of the same weights, with drafts that end before the first token which is less likely than
-        `threshold` to be reached and accepted, by its confidences. Raises UserError where it has none."""
+    def with_confidence_threshold(self, threshold: float) -> "DraftHead":
+        """Return a head of the same weights whose drafts end before the first token that, by its confidence, is reached and
+        accepted with a probability below `threshold`. Raises UserError for heads without a confidence."""
         raise UserError(
             f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: "
             "leave it out."
         )
 
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """Return, as JSON, what the method's `load` needs besides `layer_ids` and the tensors; under "options" the fields of
-        the recipe's options, which training that starts from such a head holds against the recipe's."""
-
-    def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
-        """Yield the rows [B, L] bool that step 0, 1, ... gives logits of: those of docs/algorithms.md, rule 1.
-
-        A head that learns from a sample of them draws it from `batch.seeds`, in training mode alone and the same at every
-        call. Hidden states play no part: training asks with `batch.without_states()`.
-        """
-        return iterate_supervised_rows(batch)
-
     def deployed(self, target: "Target") -> "DraftHead":
-        """Return the head as it drafts once trained, given the target it was trained with: itself, or where it `tunes`
-        that one for the tuned target alone, whose states it then reads."""
+        """Return the head as it drafts after training with `target`: itself, or where it tuned the target the head that reads
+        the tuned one."""
         return self
 
     def verifier(self, target: "Target") -> "Target":
         """Return the target that verifies the drafts of a deployed head: `target`, or the one that was tuned with it."""
         return target
 
-    def within_reach(self, num_speculative_tokens: int) -> int:
-        """Return the length of a draft of so many tokens, or of as many as the head drafts."""
-        reach = self.max_speculative_tokens
-        return num_speculative_tokens if reach is None else min(num_speculative_tokens, reach)
-
-    def lr_factor(self, name: str) -> float:
-        """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
-        return 1.0
-
     def served(self) -> "DraftHead":
         """Return the head as engines compute it: itself, or one that gives the same logits from other tensors."""
         return self
 
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Map ids of the draft vocabulary (any shape) to ids of the target vocabulary."""
-        return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]
-
 
 @contextmanager
 def drafting(*heads: DraftHead) -> Iterator[None]:
-    """While it lasts, the heads compute what they draft with, without what training alone does (noise, dropout)."""
+    """Put the heads into evaluation mode, without the noise and dropout of training, and back afterwards."""
     were = [head.training for head in heads]
     for head in heads:
         head.eval()
@@ -234,12 +277,14 @@ def drafting(*heads: DraftHead) -> Iterator[None]:
 
 
 def layer_ids_of(options: Any, target: Target) -> tuple[int, ...]:
-    """Return the aux layers that a head with these options reads."""
+    """Return the aux layers that a head with these options reads: the field `layer_ids`, whose None stands for the target's
+    default; without the field it reads none, but the last hidden state or the text alone."""
     if not hasattr(options, "layer_ids"):
         return ()
     return target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
 
 
 def draft_vocab_size_of(options: Any) -> int | None:
-    """Return the size of the draft vocabulary that these options ask for, None for the whole one."""
+    """Return the size of the draft vocabulary that these options ask for: the field `draft_vocab_size`, whose None (or
+    absence) stands for the whole target vocabulary."""
     return getattr(options, "draft_vocab_size", None)

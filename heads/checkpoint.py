@@ -38,7 +38,7 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
         "schema_version": SCHEMA_VERSION,
         "method": head.method,
         **head.describe(),
-        "layer_ids": list(head.layer_ids),
+        "layer_ids": list(head.reads.layer_ids),
         "target": what_it_reads(head, target.identity).to_json(),
     }
     tensors = dict(head.state_dict() if tensors is None else tensors)
@@ -59,8 +59,8 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
     method = find_method(config["method"])
     with explain_config(path, f"{config['method']} head", "restore it or train again"):
         head = method.load(config, target, tensors.get("draft_vocab"))
-    if head.layer_ids:
-        target.check_layer_ids(head.layer_ids)
+    if head.reads.layer_ids:
+        target.check_layer_ids(head.reads.layer_ids)
     missing = EMBEDDING in head.state_dict() and EMBEDDING not in tensors
     if missing and not borrows_embedding(head.get_parameter(EMBEDDING), target):
         raise UserError(

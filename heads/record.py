@@ -28,7 +28,7 @@ def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentit
 
 def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:
     """Return what is recorded of the target that `head` was made for: that which the head depends on."""
-    return made_for if head.reads_target else made_for.for_texts()
+    return made_for if head.reads.target_states else made_for.for_texts()
 
 
 def read_record(folder: Path) -> TargetIdentity | None:

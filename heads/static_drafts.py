@@ -1,10 +1,7 @@
-"""How drafters propose whose distributions of all depths are there at once: a token's distribution depends on its depth alone.
+"""Draft chains and static trees from the logits of all depths at once, where a token's probabilities depend on its depth alone.
 
-Shapes: B rows, K drafted tokens, N nodes, W draft vocab.
-
-What drafters of several heads have in common: how far and in which shapes they draft, and nothing to keep.
-
-Shapes: K drafted tokens.
+Shapes: B rows, K drafted tokens, N nodes, T nodes with children, M nodes up to the last of these, C children of a node, W draft
+vocab.
 """
 
 from typing import Any
@@ -12,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
 from draftsmith.eval.decode.growth import child_uniforms, growth
 from draftsmith.eval.decode.noise import DRAFT, uniforms
 from draftsmith.eval.decode.sampling import draw, draw_children, probs
@@ -21,7 +18,7 @@ from draftsmith.heads.base import DraftHead
 
 
 def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
-    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each distribution."""
+    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each depth."""
     count_B = state.limit_B.clamp(0, logits_BKW.shape[1])
     if greedy or state.sampling.greedy:
         return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), count_B)
@@ -32,10 +29,10 @@ def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, gree
 
 
 def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
-    """Return a static tree, no deeper than K: each depth's most likely tokens, or (drawn) those drawn from its distribution anew for
-    each node, without replacement.
+    """Return a static tree, no deeper than K, of each depth's most likely tokens; or (drawn) of tokens that are drawn from its
+    distribution for each node anew, without replacement.
 
-    whole: the tree however deep this round drafts, which the random numbers go by.
+    whole: the tree before it is cut to this round's depth; random numbers belong to its nodes.
     """
     tree = whole.cut(logits_BKW.shape[1])
     if drawn and not state.sampling.greedy:
@@ -59,8 +56,8 @@ def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: 
     return draft.drawn_from(inner_BTW[:, plan.probs_M], head.draft_vocab)
 
 
-class StaticDrafter:
-    """A drafter of chains and static trees.
+class StaticDrafter(StatelessDrafter):
+    """The base of drafters of chains and static trees (Medusa, Hydra).
 
     num_speculative_tokens: heads used. tree: at most that deep. drawn: a tree's tokens are drawn from their distributions without
     replacement instead of being the most likely ones. greedy_drafts: a chain of argmaxes at every temperature (as vLLM
@@ -68,7 +65,6 @@ class StaticDrafter:
     """
 
     name: str
-    layer_ids: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -79,22 +75,13 @@ class StaticDrafter:
         drawn: bool = False,
         greedy_drafts: bool = False,
     ) -> None:
-        reach = head.max_speculative_tokens
+        most = head.drafts.max_speculative_tokens
         assert tree is not None or not drawn
         assert num_speculative_tokens >= 1
-        assert reach is None or num_speculative_tokens <= reach
+        assert most is None or num_speculative_tokens <= most
         assert tree is None or tree.depth <= num_speculative_tokens
         self.head: Any = head.eval()
         self.num_speculative_tokens = num_speculative_tokens
         self.tree, self.drawn = tree, drawn
         self.max_nodes = 1 + (num_speculative_tokens if tree is None else len(tree.choices))
         self.greedy_drafts = greedy_drafts
-
-    def start(self, rows: int, capacity: int) -> None:
-        """Nothing to keep."""
-
-    def admit(self, prompts: Prompts) -> None:
-        """Nothing to read."""
-
-    def select(self, rows: Tensor) -> None:
-        """Nothing to keep."""

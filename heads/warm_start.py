@@ -49,7 +49,7 @@ def restart(head: DraftHead, options: Any, target: Target, method: str | None = 
     """Return a head with the weights of `head`, ready to be trained as `options` (of `adopt_options`) say. method: its own,
     None for that of `head`; what a head of another method does not have starts as in a new one."""
     method = method or head.method
-    spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.layer_ids)}
+    spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.reads.layer_ids)}
     new_tokens = find_method(method).load(spec, target, head.draft_vocab)
     tensors = head.state_dict()
     for name, parameter in new_tokens.named_parameters():
@@ -71,7 +71,7 @@ def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
     found = {**spec["options"]}
     found |= {key: value for key, value in spec.get("layer_config", {}).items() if key in found}
     vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    ours = {"layer_ids": list(head.layer_ids), "draft_vocab_size": vocab_size}
+    ours = {"layer_ids": list(head.reads.layer_ids), "draft_vocab_size": vocab_size}
     return found | {key: value for key, value in ours.items() if key in found}
 
 

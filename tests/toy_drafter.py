@@ -9,10 +9,9 @@ from itertools import islice
 import torch
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
-from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, probs
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.eval.decode.chains import chain_token_by_token
+from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.registry import Method
 from draftsmith.heads.target.target import Target
 
@@ -29,12 +28,10 @@ class BigramHead(DraftHead):
     """table: [V, V]."""
 
     method = "bigram"
-    layer_ids = ()
-    draft_vocab = None
 
     def __init__(self, options: BigramOptions, vocab_size: int) -> None:
         super().__init__()
-        self.options, self.train_steps = options, options.depth
+        self.options, self.trains = options, Trains(options.depth)
         self.table = torch.nn.Parameter(torch.zeros(vocab_size, vocab_size))
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
@@ -56,39 +53,19 @@ def load(spec: dict, target: Target, draft_vocab: None) -> BigramHead:
     return build(BigramOptions(**spec["options"]), target, draft_vocab)
 
 
-class BigramDrafter:
+class BigramDrafter(StatelessDrafter):
     """Looks each next token up under the one before it."""
 
     name = "bigram"
-    layer_ids = ()
 
     def __init__(self, head: BigramHead, num_speculative_tokens: int) -> None:
         self.head, self.num_speculative_tokens = head.eval(), num_speculative_tokens
         self.max_nodes = 1 + num_speculative_tokens
 
-    def start(self, rows: int, capacity: int) -> None:
-        pass
-
-    def admit(self, prompts: Prompts) -> None:
-        pass
-
-    def select(self, rows: torch.Tensor) -> None:
-        pass
-
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
-        depth = min(self.num_speculative_tokens, state.tokens_left)
-        uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        tokens, draft_probs = [state.root_B], []
-        for k in range(depth):
-            logits_BV = self.head.table[tokens[-1]]
-            if state.sampling.greedy:
-                tokens.append(logits_BV.argmax(-1))
-            else:
-                draft_probs.append(probs(logits_BV, state.sampling))
-                tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
-        count_B, draft_probs_BKV = state.limit_B.clamp(0, depth), torch.stack(draft_probs, 1) if draft_probs else None
-        return Draft.chain(state.root_B, torch.stack(tokens[1:], 1), count_B, draft_probs_BKV)
+        length = min(self.num_speculative_tokens, state.tokens_left)
+        return chain_token_by_token(state, length, lambda k, tokens_B: self.head.table[tokens_B])
 
 
 METHOD = Method(__name__, options=":BigramOptions", drafter=":BigramDrafter", head="")

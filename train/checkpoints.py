@@ -57,7 +57,7 @@ def save_training_state(accelerator: Accelerator, folder: Path, progress: Progre
             raise
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            measured = {name: getattr(head, name) for name in head.measured}
+            measured = {name: getattr(head, name) for name in head.trains.measured_on_target}
             record = asdict(progress) | {"layout": checkpoint_layout(accelerator), "measured": measured}
             (temporary / "progress.json").write_text(json.dumps(record), encoding="utf-8")
             (temporary / "DONE").touch()

@@ -69,14 +69,14 @@ def evaluate_heldout(
 ) -> HeldOut:
     """Evaluate the head on the held-out answers: one training pass, without training's noise, gives the loss and every
     acceptance probability."""
-    train_steps, num_speculative_tokens = head.train_steps, head.within_reach(num_speculative_tokens)
+    train_steps, num_speculative_tokens = head.trains.steps, head.clamp_draft_length(num_speculative_tokens)
     device = next(head.parameters()).device
     losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
     choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
     for plan in batches:
-        samples = [source.get_many(row, head.layer_ids) for row in plan]
+        samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
         batch = collate(samples, row_tokens).to(device)
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
@@ -122,7 +122,7 @@ def calibrate_best(
 
     def packed() -> Iterator[TrainBatch]:
         for plan in batches:
-            samples = [source.get_many(row, head.layer_ids) for row in plan]
+            samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
             yield collate(samples, row_tokens).to(target.device)
 
     with drafting(head):

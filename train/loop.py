@@ -85,7 +85,7 @@ class _Run:
         self.accelerator, self.model, self.head, self.optimizers = accelerator, model, head, optimizers
         self.target, self.target_head, self.data = target, target_head, data
         self.schedule, self.folder = schedule, folder
-        self.train_steps = self.head.train_steps
+        self.train_steps = self.head.trains.steps
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(schedule.epoch(e)) // schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)
@@ -150,7 +150,7 @@ class _Run:
 
     def _calibrate(self) -> dict[str, Any]:
         """Fit the best head's confidence, if it has one, to the held-out answers; return its report."""
-        if not self.head.confident or not (self.folder / "best").exists():
+        if not self.head.trains.has_confidence or not (self.folder / "best").exists():
             return {}
         data, sampling = (self.data.source, self.heldout_batches, self.spec.row_tokens), self.recipe.answers.sampling
         with autocast_of(self.accelerator.device, self.spec):  # as in the evaluations, whose memory it then takes
@@ -176,7 +176,7 @@ class _Run:
         micros = self.schedule.share(epoch, self.accelerator.process_index, skip)
         seed = row_key(self.recipe.seed, "epoch", epoch)
         dataset = MicroBatches(
-            self.data.source, self.data.train, micros, self.head.layer_ids, self.spec.row_tokens, seed
+            self.data.source, self.data.train, micros, self.head.reads.layer_ids, self.spec.row_tokens, seed
         )
         # A generator of its own: otherwise starting the loader would draw from the global one.
         loader = DataLoader(

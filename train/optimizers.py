@@ -26,7 +26,7 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
     matrices: _Groups = {}
     others: _Groups = {}
     factor_of = head.lr_factor if isinstance(head, DraftHead) else lambda name: 1.0
-    outer = head.outer if isinstance(head, DraftHead) else DraftHead.outer
+    outer = ("lm_head", "embed_tokens", *(head.trains.no_muon if isinstance(head, DraftHead) else ()))
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             inner = parameter.ndim == 2 and not any(part in name for part in outer)

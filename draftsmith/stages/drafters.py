@@ -50,7 +50,7 @@ def load_fitting(session: Session, target: Target, folder: Path | None) -> Draft
     """
     warnings: list[str] = []
     head: DraftHead = load_best(session.recipe, target, folder, warn=warnings.append)
-    if head.tunes:
+    if head.trains.tunes_target:
         check_made_for(find_head(session.recipe, folder), target)
     for text in warnings:
         session.warn(text)
@@ -88,8 +88,8 @@ def select_drafters(
     with none, where the longest text is longer than a drafter reads, and where two drafters have the same name.
     """
     for name, head in heads.items():
-        if head.context_length is not None:
-            check_context(f"head {name}", head.context_length, longest + session.recipe.evaluate.max_k)
+        if head.reads.context_length is not None:
+            check_context(f"head {name}", head.reads.context_length, longest + session.recipe.evaluate.max_k)
     for draft in session.recipe.evaluate.drafts:
         if unknown := [name for name in draft.heads if name not in heads]:
             raise UserError(
@@ -134,9 +134,9 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target, compared
         for draft, tree in ((draft, draft.load()) for draft in spec.drafts)
         if (not draft.heads or name in draft.heads)
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
-        and (draft.confidence_threshold is None or head.confident or bool(draft.heads))
+        and (draft.confidence_threshold is None or head.trains.has_confidence or bool(draft.heads))
     ]
-    reach = head.max_speculative_tokens
+    reach = head.drafts.max_speculative_tokens
     if reach is not None and reach < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
         session.warn(
             f"evaluate.num_speculative_tokens is {spec.num_speculative_tokens}, but {name} drafts {reach} tokens at most: its chains "

@@ -42,9 +42,9 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
 def check_adapter(recipe: Recipe, head: DraftHead) -> None:
     """Raise UserError where `export.adapter` is set for a head without an adapter, or keeps one that no engine serves."""
     adapter = recipe.export.adapter
-    if adapter is not None and not head.tunes:
+    if adapter is not None and not head.trains.tunes_target:
         raise UserError(f"export.adapter is {adapter!r}, but {head.method} heads come with no adapter: leave it out.")
-    if adapter == "keep" and head.tunes:
+    if adapter == "keep" and head.trains.tunes_target:
         layout = export_options(recipe, head.method)["layout"]
         serve = [
             name
@@ -135,7 +135,7 @@ class _Tuned:
 def _deployed(session: Session, trained: DraftHead, destination: Path) -> tuple[DraftHead, _Tuned | None]:
     """Return the head as it drafts, and the target that was tuned with it (None where none was)."""
     check_adapter(session.recipe, trained)
-    if not trained.tunes:
+    if not trained.trains.tunes_target:
         return trained, None
     original = session.target_in(session.recipe.export.dtype)
     head, kind = trained.deployed(original), session.recipe.export.adapter or "merge"

@@ -129,17 +129,17 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
     head = initial_head(session, warm, vocab)
     recipe.train.loss.check_head(head)
     length = min(recipe.data.max_length, target.context_length)
-    if head.context_length is not None and head.context_length < length:
+    if head.reads.context_length is not None and head.reads.context_length < length:
         raise UserError(
-            f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.context_length}: set "
-            f"data.max_length to {head.context_length}, or start from a model with a longer context."
+            f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.reads.context_length}: set "
+            f"data.max_length to {head.reads.context_length}, or start from a model with a longer context."
         )
     steady = steady_positions(target.config)
-    if steady is not None and length + head.train_steps > steady:
+    if steady is not None and length + head.trains.steps > steady:
         say(
             f"warning: the rotary frequencies of the target {target.path} change for all texts of a pass that is longer than "
             f"{steady} tokens, so what is learned and measured depends on what is batched together: set data.max_length to "
-            f"at most {steady - head.train_steps}."
+            f"at most {steady - head.trains.steps}."
         )
     stored = recipe.features.layer_ids
     if stored is not None:
@@ -147,7 +147,7 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
             target.check_layer_ids(tuple(stored))
         except UserError as error:
             raise UserError(f"features.{error}") from error
-        if missing := sorted(set(head.layer_ids) - set(stored)):
+        if missing := sorted(set(head.reads.layer_ids) - set(stored)):
             raise UserError(
                 f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave "
                 "features.layer_ids out."

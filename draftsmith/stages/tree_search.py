@@ -144,7 +144,7 @@ def _most_nodes(wanted: int | None, target: Target) -> int:
 def _limits(session: Session, head: DraftHead, target: Target, nodes: int) -> tuple[int, int]:
     """Return how many steps and how many ranks a tree may use."""
     vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    return head.within_reach(session.recipe.evaluate.max_k), min(nodes, vocab_size)
+    return head.clamp_draft_length(session.recipe.evaluate.max_k), min(nodes, vocab_size)
 
 
 def _describe(search: _Search) -> dict[str, Any]:

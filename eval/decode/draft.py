@@ -242,13 +242,10 @@ class Drafter(Protocol):
         """Keep only these batch rows."""
 
 
-class TargetAlone:
-    """The baseline: nothing is drafted, every round is one target pass for one token."""
+class StatelessDrafter:
+    """The base of drafters that keep nothing between two rounds."""
 
-    name = "target alone"
     layer_ids: tuple[int, ...] = ()
-    max_nodes = 1
-    num_speculative_tokens = 0
 
     def start(self, rows: int, capacity: int) -> None:
         """Nothing to keep."""
@@ -256,9 +253,17 @@ class TargetAlone:
     def admit(self, prompts: Prompts) -> None:
         """Nothing to read."""
 
+    def select(self, rows: Tensor) -> None:
+        """Nothing to keep."""
+
+
+class TargetAlone(StatelessDrafter):
+    """The baseline: nothing is drafted, every round is one target pass for one token."""
+
+    name = "target alone"
+    max_nodes = 1
+    num_speculative_tokens = 0
+
     def propose(self, state: DecodeState) -> Draft:
         """Return the root alone."""
         return Draft.chain(state.root_B, state.root_B.new_zeros(len(state.root_B), 0))
-
-    def select(self, rows: Tensor) -> None:
-        """Nothing to keep."""

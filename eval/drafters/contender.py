@@ -56,7 +56,7 @@ class Contender:
     method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
     num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
     the head's distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance
-    cannot be computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a
+    cannot be computed from the text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a
     round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model.
     head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
     evaluation's own. threshold: a draft ends before the first token that the head thinks less likely to be accepted,
@@ -72,7 +72,7 @@ class Contender:
     drawn: bool = False
     typical: Typical | None = None
     simulate: Simulate | None = None
-    steady: bool = True
+    fixed_length: bool = True
     parameters: int | None = None
     fingerprint: str | None = None
     head: DraftHead | None = None
@@ -147,14 +147,14 @@ def make_contender(
     Draft lengths are clamped to the head's longest draft, and a tree has its own depth. Raises UserError for a tree
     that the head cannot draft.
     """
-    method, limit = find_method(head.method), head.within_reach(max_k)
-    own, head = head, head if threshold is None else head.until(threshold)
-    until = [] if threshold is None else [f"until {threshold:g}"]
-    words = [name, *until] + ([tree_name(tree, drawn)] if tree is not None else [])
+    method, limit = find_method(head.method), head.clamp_draft_length(max_k)
+    own, head = head, head if threshold is None else head.with_confidence_threshold(threshold)
+    ends = [] if threshold is None else [f"until {threshold:g}"]
+    words = [name, *ends] + ([tree_name(tree, drawn)] if tree is not None else [])
     label = (
         " ".join(words)
         + (", typical (lossy)" if typical is not None else "")
-        + ", tuned target" * (head.tunes or verifier is not None)
+        + ", tuned target" * (head.trains.tunes_target or verifier is not None)
     )
     chain = Contender(
         label,
@@ -164,7 +164,7 @@ def make_contender(
         limit,
         typical=typical,
         simulate=None if typical is not None else _simulate_head(head, None),
-        steady=head.steady,
+        fixed_length=head.drafts.fixed_length,
         parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
         head=own,
         verifier=verifier,
@@ -174,9 +174,9 @@ def make_contender(
         return chain
     if (kind := tree_kind(tree, drawn)) not in method.trees:
         raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
-    if tree.depth > (reach := head.within_reach(tree.depth)):
+    if tree.depth > (most := head.clamp_draft_length(tree.depth)):
         raise UserError(
-            f"The tree {tree.name} is {tree.depth} deep but {name} drafts {reach} tokens at most: take one of depth {reach} or "
+            f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
             "less, or give it `heads` with the names of those that reach it."
         )
     # What a dynamic tree or drawn children propose depends on more than the text.
@@ -216,7 +216,7 @@ def prompt_lookup_contender(
         num_speculative_tokens,
         max_k,
         simulate=lambda target, generations, sampling, k: simulate_prompt_lookup(generations, k, max_ngram=max_ngram),
-        steady=False,
+        fixed_length=False,
         parameters=0,
     )
 

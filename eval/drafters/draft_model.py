@@ -17,9 +17,9 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.decode.cache import KVCache, run_draft
+from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
-from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import Sampling, draw, probs
+from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance
 from draftsmith.eval.simulate.texts import Simulation, simulate_texts
 from draftsmith.heads.base import HeadOutput, StepOutput, supervised_rows
@@ -69,27 +69,16 @@ class DraftModel:
     def propose(self, state: DecodeState) -> Draft:
         """Read the tokens that the cache lacks, then draft at most K tokens, and no more than a row may still emit."""
         length = min(self.num_speculative_tokens, state.tokens_left)
-        greedy = self.greedy_drafts or state.sampling.greedy
-        uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
-        last_BD = self._read(state)
-        tokens, draft_probs = [], []
-        for k in range(length):
-            logits_BW = self.model.head.logits(last_BD)[:, : self.width]
-            if uniform_BK is None:
-                tokens.append(logits_BW.argmax(-1))
+
+        def next_logits(k: int, tokens_B: Tensor) -> Tensor:
+            if k == 0:
+                last_BD = self._read(state)
             else:
-                draft_probs.append(probs(logits_BW, state.sampling))
-                tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
-            if k + 1 < length:
-                last_BD = self._pass(tokens[-1][:, None])[:, 0]
+                last_BD = self._pass(tokens_B[:, None])[:, 0]
                 self.cache.append(1)
-        return Draft.chain(
-            state.root_B,
-            torch.stack(tokens, 1),
-            state.limit_B.clamp(0, length),
-            torch.stack(draft_probs, 1) if draft_probs else None,
-            self.vocab_W if draft_probs else None,
-        )
+            return self.model.head.logits(last_BD)[:, : self.width]
+
+        return chain_token_by_token(state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W)
 
     def _read(self, state: DecodeState) -> Tensor:
         """Read the tokens up to the root; return the state [B, D] at the root.

@@ -213,7 +213,7 @@ def _measures(
         latency_baseline_s=_latency(baseline) if single else None,
         ms_per_round=_ms_per_round(repeats),
         # A batch's rounds are those of its slowest row, which tau does not tell.
-        ideal_speedup=costs.speedup(name, k, tau) if tau and single and contender.steady else None,
+        ideal_speedup=costs.speedup(name, k, tau) if tau and single and contender.fixed_length else None,
         peak_memory_bytes=_peak(repeats),
         peak_memory_baseline_bytes=_peak(baseline),
         looping=sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
@@ -266,7 +266,7 @@ def _sweep(contender: Contender, texts: Sequence[Text], costs: Costs) -> tuple[S
     points = []
     for k in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
         tally = total((t.simulated[k - 1] for t in texts), k)
-        speedup = costs.speedup(contender.name, k, tally.tau) if tally.tau and contender.steady else None
+        speedup = costs.speedup(contender.name, k, tally.tau) if tally.tau and contender.fixed_length else None
         points.append(sweep_point(contender, k, tally, speedup))
     return tuple(points)
 

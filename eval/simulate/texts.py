@@ -60,7 +60,9 @@ def simulate_generations(
             output = head(batch, max_k)
         return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
 
-    return simulate_texts(target, generations, max_k, accept, head.layer_ids, None if tree is None else tree.levels)
+    return simulate_texts(
+        target, generations, max_k, accept, head.reads.layer_ids, None if tree is None else tree.levels
+    )
 
 
 @torch.no_grad()

@@ -81,7 +81,7 @@ def read_ranks(target: Target, head: DraftHead, samples: Sequence[Tokenized], de
     found, talks = [], []
     for start in range(0, len(ordered), _SAMPLES_PER_PASS):
         some = ordered[start : start + _SAMPLES_PER_PASS]
-        features = compute_features(target, some, head.layer_ids, target.dtype)
+        features = compute_features(target, some, head.reads.layer_ids, target.dtype)
         batch = collate([[f] for f in features], max(len(s.ids) for s in some)).to(target.device)
         with drafting(head):
             output = head(batch, depth)

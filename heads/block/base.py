@@ -30,7 +30,18 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import DraftHead, HeadOutput, Piece, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import (
+    DraftHead,
+    Drafts,
+    HeadOutput,
+    Piece,
+    Reads,
+    StepOutput,
+    Trains,
+    iterate_supervised_rows,
+    layer_ids_of,
+    shift_left,
+)
 from draftsmith.heads.block.options import BlockOptions, check_block
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RMSNorm, Rotary, attend, rotate
@@ -110,20 +121,18 @@ class BlockHead(DraftHead):
         target_head: TargetHead,
         draft_vocab: Tensor | None,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab)
         H, eps = config.hidden_size, config.rms_norm_eps
         assert embedding.shape == (config.vocab_size, H)
         assert options.mask_token_id is not None, "the mask token is chosen before"
-        self.options, self.config, self.layer_ids = options, config, tuple(layer_ids)
-        # Engines fill in a shorter block for fewer tokens, which this head has never seen.
-        self.train_steps = self.max_speculative_tokens = self.served_tokens = options.block_size - self.first_slot
+        self.options, self.config, drafted = options, config, options.block_size - self.first_slot
+        self.reads, self.drafts, self.trains = Reads(tuple(layer_ids)), Drafts(drafted), Trains(drafted)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps=eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in range(options.num_layers))
         self.norm = RMSNorm(H, eps=eps)
         self.rotary_emb = Rotary(config)
-        self.register_buffer("draft_vocab", draft_vocab)
         # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
         self._target_head = [target_head]
 
@@ -141,9 +150,14 @@ class BlockHead(DraftHead):
         for mask_BL in masks:
             yield mask_BL & chosen_BL
 
+    def engine_draft_length(self, num_speculative_tokens: int) -> int:
+        """Return the length of the trained block: engines fill in a shorter one for fewer tokens, which the head has never
+        seen."""
+        return self.trains.steps
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, W] of the first `num_steps` steps (all of them, if there are fewer)."""
-        masks = list(islice(self.supervised(batch), min(num_steps, self.train_steps)))
+        masks = list(islice(self.supervised(batch), min(num_steps, self.trains.steps)))
         needed = masks[0].flatten().nonzero().flatten()
         context = self._context_keys(batch)
         pieces = [needed] if torch.is_grad_enabled() else needed.split(_CHUNK_BLOCKS)
@@ -252,7 +266,7 @@ def build_block_head(kind: type[Head], options: BlockOptions, target: Target, dr
     draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layers that the target does not have, a
     mask token outside its vocabulary, a block longer than its context, and dimensions that do not fit together.
     """
-    layer_ids = target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
+    layer_ids = layer_ids_of(options, target)
     target.check_layer_ids(layer_ids)
     check_block(options.block_size, target.context_length, target.path)
     vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)

@@ -39,7 +39,7 @@ def block_config(head: BlockHead, target: Target, request: ExportRequest) -> dic
         "draft_vocab_size": target.vocab_size if head.draft_vocab is None else len(head.draft_vocab),
         SECTION: {
             "mask_token_id": head.options.mask_token_id,
-            "target_layer_ids": [k - 1 for k in head.layer_ids],
+            "target_layer_ids": [k - 1 for k in head.reads.layer_ids],
         },
     }
 

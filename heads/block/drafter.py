@@ -68,9 +68,9 @@ class BlockDrafter:
     """
 
     def __init__(self, head: BlockHead, num_speculative_tokens: int, *, greedy_drafts: bool = False) -> None:
-        assert 1 <= num_speculative_tokens <= head.train_steps
+        assert 1 <= num_speculative_tokens <= head.trains.steps
         self.head: Any = head.eval()
-        self.name, self.layer_ids = head.method, head.layer_ids
+        self.name, self.layer_ids = head.method, head.reads.layer_ids
         self.num_speculative_tokens, self.greedy_drafts = num_speculative_tokens, greedy_drafts
         self.max_nodes = 1 + num_speculative_tokens
         self._cache: BlockCache | None = None

@@ -1,4 +1,4 @@
-"""What a drafter really proposes while it decodes, noted round by round, for the checks of heads/conformance/suite.py.
+"""Record what a drafter proposes in each round of decoding, for the checks of heads/conformance/suite.py.
 
 Shapes: B batch rows, b admitted rows, k drafted tokens, N nodes of a tree, M those up to the last with children, W draft
 vocab.
@@ -23,9 +23,11 @@ Draw = tuple[Tensor, int]
 
 @dataclass(frozen=True)
 class Drafted:
-    """A round of one answer: the text up to the root, the tokens drafted after it, and the distributions [k, W] that they were
-    drawn from over the target ids `vocab_W`; None where they were chosen deterministically, and where W is the target's
-    vocabulary."""
+    """A chain drafted in one round of an answer.
+
+    text: up to the root. tokens: drafted after it. probs_kW: the distributions that they were drawn from, None where they were
+    chosen deterministically. vocab_W: the target ids of the columns, None for the target's whole vocabulary.
+    """
 
     text: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -34,12 +36,12 @@ class Drafted:
 
     @property
     def sample(self) -> Tokenized:
-        """The text with the draft behind it, to be learned from the root on: its first supervised row is the round's."""
+        """The text followed by the draft, as a training sample whose first supervised row is the round's."""
         ids = torch.tensor([*self.text, *self.tokens])
         return Tokenized(ids, torch.arange(len(ids)) >= len(self.text) - 1, "", "")
 
     def draws(self) -> list[Draw]:
-        """Return the distributions and what was drawn from them."""
+        """Return each token's distribution and the column that was drawn from it."""
         assert self.probs_kW is not None
         return [
             (probs_W, _column(self.vocab_W, token)) for probs_W, token in zip(self.probs_kW, self.tokens, strict=True)
@@ -48,8 +50,11 @@ class Drafted:
 
 @dataclass(frozen=True)
 class DraftedTree:
-    """A tree that was drawn in a round of one answer: the text up to the root, the nodes' tokens and parents (node 0 is the
-    root), and the distributions [M, W] that the children of each node were drawn from."""
+    """A tree drawn in one round of an answer.
+
+    text: up to the root. tokens, parents: of the nodes; node 0 is the root. probs_MW: the distribution that each node's children
+    were drawn from. vocab_W: the target ids of the columns, None for the target's whole vocabulary.
+    """
 
     text: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -58,8 +63,8 @@ class DraftedTree:
     vocab_W: Tensor | None
 
     def draws(self) -> list[Draw]:
-        """Return the distribution of every node, without the siblings before it, and what was drawn from it. Children that were
-        drawn when no mass was left are never accepted, and left out."""
+        """Return, for every node but the root, the distribution without its earlier siblings, and the column drawn from it.
+        Children drawn when no probability was left are never accepted, and are left out."""
         found = []
         for node in range(len(self.probs_MW)):
             left_W = self.probs_MW[node].double()
@@ -96,7 +101,7 @@ def _column(vocab_W: Tensor | None, token: int) -> int:
 
 
 class Recorder:
-    """A drafter that lets another one work and keeps what it proposes, a draft of one row each, per prompt."""
+    """A drafter that passes on another one's drafts and keeps them, row by row, per prompt."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -111,7 +116,7 @@ class Recorder:
         self.drafter.start(rows, capacity)
 
     def admit(self, prompts: Prompts) -> None:
-        """Note which prompts took which rows."""
+        """Remember which prompts take which rows."""
         for row, ids, length in zip(prompts.rows_b.tolist(), prompts.ids_bL, prompts.length_b, strict=True):
             self._prompts[row] = tuple(ids[: int(length)].tolist())
         self.drafter.admit(prompts)
@@ -122,7 +127,7 @@ class Recorder:
         self.drafter.select(rows)
 
     def propose(self, state: DecodeState) -> Draft:
-        """Note the draft of every row, without its padding."""
+        """Keep the draft of every row, without its padding."""
         draft = self.drafter.propose(state)
         for row, prompt in enumerate(self._prompts):
             nodes = int(draft.count_B[row])
@@ -143,7 +148,7 @@ def record(
         chains.append([])
         for text, draft in answer:
             if not draft.is_chain:
-                raise AssertionError(f"Without a tree {drafter.name} drafts something else than a chain.")
+                raise AssertionError(f"{drafter.name} drafts no chain although it was given no tree.")
             tokens = tuple(draft.tokens_BN[0, 1:].tolist())
             draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW[0, : len(tokens)]
             chains[-1].append(Drafted(text, tokens, draft_probs, draft.vocab_W))
@@ -153,12 +158,14 @@ def record(
 def record_trees(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, rows: int | None = None
 ) -> list[DraftedTree]:
-    """Answer `requests`, whose prompts differ, with drawn trees; return those that have nodes beside the root."""
+    """Answer `requests`, whose prompts differ, with drawn trees; return the trees that have more nodes than the root."""
     trees = []
     for text, draft in (found for answer in _record(target, drafter, requests, sampling, rows)[1] for found in answer):
         tokens, parents = (tuple(x[0].tolist()) for x in (draft.tokens_BN, draft.parents_BN))
         if draft.draft_probs_BMW is None:
-            raise AssertionError(f"The drawn trees of {drafter.name} name no distributions that they are drawn from.")
+            raise AssertionError(
+                f"The drawn trees of {drafter.name} do not name the probabilities that they are drawn from."
+            )
         if len(tokens) > 1:
             trees.append(DraftedTree(text, tokens, parents, draft.draft_probs_BMW[0], draft.vocab_W))
     return trees
@@ -167,14 +174,14 @@ def record_trees(
 def _record(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, rows: int | None
 ) -> tuple[Decoded, list[list[tuple[tuple[int, ...], Draft]]]]:
-    """Return the answers, and for each of its rounds the text up to the root and the row's draft."""
+    """Return the answers, and for each round of each the text up to the root and the row's draft."""
     recorder = Recorder(drafter)
     decoded = decode_batch(target, recorder, requests, sampling, rows=rows)
     answers = []
     for generation in decoded.generations:
         prompt = generation.request.prompt_ids
         text = (*prompt, *generation.output_ids)
-        # Rows that are finished go on for a while; what they draft then is not used.
+        # Finished rows go on drafting for a while; those drafts are not used.
         rounds = zip(generation.rounds, recorder.found.get(prompt, ()), strict=False)
         answers.append([(text[: len(prompt) + r.root + 1], draft) for r, draft in rounds])
     return decoded, answers

@@ -1,4 +1,4 @@
-"""What heads/conformance/suite.py tries a drafter on: a tiny target, its answers, and a head trained on them for a moment."""
+"""Set up a check: a tiny target, its answers, and a head that is trained on them for a few steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,12 +75,12 @@ class Spec:
 
     @property
     def length(self) -> int:
-        """K: tokens of a draft, as many as the head can draft at most."""
-        return self.head.within_reach(self.num_speculative_tokens)
+        """K: tokens of a draft, no more than the head can draft."""
+        return self.head.clamp_draft_length(self.num_speculative_tokens)
 
     @cached_property
     def requests(self) -> list[Request]:
-        """Prompts of different lengths, each once."""
+        """Random prompts of different lengths, no two of them equal."""
         generator = torch.Generator().manual_seed(0)
         few = self.target.vocab_size - 3
         prompts = [(3 + torch.randint(few, (2 + i % 9,), generator=generator)).tolist() for i in range(32)]
@@ -88,7 +88,7 @@ class Spec:
 
     @cached_property
     def samples(self) -> list[Tokenized]:
-        """The target's answers, half of them sampled."""
+        """The target's answers to the prompts, half of them sampled."""
         half = len(self.requests) // 2
         found = [
             decode_batch(self.target, TargetAlone(), requests, sampling).generations
@@ -101,7 +101,7 @@ class Spec:
 
     @cached_property
     def head(self) -> DraftHead:
-        """A head trained for a moment, so that some of its drafts are accepted and no tensor is what it was at first."""
+        """A head after a short training, so that some of its drafts are accepted and no tensor has its initial value."""
         return train_briefly(self, self.steps).eval()
 
     @cached_property
@@ -115,13 +115,13 @@ class Spec:
         return self.deployed.verifier(self.target)
 
     def drafter(self) -> Drafter:
-        """Return what proposes chains with the head, in a state of its own."""
+        """Return a new drafter of chains with the head."""
         return find_method(self.method).make_drafter(self.deployed, self.length)
 
 
 def pack(spec: Spec, rows: Sequence[Sequence[Tokenized]]) -> TrainBatch:
-    """Let the target read documents and lay them into rows, each as long as the fullest."""
-    return _pack(spec.target, rows, spec.head.layer_ids)
+    """Compute the target's features of documents and pack them into rows, each as long as the longest."""
+    return _pack(spec.target, rows, spec.head.reads.layer_ids)
 
 
 def train_briefly(spec: Spec, steps: int) -> DraftHead:
@@ -132,12 +132,14 @@ def train_briefly(spec: Spec, steps: int) -> DraftHead:
         with torch.no_grad():
             for parameter in head.parameters():
                 if parameter.requires_grad:
-                    # What starts at zero would otherwise hide whatever is wrong before it.
+                    # Weights that start at zero would hide errors in the layers before them.
                     parameter.add_((0.02 if parameter.any() else 0.1) * torch.randn_like(parameter))
-        batch = _pack(spec.target, [spec.samples[i : i + 2] for i in range(0, len(spec.samples), 2)], head.layer_ids)
+        batch = _pack(
+            spec.target, [spec.samples[i : i + 2] for i in range(0, len(spec.samples), 2)], head.reads.layer_ids
+        )
         optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=spec.learning_rate)
         for _ in range(steps):
-            scored = head_loss(head(batch, head.train_steps), batch, spec.target.head, head.draft_vocab, spec.loss)
+            scored = head_loss(head(batch, head.trains.steps), batch, spec.target.head, head.draft_vocab, spec.loss)
             optimizer.zero_grad()
             (scored.loss_sum / loss_divisor(batch, spec.loss, head)).backward()
             optimizer.step()

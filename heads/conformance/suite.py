@@ -1,13 +1,13 @@
-"""What every drafter must hold, ours or another package's: one function per promise, run by `run_conformance(spec)`.
+"""Check the promises of a draft head (see `DraftHead`), ours or another package's: one function per promise.
 
     from draftsmith.heads.conformance.suite import Spec, run_conformance, tiny_target
     run_conformance(Spec("mymethod", MyOptions(), tiny_target()))
 
-Where it finds that too few drafts are accepted, the head has learned too little in `Spec.steps` steps at
-`Spec.learning_rate`: a table of logits, for one, takes 0.1 where a network takes the default.
+Where a check says that too few drafts were accepted, the head has learned too little in `Spec.steps` steps at
+`Spec.learning_rate`: a table of logits, for example, needs 0.1 where a network needs the default.
 
-A check returns, or raises an AssertionError of one sentence. It takes the head through the same doors as training, the
-simulator and the decoder do, and knows nothing of what is inside. Shapes: B rows, L tokens, K drafted tokens, W draft vocab.
+A check returns, or raises an AssertionError of one sentence. It calls the head as training, the simulator and the decoder do,
+and knows nothing of its insides. Shapes: B rows, L tokens, K drafted tokens, W draft vocab.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
 
 
 def check_decoding_equals_training(spec: Spec) -> None:
-    """What is drafted in the middle of an answer follows the training pass's distributions for the same text, row by row."""
+    """Check that drafts, or the probabilities they are drawn from, are those of the training pass on the same text."""
     for sampling in (GREEDY, SAMPLED):
         _, answers = record(spec.verifier, spec.drafter(), spec.requests[:10], sampling, rows=4)
         rounds = [drafted for answer in answers for drafted in answer if drafted.tokens]
@@ -60,39 +60,42 @@ def check_decoding_equals_training(spec: Spec) -> None:
         require_training_probs(spec, rounds, sampling)
 
 
-def check_drawn_from_its_distribution(spec: Spec) -> None:
-    """Sampled drafts are drawn from the distributions they name: losslessness above temperature 0 rests on it."""
+def check_drawn_as_named(spec: Spec) -> None:
+    """Check that sampled drafts are drawn from the probabilities that they name: lossless sampling rests on it."""
     _, answers = record(spec.verifier, spec.drafter(), spec.requests, SAMPLED)
     drafts = [drafted for answer in answers for drafted in answer if drafted.probs_kW is not None and drafted.tokens]
     draws = [draw for drafted in drafts for draw in drafted.draws()]
-    require(not draws or drawn_from(draws), "the sampled drafts are not drawn from the distributions they name")
+    require(not draws or drawn_from(draws), "sampled drafts are not drawn from the probabilities that they name")
 
 
 def check_simulation(spec: Spec) -> None:
-    """The acceptance computed from the training pass is the decoder's: exactly at T=0, within its error at T=1."""
+    """Check that the acceptance computed from the training pass is the decoder's: exactly at temperature 0, within the sampling
+    error at 1."""
     _same_rounds(spec, spec.deployed)
 
 
 def check_confidence(spec: Spec) -> None:
-    """Drafts end where the training pass's confidences say that they would. Nothing is asked of heads that say none."""
-    if not spec.head.confident:
+    """Check that drafts end where the training pass's confidences say so; heads without a confidence pass."""
+    if not spec.head.trains.has_confidence:
         return
     batch = pack(spec, [[sample] for sample in spec.samples])
     ends: dict[float, float] = {}
     for tenth in range(1, 10):
         with torch.no_grad():
-            steps = spec.deployed.until(tenth / 10).eval()(batch, spec.length).steps
+            steps = spec.deployed.with_confidence_threshold(tenth / 10).eval()(batch, spec.length).steps
         told = [step.stops for step in steps if step.stops is not None]
         require(len(told) == len(steps), "a head with a threshold does not say where its drafts end (StepOutput.stops)")
         ends[tenth / 10] = float(torch.cat(told).float().mean())
     threshold = min(ends, key=lambda t: abs(ends[t] - 0.5))
     require(0.0 < ends[threshold] < 1.0, f"no threshold ends some drafts and not others{LEARN}")
-    _same_rounds(spec, spec.deployed.until(threshold), f" with the confidence threshold {threshold:g}")
+    _same_rounds(
+        spec, spec.deployed.with_confidence_threshold(threshold), f" with the confidence threshold {threshold:g}"
+    )
 
 
 def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
-    """Require that decoding with `head` takes the rounds that are computed for it from the training pass. where: what makes its
-    drafts end early, "" for nothing: tokens drafted behind a rejection are then not known, and not compared."""
+    """Require that decoding with `head` takes the rounds that the training pass predicts. where: for messages, what makes its
+    drafts end early, or ""; where they do, tokens drafted after a rejection are unknown and not compared."""
     k = spec.length
     for sampling in (GREEDY, SAMPLED):
         drafter = find_method(spec.method).make_drafter(head, k)
@@ -117,8 +120,8 @@ def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
 
 
 def check_packing(spec: Spec) -> None:
-    """Documents packed into rows give the loss and the gradients that they give alone, also with the noise and the sample
-    of rows that training draws; dropout, which draws from torch's generator, is left out."""
+    """Check that documents packed into rows have the same loss and gradients as documents alone, also with the noise and the
+    sampled rows of training; dropout, which draws from torch's generator, is left out."""
     samples = spec.samples[:7]
     packed = [[samples[:3], samples[3:4], samples[4:6]], [samples[6:]]]
     alone = [[[sample]] for sample in samples]
@@ -136,56 +139,57 @@ def check_packing(spec: Spec) -> None:
     head.eval()
 
 
-def check_rows_that_count(spec: Spec) -> None:
-    """A step's logits are those of the rows that docs/algorithms.md, rule 1 names, in ascending order, and of as many
-    steps as asked; in training those of some of them, the same at every call."""
+def check_supervised_rows(spec: Spec) -> None:
+    """Check that the logits of every step asked for belong to the rows of rule 1, in ascending order; in training to the rows
+    that `supervised` samples from them, which are the same at every call."""
     head, batch = spec.head.train(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
     with torch.no_grad():
-        some = head(batch, head.train_steps).steps
+        some = head(batch, head.trains.steps).steps
         masks = [*islice(head.supervised(batch.without_states()), len(some))]  # as training counts them
         steps = head.eval()(batch, spec.length).steps
     for step, mask_BL in zip(some, masks, strict=True):
         rows = mask_BL.flatten().nonzero().flatten()
         told = f"step {step.offset} of training gives logits of other rows"
         require(equal(step.rows, rows), f"{told} than `supervised` names")
-        require(not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()), f"{told} than those that may count")
+        require(not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()), f"{told} than rule 1 allows")
     offsets = [step.offset for step in steps]
-    require(offsets == list(range(spec.length)), f"{spec.length} steps were asked for, and offsets {offsets} came")
+    require(
+        offsets == list(range(spec.length)),
+        f"forward was asked for {spec.length} steps, but returned the offsets {offsets}",
+    )
     width = spec.target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     for step in steps:
         expected = supervised_rows(batch, step.offset).flatten().nonzero().flatten()
-        require(equal(step.rows, expected), f"step {step.offset} gives logits of other rows than those that count")
+        require(equal(step.rows, expected), f"step {step.offset} gives logits of other rows than those of rule 1")
         shape = (len(expected), width)
         require(tuple(step.logits.shape) == shape, f"step {step.offset} has logits of shape {tuple(step.logits.shape)}")
 
 
 def check_seeds(spec: Spec) -> None:
-    """The same seed trains the same head, bit by bit."""
+    """Check that two trainings from the same seed give the same head, bit by bit."""
     first, again = (train_briefly(spec, steps=3).state_dict() for _ in range(2))
     differing = [name for name, value in first.items() if not torch.equal(value, again[name])]
     require(not differing, f"two trainings with the same seed differ in {', '.join(differing[:3])}")
 
 
 def check_checkpoint(spec: Spec) -> None:
-    """A checkpoint holds everything: the head that is loaded again is the same, bit by bit."""
+    """Check that a head that is saved and loaded again is the same, bit by bit."""
     require(spec.head.method == spec.method, f"a head of {spec.method} calls itself {spec.head.method}")
     with TemporaryDirectory() as folder:
         save_head(spec.head, Path(folder) / "head", spec.target)
         again = load_head(Path(folder) / "head", spec.target)
     _same_head(spec, spec.head, again, "a head that is saved and loaded again")
-    require(
-        again.describe() == spec.head.describe(), "a head that is saved and loaded again describes itself otherwise"
-    )
+    require(again.describe() == spec.head.describe(), "a head that is saved and loaded again has another `describe`")
 
 
 def check_exports(spec: Spec) -> None:
-    """Each layout of the method that takes this head gives it back with the same logits; one must take it, if any are."""
+    """Check that every layout that can hold this head gives it back with the same logits, and that one can, if there are any."""
     names = [*layouts_of(spec.method)]
-    require(bool(check_layouts(spec)) or not names, f"none of the layouts {', '.join(names)} takes this head")
+    require(bool(check_layouts(spec)) or not names, f"none of the layouts {', '.join(names)} can hold this head")
 
 
 def check_layouts(spec: Spec) -> list[str]:
-    """Export the head to each layout of its method and read it again; return those that took it."""
+    """Export the head to every layout of its method and load it again; return the layouts that can hold it."""
     taken = []
     for layout, known in layouts_of(spec.method).items():
         with TemporaryDirectory() as folder:
@@ -197,7 +201,7 @@ def check_layouts(spec: Spec) -> list[str]:
                     num_speculative_tokens=spec.length,
                 )
             except UserError:
-                continue  # what an engine would not compute of this head is refused
+                continue  # the layout refuses what its engines would not compute
             again = known.load(path, spec.verifier)
         taken.append(layout)
         _same_logits(spec, spec.deployed.served(), again, f"the export {layout}")
@@ -205,52 +209,54 @@ def check_layouts(spec: Spec) -> list[str]:
 
 
 def check_rows_are_independent(spec: Spec) -> None:
-    """A row drafts in a batch what it drafts alone: tokens, distributions and answers, also where rows come and go."""
+    """Check that a row drafts the same tokens, with the same probabilities, in a batch whose rows come and go as alone."""
     requests = spec.requests[:5]
     for sampling in (GREEDY, SAMPLED):
         together, drafted = record(spec.verifier, spec.drafter(), requests, sampling, rows=2)
         for place, request in enumerate(requests):
             alone, (drafted_alone,) = record(spec.verifier, spec.drafter(), [request], sampling)
             same = together.generations[place].output_ids == alone.generations[0].output_ids
-            require(same, f"an answer at {sampling} is another one in a batch than alone")
+            require(same, f"an answer at {sampling} differs between a batch and alone")
             for ours, theirs in zip(drafted[place], drafted_alone, strict=True):
-                require(ours.tokens == theirs.tokens, f"a draft at {sampling} is another one in a batch than alone")
+                require(ours.tokens == theirs.tokens, f"a draft at {sampling} differs between a batch and alone")
                 if ours.probs_kW is not None and theirs.probs_kW is not None:
                     apart = float((ours.probs_kW - theirs.probs_kW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
-                    require(
-                        apart < CLOSE, f"a draft's distribution is another one in a batch than alone, {apart:.3g} off"
-                    )
+                    require(apart < CLOSE, f"a draft's probabilities differ by {apart:.3g} between a batch and alone")
 
 
 def check_greedy_text(spec: Spec) -> None:
-    """Greedy answers with the drafter are the target's own."""
+    """Check that greedy answers with the drafter are the target's own."""
     alone = decode_batch(spec.verifier, TargetAlone(), spec.requests[:16], GREEDY).generations
     drafted = decode_batch(spec.verifier, spec.drafter(), spec.requests[:16], GREEDY, rows=5).generations
     wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, drafted, strict=True))
-    require(not wrong, f"{wrong} of {len(alone)} greedy answers are other ones than the target's alone")
+    require(not wrong, f"{wrong} of {len(alone)} greedy answers differ from the target's own")
 
 
 CHECKS: dict[str, Callable[[Spec], None]] = {
-    "decoding equals training": check_decoding_equals_training,
-    "drafts are drawn from their distributions": check_drawn_from_its_distribution,
-    "simulated equals decoded": check_simulation,
+    "decoding has the probabilities of training": check_decoding_equals_training,
+    "drafts are drawn from the probabilities that they name": check_drawn_as_named,
+    "simulated acceptance equals decoded acceptance": check_simulation,
     "drafts end where the confidence says": check_confidence,
-    "packed equals alone": check_packing,
-    "rows that count": check_rows_that_count,
-    "seeds reproduce": check_seeds,
-    "checkpoints hold everything": check_checkpoint,
-    "exports give the head back": check_exports,
-    "rows are independent": check_rows_are_independent,
-    "greedy text is the target's": check_greedy_text,
-    "trees are as the method says": check_trees,
-    "drawn trees are drawn from their distributions": check_drawn_trees,
+    "packed documents train like single ones": check_packing,
+    "logits come for the supervised rows": check_supervised_rows,
+    "the same seed trains the same head": check_seeds,
+    "a checkpoint restores the head": check_checkpoint,
+    "an export restores the head": check_exports,
+    "rows of a batch are independent": check_rows_are_independent,
+    "greedy text is the target's own": check_greedy_text,
+    "trees keep greedy text and acceptance": check_trees,
+    "drawn trees are drawn from the probabilities that they name": check_drawn_trees,
 }
+"""The promises of `DraftHead`, in the words of its documentation, and the check of each."""
 
 
 def run_conformance(spec: Spec) -> None:
-    """Run all checks. Raises AssertionError, one sentence that says what does not hold, at the first that fails."""
-    for check in CHECKS.values():
-        check(spec)
+    """Run all checks. Raises AssertionError at the first that fails: one sentence with the promise and how it is broken."""
+    for promise, check in CHECKS.items():
+        try:
+            check(spec)
+        except AssertionError as error:
+            raise AssertionError(f"The method {spec.method} breaks the promise {promise!r}: {error}") from error
 
 
 def _loss_and_gradients(
@@ -261,7 +267,7 @@ def _loss_and_gradients(
     losses = torch.zeros(())
     for rows in batches:
         batch = pack(spec, rows)
-        loss = head_loss(head(batch, head.train_steps), batch, spec.target.head, head.draft_vocab, spec.loss).loss_sum
+        loss = head_loss(head(batch, head.trains.steps), batch, spec.target.head, head.draft_vocab, spec.loss).loss_sum
         loss.backward()
         losses = losses + loss.detach().cpu()
     found = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
@@ -273,9 +279,10 @@ def _same_head(spec: Spec, head: DraftHead, again: DraftHead, what: str) -> None
     tensors = [dict([*one.named_parameters(), *one.named_buffers()]) for one in (head, again)]
     require(tensors[0].keys() == tensors[1].keys(), f"{what} has other tensors")
     differing = [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])]
-    require(not differing, f"{what} has another {', '.join(differing[:3])}")
-    same = (again.layer_ids, again.train_steps) == (head.layer_ids, head.train_steps)
-    require(same and equal(again.draft_vocab, head.draft_vocab), f"{what} reads or drafts something else")
+    require(not differing, f"{what} differs in {', '.join(differing[:3])}")
+    for name in ("reads", "drafts", "trains"):
+        require(getattr(again, name) == getattr(head, name), f"{what} has other `{name}`")
+    require(equal(again.draft_vocab, head.draft_vocab), f"{what} has another draft vocabulary")
     _same_logits(spec, head, again, what)
 
 

@@ -1,4 +1,4 @@
-"""What a drafter that takes trees must hold, beside the checks of heads/conformance/suite.py."""
+"""Check the promises about trees, for methods that name kinds of them."""
 
 import torch
 
@@ -24,8 +24,8 @@ _TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 def check_trees(spec: Spec) -> None:
-    """With every kind of tree that the method names, greedy answers are the target's own; of a static tree the simulated
-    rounds are the decoded ones."""
+    """Check, for every kind of tree that the method names, that greedy answers are the target's own, and for a static tree that
+    simulated acceptance is decoded acceptance."""
     method, requests = find_method(spec.method), spec.requests[:16]
     alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
     for kind in sorted(method.trees):
@@ -38,7 +38,7 @@ def check_trees(spec: Spec) -> None:
             raise AssertionError(f"The method names {kind} trees, but its drafter takes none ({error}).") from error
         found = decode_batch(spec.verifier, drafter, requests, GREEDY, rows=5).generations
         wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, found, strict=True))
-        require(not wrong, f"{wrong} of {len(alone)} greedy answers with a {kind} tree are not the target's alone")
+        require(not wrong, f"{wrong} of {len(alone)} greedy answers with a {kind} tree differ from the target's own")
         if contender.simulate is not None:
             decoded = total([tally_generation(g, depth) for g in found], depth)
             simulated = contender.simulate(spec.verifier, found, GREEDY, depth).tallies
@@ -47,8 +47,8 @@ def check_trees(spec: Spec) -> None:
 
 
 def check_drawn_trees(spec: Spec) -> None:
-    """Above temperature 0 the children of a drawn tree's node are drawn, in their order and without replacement, from the
-    distribution that the training pass has for the text and the node's path; a dynamic tree drafts there too."""
+    """Check that above temperature 0 the children of a drawn tree's node are drawn, in their order and without replacement, from
+    the probabilities that the training pass has for the text and the node's path; and that dynamic trees draft there too."""
     trees, depth = find_method(spec.method).trees, min(2, spec.length)
     if "dynamic" in trees:
         dynamic = make_contender("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)
@@ -60,5 +60,5 @@ def check_drawn_trees(spec: Spec) -> None:
     found = record_trees(spec.verifier, drafter, spec.requests, SAMPLED, rows=8)
     require(len(found) >= FEW, f"only {len(found)} drawn trees were drafted")
     draws = [draw for tree in found for draw in tree.draws()]
-    require(drawn_from(draws), "the nodes of drawn trees are not drawn from the distributions they name")
+    require(drawn_from(draws), "nodes of drawn trees are not drawn from the probabilities that they name")
     require_training_probs(spec, [branch for tree in found[: 3 * FEW] for branch in tree.branches()], SAMPLED)

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput, iterate_supervised_rows
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.draft_model.start import describe_config, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary, rotate
@@ -53,14 +53,11 @@ class DraftLmHead(DraftHead):
     """
 
     method: ClassVar[str] = "draft_model"
-    layer_ids: tuple[int, ...] = ()
-    draft_vocab = None
-    train_steps = 1
-    reads_target: ClassVar[bool] = False
 
     def __init__(self, options: DraftLmOptions, config: LlamaConfig) -> None:
         super().__init__()
-        self.options, self.config, self.context_length = options, config, config.max_position_embeddings
+        self.options, self.config = options, config
+        self.reads = Reads(target_states=False, context_length=config.max_position_embeddings)
         made = LlamaForCausalLM(config)
         self.model = made.model
         self.model.rotary_emb = Rotary(config)

@@ -9,6 +9,7 @@ bias W2 E1[x_{t+1+k}] of low rank to the slot's logits: in training the text's, 
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +51,6 @@ class DSparkHead(BlockHead):
     end before the first slot that is less likely to be reached and accepted, None for never."""
 
     method: ClassVar[str] = "dspark"
-    outer: ClassVar[tuple[str, ...]] = (*BlockHead.outer, "markov_head", "confidence_head")
     first_slot = 0
     options: DSparkOptions
     temperatures: Tensor
@@ -68,7 +68,8 @@ class DSparkHead(BlockHead):
         super().__init__(options, config, layer_ids, embedding, target_head, draft_vocab)
         V, H, r = config.vocab_size, config.hidden_size, options.markov_rank
         self.markov_head = MarkovHead(V, V if draft_vocab is None else len(draft_vocab), r)
-        self.confident = options.confidence_head
+        no_muon = ("markov_head", "confidence_head")
+        self.trains = replace(self.trains, has_confidence=options.confidence_head, no_muon=no_muon)
         self.confidence_head = ConfidenceHead(H + r) if options.confidence_head else None
         self.register_buffer("temperatures", torch.ones(options.block_size) if options.confidence_head else None)
 
@@ -114,12 +115,12 @@ class DSparkHead(BlockHead):
         """Log-odds of a slot -> the chance that its token is accepted, those before it being so."""
         return torch.sigmoid(log_odds.float() / self.temperatures[slot])
 
-    def until(self, threshold: float) -> "DSparkHead":
+    def with_confidence_threshold(self, threshold: float) -> "DSparkHead":
         """Return the head, of the same weights, with drafts that end early. Raises UserError without a confidence head."""
         if self.confidence_head is None:
-            super().until(threshold)
+            super().with_confidence_threshold(threshold)
         other = copy(self)
-        other.threshold, other.steady = threshold, False
+        other.threshold, other.drafts = threshold, replace(self.drafts, fixed_length=False)
         return other
 
     @torch.no_grad()
@@ -127,7 +128,7 @@ class DSparkHead(BlockHead):
         """Fit the slots' temperatures to what became of drafts along answers; return them with the errors before and after."""
         log_odds, accepted, halves = [], [], []
         for place, batch in enumerate(batches):
-            steps = self(batch, self.train_steps).steps
+            steps = self(batch, self.trains.steps).steps
             c_BLK = chain_acceptance(HeadOutput(steps), batch, target_head, self.draft_vocab, sampling).c_BLK
             rows = steps[0].rows
             sure = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)

@@ -82,13 +82,13 @@ def flat_config(head: FusedHead, target: Target, dtype: torch.dtype) -> dict[str
         "num_hidden_layers": len(head.layers),
         "draft_vocab_size": target.vocab_size if head.draft_vocab is None else len(head.draft_vocab),
         "target_hidden_size": target.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.layer_ids),
+        "eagle_aux_hidden_state_layer_ids": list(head.reads.layer_ids),
         **{flag: getattr(head.options, flag, False) for flag in FLAGS},
     }
     if head.window is not None:
         config |= {"sliding_window": head.window, "layer_types": ["sliding_attention"] * len(head.layers)}
-    if len(head.layer_ids) != 3:
-        config["num_aux_hidden_states"] = len(head.layer_ids)
+    if len(head.reads.layer_ids) != 3:
+        config["num_aux_hidden_states"] = len(head.reads.layer_ids)
     return config
 
 

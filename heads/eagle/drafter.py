@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decode.cache import KVCache, WriteRange, build_mask, llama_layer_shapes
+from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
 from draftsmith.eval.decode.growth import child_uniforms, growth, start_beam
-from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, draw_children, probs
+from draftsmith.eval.decode.sampling import draw_children, probs
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle.base import EagleHead
 
@@ -43,7 +43,7 @@ class EagleDrafter:
         assert not drawn or isinstance(tree, StaticTree)
         self.head = head.eval()
         self.name = head.method
-        self.layer_ids = head.layer_ids
+        self.layer_ids = head.reads.layer_ids
         # A tree has its own depth.
         self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
         self.tree, self.drawn, self.greedy_drafts = tree, drawn, greedy_drafts
@@ -105,33 +105,20 @@ class EagleDrafter:
         return self._dynamic(state, out_BH, self.tree, depth)
 
     def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
-        greedy = self.greedy_drafts or state.sampling.greedy
-        uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        tokens, draft_probs = [], []
-        for k in range(depth):
-            logits_BW = self.head.logits(out_BH)
-            if uniform_BK is None:
-                choice_B = logits_BW.argmax(-1)
-            else:
-                draft_probs.append(probs(logits_BW, state.sampling))
-                choice_B = draw(draft_probs[-1], uniform_BK[:, k])
-            tokens.append(self.head.target_ids(choice_B))
-            if k + 1 < depth:
+        def next_logits(k: int, tokens_B: Tensor) -> Tensor:
+            nonlocal out_BH
+            if k:
                 hidden_B1H = self.head.feedback(out_BH)[:, None]
                 # A single row's next token sees every slot in use, which takes no mask.
                 above_B1T = (
                     None
                     if len(out_BH) == 1 and self.head.window is None
-                    else chain_above(k + 1, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
+                    else chain_above(k, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
                 )
-                out_BH = self._grow(tokens[-1][:, None], hidden_B1H, k, above_B1T)[:, 0]
-        return Draft.chain(
-            state.root_B,
-            torch.stack(tokens, 1),
-            state.limit_B.clamp(0, depth),
-            torch.stack(draft_probs, 1) if draft_probs else None,
-            self.head.draft_vocab if draft_probs else None,
-        )
+                out_BH = self._grow(tokens_B[:, None], hidden_B1H, k - 1, above_B1T)[:, 0]
+            return self.head.logits(out_BH)
+
+        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=self.head.draft_vocab)
 
     def _static(self, state: DecodeState, out_BH: Tensor, whole: StaticTree, depth: int) -> Draft:
         """Draft level by level down to `depth`; only nodes with children are run."""

@@ -21,6 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import UserError
+from draftsmith.heads.base import Drafts, Reads, Trains, layer_ids_of
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle.options import DraftShape
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
@@ -51,13 +52,13 @@ class FusedHead(EagleHead):
         embedding: Tensor,
         draft_vocab: Tensor | None,
     ) -> None:
-        super().__init__()
+        super().__init__(draft_vocab)
         (V, Ht), H, A, eps = embedding.shape, config.hidden_size, len(layer_ids), config.rms_norm_eps
         assert config.vocab_size == V
-        self.options, self.config, self.layer_ids = options, config, tuple(layer_ids)
-        self.train_steps, self.window = options.steps, options.sliding_window
+        self.options, self.config, self.window = options, config, options.sliding_window
+        self.reads, self.trains = Reads(tuple(layer_ids)), Trains(options.steps)
         # A longer draft would lose sight of its own root.
-        self.max_speculative_tokens = self.window
+        self.drafts = Drafts(self.window)
         self.num_kv_heads: int = config.num_key_value_heads
         self.head_dim: int = config.head_dim
         # Embeddings to train are a copy: the target must not learn with the head.
@@ -78,7 +79,6 @@ class FusedHead(EagleHead):
         self.lm_head = nn.Linear(H, W, bias=False) if rank is None else LowRankLinear(H, W, rank)
         self.lm_head.requires_grad_(options.train_lm_head)
         self.rotary_emb = Rotary(config)
-        self.register_buffer("draft_vocab", draft_vocab)
 
     def shares_width(self, target_hidden: int) -> bool:
         """Whether the draft is as wide as a target of that hidden size."""
@@ -127,10 +127,10 @@ class FusedHead(EagleHead):
             return self
         options, embedding = replace(self.options, lm_head_rank=None), self.embed_tokens.weight
         tensors = {name: value for name, value in self.state_dict().items() if not name.startswith("lm_head.")}
-        Ht = self.fc.in_features // len(self.layer_ids)
+        Ht = self.fc.in_features // len(self.reads.layer_ids)
         like = embedding if self.shares_width(Ht) else embedding.new_empty(len(embedding), Ht)
         with torch.device(embedding.device):
-            whole = type(self)(options, self.config, self.layer_ids, like, self.draft_vocab)
+            whole = type(self)(options, self.config, self.reads.layer_ids, like, self.draft_vocab)
         whole.load_state_dict({**tensors, "lm_head.weight": self.lm_head.product()}, assign=True)
         return whole
 
@@ -149,7 +149,7 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
     draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layer ids that the target
     does not have and for dimensions that do not fit together.
     """
-    layer_ids = target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
+    layer_ids = layer_ids_of(options, target)
     target.check_layer_ids(layer_ids)
     options.check_window()
     vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
@@ -179,7 +179,7 @@ def _shrink_streams(head: FusedHead, target: Target) -> None:
     Raw streams grow from layer to layer, to an RMS of tens and more, beside which a layer that starts at random says nothing
     for a long time. Their median over some random tokens is taken, as single tokens have states a thousand times larger.
     """
-    aux = target.forward(probe_ids(target), layer_ids=head.layer_ids).aux
+    aux = target.forward(probe_ids(target), layer_ids=head.reads.layer_ids).aux
     # Quieter ones stay so: louder, they learned worse.
     head.fc.weight.div_(head.fuse(aux).square().mean(-1).sqrt().median().clamp_min(1.0))
 

@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.decode.noise import NOISE, uniforms
+from draftsmith.heads.base import Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
@@ -51,10 +52,6 @@ class Eagle1Head(EagleHead):
     """
 
     method: ClassVar[str] = "eagle1"
-    measured: ClassVar[tuple[str, ...]] = ("token_scale",)
-    layer_ids: tuple[int, ...] = ()
-    draft_vocab = None
-    regresses: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -68,7 +65,8 @@ class Eagle1Head(EagleHead):
         self.token_scale = token_scale
         H = config.hidden_size
         assert embedding.shape[1] == target_head.weight.shape[1] == H
-        self.options, self.config, self.train_steps = options, config, options.aligned_passes
+        self.options, self.config = options, config
+        self.trains = Trains(options.aligned_passes, predicts_features=True, measured_on_target=("token_scale",))
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])

@@ -98,7 +98,7 @@ def convert_head(
     With an untrained head this shows before training whether a layout can hold it.
     """
     chosen, head = find_layout(layout, head.method), head.served()
-    K = None if num_speculative_tokens is None else head.within_reach(num_speculative_tokens)
+    K = None if num_speculative_tokens is None else head.clamp_draft_length(num_speculative_tokens)
     files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), K))
     rules = {rule.name: rule for rule in chosen.contract.tensors}
     if EMBEDDING not in rules:
@@ -143,7 +143,7 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
         for name, value in head.named_parameters()
         if name in stored  # a bias of zeros is none when it is read again
     }
-    steps = head.within_reach(head.train_steps)
+    steps = head.clamp_draft_length(head.trains.steps)
     window = flatten(files.config).get("sliding_window") or 0  # a window that is lost shows on longer texts only
     batch = _random_batch(reloaded, target, length=window + steps + 8)
     with drafting(head, reloaded):
@@ -167,7 +167,7 @@ def _random_batch(head: DraftHead, target: Target, length: int) -> TrainBatch:
         mask=torch.ones(1, length, dtype=torch.bool),
         document=torch.zeros(1, length, dtype=torch.int64),
         position=torch.arange(length)[None],
-        aux=torch.randn(1, length, len(head.layer_ids) * H, generator=generator),
+        aux=torch.randn(1, length, len(head.reads.layer_ids) * H, generator=generator),
         last=torch.randn(1, length, H, generator=generator),
         top1=torch.zeros(1, length, dtype=torch.int64),
         logsumexp=torch.zeros(1, length),

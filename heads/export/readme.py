@@ -46,14 +46,13 @@ class Exported:
     def serving(self) -> Serving:
         """The values that go into the engines' start lines."""
         heads = getattr(self.head.options, "num_heads", 0)
-        tokens = self.head.within_reach(self.num_speculative_tokens or USUAL_TOKENS)
         return Serving(
             draft=str(self.folder),
             target=target_reference(self.target),
-            tokens=self.head.served_tokens or tokens,
+            tokens=self.head.engine_draft_length(self.num_speculative_tokens or USUAL_TOKENS),
             dtype=str(self.files.dtype).removeprefix("torch."),
             gpus=self.tensor_parallel,
-            layer_ids=tuple(self.head.layer_ids),
+            layer_ids=tuple(self.head.reads.layer_ids),
             heads=heads,
             adapter=self.adapter,
         )
@@ -77,9 +76,9 @@ def write_readme(exported: Exported) -> str:
 def _facts(exported: Exported) -> str:
     head, target, serving = exported.head, exported.target, exported.serving
     vocabulary = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    layers = ", ".join(map(str, head.layer_ids))
+    layers = ", ".join(map(str, head.reads.layer_ids))
     reads = f"the streams that enter layers {layers} of {target.num_layers}" if layers else "the last hidden state"
-    reads = reads if head.reads_target else "the text alone"
+    reads = reads if head.reads.target_states else "the text alone"
     lines = [
         f"target: `{serving.target}`, fingerprint {target.fingerprint}",
         f"reads: {reads}",

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
 from draftsmith.eval.decode.growth import child_uniforms, growth
-from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, draw_children, probs
+from draftsmith.eval.decode.sampling import draw_children, probs
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.prefix_layer import PrefixCache
@@ -54,8 +54,10 @@ class HydraDrafter(StaticDrafter):
         """Run the new states, then draft at most as many tokens as a row may still emit."""
         depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
         depth = min(depth, state.tokens_left)
-        path_BC = self.head.extend(self._state(state), state.root_B)
-        return self._chain(state, path_BC, depth) if self.tree is None else self._tree(state, path_BC, self.tree, depth)
+        states_BH = self._state(state)
+        if self.tree is None:
+            return self._chain(state, states_BH, depth)
+        return self._tree(state, self.head.extend(states_BH, state.root_B), self.tree, depth)
 
     def _state(self, state: DecodeState) -> Tensor:
         """Return [B, H]: what the heads read of the text before the root."""
@@ -64,22 +66,12 @@ class HydraDrafter(StaticDrafter):
         return self._cache.read(state.new_tokens, state.length_B, state.longest_before)
 
     def _chain(self, state: DecodeState, path_BC: Tensor, depth: int) -> Draft:
-        greedy = self.greedy_drafts or state.sampling.greedy
-        uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, depth)
-        tokens: list[Tensor] = []
-        draft_probs: list[Tensor] = []
-        for k in range(depth):
-            path_BC = self.head.extend(path_BC, tokens[-1]) if k else path_BC
-            logits_BV = self.head.logits(k, path_BC)
-            if uniform_BK is None:
-                tokens.append(logits_BV.argmax(-1))
-            else:
-                draft_probs.append(probs(logits_BV, state.sampling))
-                tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
-        count_B = state.limit_B.clamp(0, depth)
-        return Draft.chain(
-            state.root_B, torch.stack(tokens, 1), count_B, torch.stack(draft_probs, 1) if draft_probs else None
-        )
+        def next_logits(k: int, tokens_B: Tensor) -> Tensor:
+            nonlocal path_BC
+            path_BC = self.head.extend(path_BC, tokens_B)
+            return self.head.logits(k, path_BC)
+
+        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts)
 
     def _tree(self, state: DecodeState, path_BC: Tensor, whole: StaticTree, depth: int) -> Draft:
         """Draft level by level down to `depth`; only nodes with children are run."""

@@ -23,7 +23,7 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.noise import DROP, kept
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.hydra.prefix_layer import PrefixLayer
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
@@ -99,9 +99,6 @@ class HydraHead(DraftHead):
     """
 
     method: ClassVar[str] = "hydra"
-    measured: ClassVar[tuple[str, ...]] = ("token_scale",)
-    layer_ids: tuple[int, ...] = ()
-    draft_vocab = None
 
     def __init__(
         self,
@@ -115,7 +112,8 @@ class HydraHead(DraftHead):
         self.token_scale = token_scale
         V, H = target_head.weight.shape
         self.options, self.config = options, config
-        self.train_steps = self.max_speculative_tokens = options.num_heads
+        self.drafts = Drafts(options.num_heads)
+        self.trains = Trains(options.num_heads, measured_on_target=("token_scale",))
         self.hidden_size, self.vocab_size = H, V
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.prefix_embedding_layer = None if config is None else PrefixLayer(config)

@@ -108,7 +108,7 @@ def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = Non
         return torch.tensor(batch.ids.numel(), device=batch.ids.device)
     masks = iterate_supervised_rows(batch) if head is None else head.supervised(batch)
     if spec.normalize == "weights":
-        steps = 1 if head is None else head.train_steps
+        steps = 1 if head is None else head.trains.steps
         counts = torch.stack([mask_BL.sum() for mask_BL in islice(masks, steps)])
         return (counts * counts.new_tensor([spec.step_weight(k) for k in range(steps)], dtype=torch.float32)).sum()
     first_BL = next(iter(masks))

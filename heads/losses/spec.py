@@ -107,10 +107,14 @@ class LossSpec:
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
-        self.check_steps(head.train_steps)
-        terms = [*self.term_weights(head.regresses, head.tunes), *self.also.values(), self.top_k_weight]
+        self.check_steps(head.trains.steps)
+        terms = [
+            *self.term_weights(head.trains.predicts_features, head.trains.tunes_target),
+            *self.also.values(),
+            self.top_k_weight,
+        ]
         terms += [1.0 if weight is None else weight for weight in self._of_parts(head)]
-        if self.decay not in (type(self).decay, 1.0) and head.train_steps == 1:
+        if self.decay not in (type(self).decay, 1.0) and head.trains.steps == 1:
             raise UserError(
                 f"train.loss.decay is {self.decay}, but {head.method} heads of this recipe learn a single step: leave it out."
             )
@@ -118,12 +122,12 @@ class LossSpec:
             raise UserError(
                 "train.loss.weight is 0 and no other loss has a weight, so nothing would be learned: raise one."
             )
-        if self.confidence_weight == 0 and head.confident:
+        if self.confidence_weight == 0 and head.trains.has_confidence:
             raise UserError(
                 "train.loss.confidence_weight is 0, which leaves the confidence untrained: set head.confidence_head to false, "
                 "or a weight."
             )
-        if self.confidence_weight and not head.confident:
+        if self.confidence_weight and not head.trains.has_confidence:
             raise UserError(
                 f"train.loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "
                 "confidence: leave it out."
@@ -133,7 +137,7 @@ class LossSpec:
             "tuned_weight": bool(self.tuned_weight),
             "ramp": self.ramp > 0,
         }
-        if (key := next((key for key, named in unusual.items() if named), None)) and not head.tunes:
+        if (key := next((key for key, named in unusual.items() if named), None)) and not head.trains.tunes_target:
             raise UserError(
                 f"train.loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
                 "train medusa2."
@@ -141,7 +145,7 @@ class LossSpec:
 
     def _of_parts(self, head: "DraftHead") -> list[float | None]:
         """The weights of losses that only some heads have: null where they count in full."""
-        return [self.confidence_weight] * head.confident + [self.tuned_weight] * head.tunes
+        return [self.confidence_weight] * head.trains.has_confidence + [self.tuned_weight] * head.trains.tunes_target
 
     def check_features(self, present: bool) -> None:
         """Raise UserError where the recipe weighs features that the head's outputs do not have."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.target.target import Target, TargetHead
 
@@ -48,13 +48,11 @@ class MedusaHead(DraftHead):
     """
 
     method: ClassVar[str] = "medusa"
-    layer_ids: tuple[int, ...] = ()
-    draft_vocab = None
 
     def __init__(self, options: MedusaOptions, target_head: TargetHead) -> None:
         super().__init__()
         self.options = options
-        self.train_steps = self.max_speculative_tokens = options.num_heads
+        self.drafts, self.trains = Drafts(options.num_heads), Trains(options.num_heads)
         V, H = target_head.weight.shape
         self.hidden_size, self.vocab_size = H, V
         heads = range(options.num_heads)

@@ -33,13 +33,12 @@ class Medusa2Head(MedusaHead):
     """
 
     method: ClassVar[str] = "medusa2"
-    # The two factors of an adapter are no whole matrices.
-    outer: ClassVar[tuple[str, ...]] = (*MedusaHead.outer, "lora_")
-    tunes: ClassVar[bool] = True
     options: Medusa2Options
 
     def __init__(self, options: Medusa2Options, target: Target) -> None:
         super().__init__(options, target.head)
+        # The two factors of an adapter are no whole matrices.
+        self.trains = replace(self.trains, tunes_target=True, no_muon=("lora_",))
         modules = None if options.target_modules is None else tuple(options.target_modules)
         spec = AdapterSpec(
             options.lora_r, options.lora_alpha, options.lora_dropout, modules, lm_head=options.tune_lm_head
@@ -83,11 +82,11 @@ class DeployedMedusa2(MedusaHead):
     this module only as a count of what was trained."""
 
     method: ClassVar[str] = "medusa2"
-    tunes: ClassVar[bool] = True
 
     def __init__(self, trained: Medusa2Head, tuned: Target) -> None:
         with torch.device("meta"):
             super().__init__(trained.options, tuned.head)
+        self.trains = trained.trains
         self.blocks, self.lm_heads, self.adapter = trained.blocks, trained.lm_heads, trained.adapter
         self._trained, self._verifier = [trained], [tuned]
         self.train(trained.training)  # of which it shares the modules

@@ -114,7 +114,7 @@ def test_bf16_decodes_what_it_accepts(method, tree):
     target = make_target(dtype=torch.bfloat16)
     head = trained(method)
     half = methods()[method].load(
-        {"options": _options(head), **_layer(head), "layer_ids": list(head.layer_ids)}, target, None
+        {"options": _options(head), **_layer(head), "layer_ids": list(head.reads.layer_ids)}, target, None
     )
     half.load_state_dict(head.state_dict())
     half = half.to(DEVICE, torch.bfloat16).eval()

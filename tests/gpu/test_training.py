@@ -40,11 +40,11 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     batches = []
     for epoch, micros in enumerate(shares):
         seed = row_key(recipe.seed, "epoch", epoch)
-        read = MicroBatches(data.source, data.train, micros, head.layer_ids, 64, seed)
+        read = MicroBatches(data.source, data.train, micros, head.reads.layer_ids, 64, seed)
         batches += [read[i][0] for i in range(len(read))]
     for step, batch in enumerate(batches):
         set_lr(optimizers, lr_factor(step, len(batches), recipe.train))
-        loss = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, recipe.train.loss)
+        loss = head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, recipe.train.loss)
         loss = loss.loss_sum / loss_divisor(batch, recipe.train.loss, head)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), recipe.train.clip)

@@ -118,7 +118,7 @@ def trained(method: str, temperature: float = 0.0, vocab: bool = False) -> tuple
     head = make_head(method, target, torch.arange(0, 160, 2) if vocab else None, layer_ids=[0, 1], block_size=4)
     optimizer = torch.optim.Adam([p for p in head.train().parameters() if p.requires_grad], lr=1e-2)
     for _ in range(40 if temperature == 0 else 16):
-        scored = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, LOSSES[method])
+        scored = head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, LOSSES[method])
         optimizer.zero_grad()
         (scored.loss_sum / loss_divisor(batch, LOSSES[method], head)).backward()
         optimizer.step()

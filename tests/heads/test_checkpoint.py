@@ -41,7 +41,7 @@ def make_head(target: Target, vocab: torch.Tensor | None = None, **options) -> E
 
 
 def same_logits(a: Eagle3Head, b: Eagle3Head, target: Target) -> bool:
-    batch = pack(target, documents_of(target), a.layer_ids)
+    batch = pack(target, documents_of(target), a.reads.layer_ids)
     return all(agree(x.logits, y.logits) for x, y in zip(a(batch, 3).steps, b(batch, 3).steps, strict=True))
 
 
@@ -54,7 +54,7 @@ def test_the_same_logits_after_a_reload(variant, vocab, tmp_path):
     save_head(head, tmp_path / "head", target)
     again = load_head(tmp_path / "head", target)
     assert same_logits(head, again, target)
-    assert (again.options, again.layer_ids) == (head.options, head.layer_ids)
+    assert (again.options, again.reads.layer_ids) == (head.options, head.reads.layer_ids)
     assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in head.parameters()]
     assert {f.name for f in (tmp_path / "head").iterdir()} == {"config.json", "model.safetensors"}
     assert list(tmp_path.iterdir()) == [tmp_path / "head"]

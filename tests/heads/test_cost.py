@@ -167,7 +167,7 @@ def batch(target: Target, head: DraftHead) -> TrainBatch:
         mask=(place >= PROMPT).expand(B, L),
         document=(torch.arange(L) // (L // DOCUMENTS)).expand(B, L),
         position=place.expand(B, L),
-        aux=torch.randn(B, L, len(head.layer_ids) * target.hidden_size).bfloat16(),
+        aux=torch.randn(B, L, len(head.reads.layer_ids) * target.hidden_size).bfloat16(),
         last=torch.randn(B, L, target.hidden_size).bfloat16(),
         top1=ids.roll(-1, 1) % 400,
         logsumexp=torch.full((B, L), 10.0),
@@ -181,7 +181,7 @@ def rows(cost: HeadCost) -> list[float]:
 
 def train_step(head: DraftHead, data: TrainBatch, target: Target, loss: LossSpec) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        output = head(data, head.train_steps)
+        output = head(data, head.trains.steps)
         scored = head_loss(output, data, target.head, head.draft_vocab, loss)
     scored.loss_sum.backward()
 
@@ -190,8 +190,8 @@ def test_parameters_are_exact(case: tuple[DraftHead, HeadCost]) -> None:
     head, cost = case
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     assert cost.matrices + cost.others == trained
-    assert cost.aux_layers == len(head.layer_ids)
-    assert cost.steps == head.train_steps
+    assert cost.aux_layers == len(head.reads.layer_ids)
+    assert cost.steps == head.trains.steps
 
 
 def test_flops_of_a_training_step(case: tuple[DraftHead, HeadCost], target: Target) -> None:

@@ -31,9 +31,9 @@ def test_queries_and_keys_reach_the_attention_in_half_precision(method: str, mon
         monkeypatch.setattr(caller, "ttt_attention", note)
     target = make_target("cpu")
     head = find_method(method).build(OPTIONS[method], target, None).train()
-    batch = pack(target, documents_of(target), head.layer_ids)
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
     with torch.autocast("cpu", torch.bfloat16):
-        head(batch, head.train_steps)
+        head(batch, head.trains.steps)
     assert seen == {torch.bfloat16}
 
 

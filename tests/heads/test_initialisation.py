@@ -135,7 +135,7 @@ def test_hydras_prefix_layer_starts_by_giving_the_states_back() -> None:
 def fused_rms(head: DraftHead, target: Target) -> float:
     """The median RMS of fused streams over tokens that no start has seen."""
     ids = torch.randint(3, target.vocab_size, (4, 32), generator=torch.Generator().manual_seed(7))
-    fused = head.fuse(target.forward(ids, layer_ids=head.layer_ids).aux)
+    fused = head.fuse(target.forward(ids, layer_ids=head.reads.layer_ids).aux)
     return float(fused.detach().square().mean(-1).sqrt().median())
 
 

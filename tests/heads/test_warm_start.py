@@ -53,9 +53,9 @@ def test_what_the_recipe_leaves_open_is_that_of_the_head_and_training_that_of_th
     assert (adopted.layer_ids, adopted.intermediate_size, adopted.num_key_value_heads) == ([1, 4], 48, 1)
     assert adopted.draft_vocab_size == (160 if vocab is None else 80)
     again = restart(head, adopted, target)
-    assert (again.train_steps, again.lm_head.weight.requires_grad) == (2, False)
+    assert (again.trains.steps, again.lm_head.weight.requires_grad) == (2, False)
     assert again.embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
-    batch = pack(target, documents_of(target), head.layer_ids)
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
     for a, b in zip(head(batch, 3).steps, again(batch, 3).steps, strict=True):
         assert torch.equal(a.logits, b.logits)
 
@@ -181,7 +181,7 @@ def test_a_better_head_takes_the_place_of_the_start(
 def test_all_that_differs_is_named_at_once() -> None:
     target = make_target()
     head = make_eagle3(target, norm_before_residual=True, intermediate_size=48)
-    asked = Eagle3Options(intermediate_size=96, ttt_steps=head.train_steps)
+    asked = Eagle3Options(intermediate_size=96, ttt_steps=head.trains.steps)
     with pytest.raises(
         UserError, match=r"^head\.\w+ is \w+, head\.\w+ is \w+, but the head that .* to that, or"
     ) as caught:
@@ -208,7 +208,7 @@ def test_training_goes_on_from_any_head(name: str) -> None:
     assert {n for n, p in head.named_parameters() if p.requires_grad} == {
         n for n, p in again.named_parameters() if p.requires_grad
     }
-    batch = pack(target, documents_of(target), head.layer_ids)
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
     for a, b in zip(head.eval()(batch, 2).steps, again.eval()(batch, 2).steps, strict=True):
         assert torch.equal(a.logits, b.logits)
 

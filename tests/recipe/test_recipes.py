@@ -177,8 +177,8 @@ def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
         options = replace(options, init_from=None, hidden_size=32)
     torch.manual_seed(0)
     head = method.build(options, target, vocab)
-    batch = pack(target, documents_of(target), head.layer_ids)
-    output = head(batch, head.train_steps)
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
+    output = head(batch, head.trains.steps)
     scored = head_loss(output, batch, target.head, head.draft_vocab, recipe.train.loss)
     scored.loss_sum.backward()
     trained = [p for p in head.parameters() if p.requires_grad]

@@ -96,7 +96,7 @@ def test_baselines_stand_beside_the_heads(session: Session, workplace: Path, hea
         "draft model padded",
     ]
     lookup, longer, draft = found[2:]
-    assert [(c.method, c.lossless, c.steady, c.head) for c in (lookup, draft)] == [
+    assert [(c.method, c.lossless, c.fixed_length, c.head) for c in (lookup, draft)] == [
         ("prompt_lookup", True, False, None),
         ("draft_model", True, True, None),
     ]
@@ -195,7 +195,7 @@ def test_a_head_that_reads_less_than_the_longest_text_is_refused(
     session: Session, workplace: Path, heads: dict[str, DraftHead]
 ) -> None:
     small = load_head(workplace / "short", session.target)
-    assert (small.context_length, heads["medusa"].context_length) == (64, None)
+    assert (small.reads.context_length, heads["medusa"].reads.context_length) == (64, None)
     asked = asking(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
     both = heads | {"draft_model": small}
     assert [c.name for c in select_drafters(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]

@@ -137,7 +137,7 @@ def test_the_default_export_is_medusas_own_and_others_go_beside_it(
     assert first.read_bytes() == before
     target = load_target(str(workplace / "target"))
     head = layouts()["medusa_vllm"].load(finished / "export" / "medusa_vllm", target)
-    assert head.max_speculative_tokens == 3
+    assert head.drafts.max_speculative_tokens == 3
     assert main(["export", *words, "--export.layout", "medusa_vllm"]) == 0, "a second time it is reused"
 
 

@@ -57,7 +57,7 @@ def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -
     assert (finished / "evaluation" / "report.html").exists()
     assert (finished / "evaluation" / "report.md").exists()
     target = load_target(str(workplace / "target"))
-    assert load_eagle3_directory(finished / "export" / "eagle3", target).layer_ids == (2, 4, 6)
+    assert load_eagle3_directory(finished / "export" / "eagle3", target).reads.layer_ids == (2, 4, 6)
 
 
 def test_answers_keep_their_ids_and_metrics_their_steps(finished: Path) -> None:

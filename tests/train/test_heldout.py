@@ -13,7 +13,7 @@ from draftsmith.data.features.extract import OnlineSource
 from draftsmith.data.packing import collate
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate import acceptance as simulate
-from draftsmith.heads.base import HeadOutput, agree
+from draftsmith.heads.base import HeadOutput, Trains, agree
 from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
@@ -70,7 +70,7 @@ def test_block_drafters_are_judged_piece_by_piece(method: str, monkeypatch: pyte
     of all at once."""
     target = make_target()
     head = make_head(method, target, torch.arange(0, 160, 3)).train()
-    source = OnlineSource(target, samples(), head.layer_ids)
+    source = OnlineSource(target, samples(), head.reads.layer_ids)
     plan = make_heldout_batches(source, list(range(9)), 48, 2)
 
     def held() -> HeldOut:
@@ -94,7 +94,7 @@ def test_block_drafters_are_judged_piece_by_piece(method: str, monkeypatch: pyte
     for name, value in asdict(whole).items():
         assert getattr(pieces, name) == pytest.approx(value, rel=1e-5), name
     # As in training, where all logits are one product.
-    batch = collate([source.get_many([0, 1], head.layer_ids)], 48)
+    batch = collate([source.get_many([0, 1], head.reads.layer_ids)], 48)
     head.eval()
     for ours, theirs in zip(head(batch, 3).steps, no_grad(head)(batch, 3).steps, strict=True):
         assert torch.equal(ours.rows, theirs.rows)
@@ -112,7 +112,7 @@ def test_calibration_computes_in_the_precision_of_training(tmp_path: Path, monke
     for precision in ("bf16", "no"):
         recipe = SimpleNamespace(answers=SimpleNamespace(sampling=Sampling()))
         run = SimpleNamespace(
-            head=SimpleNamespace(confident=True),
+            head=SimpleNamespace(trains=Trains(has_confidence=True)),
             folder=tmp_path,
             data=SimpleNamespace(source=None),
             heldout_batches=[],

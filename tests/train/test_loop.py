@@ -66,7 +66,7 @@ def test_training_learns_and_keeps_the_best_head(target: Target, tmp_path: Path)
     assert max(taus) > 1.3, "greedy texts of four prompts are often drafted right"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["best_tau"] == max(taus)
-    assert load_head(best, target).layer_ids == LAYERS
+    assert load_head(best, target).reads.layer_ids == LAYERS
 
 
 def test_patience_stops_early(target: Target, tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_step_whose_rows_all_weigh_nothing_changes_nothing(target: Target, tmp
     two = [Tokenized(x.ids, (torch.arange(len(x.ids)) // 2 == 2), x.sample_id, x.slice) for x in texts]
     some = TrainData(OnlineSource(target, two, LAYERS), data.train, data.heldout)
     head = make_head(target)
-    loss = LossSpec(depth_weights=[0.0] + [1.0] * (head.train_steps - 1), normalize="weights")
+    loss = LossSpec(depth_weights=[0.0] + [1.0] * (head.trains.steps - 1), normalize="weights")
     before = {name: value.clone() for name, value in head.state_dict().items()}
     recipe = make_recipe(epochs=1, clip=0.0, loss=loss)
     with pytest.raises(UserError, match="no supervised row"):

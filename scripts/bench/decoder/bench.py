@@ -150,7 +150,7 @@ def _known(
         return lambda length: KnownAcceptance(answers, alpha, length, target.vocab_size)
 
     return [
-        Contender(f"known acceptance {alpha:g}", "known_acceptance", make(alpha), k, k, steady=False)
+        Contender(f"known acceptance {alpha:g}", "known_acceptance", make(alpha), k, k, fixed_length=False)
         for alpha in alphas
     ]
 
@@ -238,7 +238,7 @@ def _rows(
     *,
     greedy: bool,
 ) -> list[SystemSpeed]:
-    steady = {c.name: c.steady for c in drafters} | {ALONE: True}
+    fixed = {c.name: c.fixed_length for c in drafters} | {ALONE: True}
     lengths = {c.name: c.num_speculative_tokens for c in drafters} | {ALONE: 1}
     alone = [_speed(repeat) for repeat in outcomes[ALONE]]
     expected = [text for outcome in outcomes[ALONE][0] for text in outcome.texts]
@@ -252,7 +252,7 @@ def _rows(
         k = lengths.get(name, 1)
         tau = total((tally_generation(g, k) for d in decoded for g in d.generations), k).tau if decoded else None
         # A batch's rounds are those of its slowest row, which tau does not tell.
-        known = tau is not None and batch == 1 and steady.get(name, False)
+        known = tau is not None and batch == 1 and fixed.get(name, False)
         ideal = 1000 * tau / costs[name] if known and tau is not None else None
         rows.append(
             SystemSpeed(

@@ -77,7 +77,7 @@ class Measure:
         head = head.deployed(self.target).to(self.target.dtype)
         verifier = head.verifier(self.target)
         asked = self.spec.num_speculative_tokens
-        k = head.served_tokens or min(asked, head.max_speculative_tokens or asked)
+        k = head.engine_draft_length(asked)
         tuned = None if verifier is self.target else verifier
         return make_contender(name, head, k, max(k, *LENGTHS), verifier=tuned)
 

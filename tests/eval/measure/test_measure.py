@@ -238,7 +238,7 @@ def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
     timings = {name: Timings([[decoded(one, verify=1.0)]]) for name in ("", "x")}
     costs = Costs({"1": 10.0, "2": 11.0, "3": 12.0}, {"x": {"1": 1.0, "2": 1.0}})
     steady, varying = (
-        summarize(replace(contender("x"), steady=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
+        summarize(replace(contender("x"), fixed_length=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
         for s in (True, False)
     )
     assert steady.ideal_speedup is not None

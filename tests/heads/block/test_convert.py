@@ -48,8 +48,8 @@ def test_there_and_back(method: str, vocab: torch.Tensor | None, embeddings: boo
     ours, theirs = head.state_dict(), again.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (again.layer_ids, again.options.block_size, again.options.num_layers) == (
-        head.layer_ids,
+    assert (again.reads.layer_ids, again.options.block_size, again.options.num_layers) == (
+        head.reads.layer_ids,
         head.options.block_size,
         head.options.num_layers,
     )
@@ -106,7 +106,7 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     assert torch.equal(load_head(path, target).fc.weight, make_dflash(target).fc.weight)
     path = exported("dspark", tmp_path / "b", target)
     edit(path, dflash_config=None, mask_token_id=3, target_layer_ids=[0, 2, 4], architectures=["DSparkDraftModel"])
-    assert load_head(path, target).layer_ids == (1, 3, 5)
+    assert load_head(path, target).reads.layer_ids == (1, 3, 5)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

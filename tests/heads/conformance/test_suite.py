@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.eval.decode import chains
 from draftsmith.eval.decode.sampling import draw
 from draftsmith.heads import static_drafts as slot_drafts
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.conformance import suite
 from draftsmith.heads.conformance.suite import CHECKS, Spec, check_layouts, run_conformance, tiny_target
 from draftsmith.heads.dflash.options import DFlashOptions
 from draftsmith.heads.draft_model.options import DraftLmOptions
@@ -16,7 +19,6 @@ from draftsmith.heads.dspark.drafter import DSparkDrafter
 from draftsmith.heads.dspark.head import DSparkHead
 from draftsmith.heads.dspark.options import DSparkOptions
 from draftsmith.heads.eagle import base as eagle_base
-from draftsmith.heads.eagle import drafter as eagle_drafter
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle1.head import Eagle1Head
 from draftsmith.heads.eagle1.options import Eagle1Options
@@ -165,7 +167,7 @@ def stale_state(patch: pytest.MonkeyPatch) -> None:
 
 def most_likely_draws(patch: pytest.MonkeyPatch) -> None:
     """Drafts the most likely tokens, and says that they were drawn."""
-    patch.setattr(eagle_drafter, "draw", lambda probs, uniform: probs.argmax(-1))
+    patch.setattr(chains, "draw", lambda probs, uniform: probs.argmax(-1))
 
 
 def shorter_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -326,54 +328,99 @@ def other_confidence(patch: pytest.MonkeyPatch) -> None:
 
 
 MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
-    ("decoding equals training", "eagle3", wrong_rotary, "drawn from another distribution|not the training pass"),
-    ("decoding equals training", "eagle3", lost_feedback, "drawn from another distribution|not the training pass"),
-    ("decoding equals training", "eagle1", lost_feedback, "drawn from another distribution|not the training pass"),
-    ("decoding equals training", "medusa", stale_state, "drawn from another distribution|not the training pass"),
-    ("drafts are drawn from their distributions", "eagle3", most_likely_draws, "not drawn from the distributions"),
-    ("simulated equals decoded", "eagle3", shorter_drafts, "differ at temperature 0"),
+    (
+        "decoding has the probabilities of training",
+        "eagle3",
+        wrong_rotary,
+        "differ from the training pass|not the training pass",
+    ),
+    (
+        "decoding has the probabilities of training",
+        "eagle3",
+        lost_feedback,
+        "differ from the training pass|not the training pass",
+    ),
+    (
+        "decoding has the probabilities of training",
+        "eagle1",
+        lost_feedback,
+        "differ from the training pass|not the training pass",
+    ),
+    (
+        "decoding has the probabilities of training",
+        "medusa",
+        stale_state,
+        "differ from the training pass|not the training pass",
+    ),
+    (
+        "drafts are drawn from the probabilities that they name",
+        "eagle3",
+        most_likely_draws,
+        "not drawn from the probabilities",
+    ),
+    ("simulated acceptance equals decoded acceptance", "eagle3", shorter_drafts, "differ at temperature 0"),
     ("drafts end where the confidence says", "dspark", later_ends, "differ at temperature 0 with the confidence thr"),
     ("drafts end where the confidence says", "dspark", silent_ends, "does not say where its drafts end"),
-    ("packed equals alone", "eagle3", leak, "between documents packed and alone"),
-    ("packed equals alone", "eagle1", noise_by_turns, "in training, between documents packed and alone"),
-    ("rows that count", "medusa", every_row, "other rows than"),
-    ("seeds reproduce", "eagle3", unseeded, "same seed differ"),
-    ("checkpoints hold everything", "eagle3", left_out, "another norm.weight"),
-    ("exports give the head back", "medusa", swapped_heads, "gives other logits"),
-    ("exports give the head back", "dspark", other_confidence, "gives other confidences"),
-    ("rows are independent", "medusa", neighbour, "another one in a batch than alone"),
-    ("greedy text is the target's", "medusa", another_root, "other ones than the target's alone"),
+    ("packed documents train like single ones", "eagle3", leak, "between documents packed and alone"),
     (
-        "trees are as the method says",
+        "packed documents train like single ones",
+        "eagle1",
+        noise_by_turns,
+        "in training, between documents packed and alone",
+    ),
+    ("logits come for the supervised rows", "medusa", every_row, "other rows than"),
+    ("the same seed trains the same head", "eagle3", unseeded, "same seed differ"),
+    ("a checkpoint restores the head", "eagle3", left_out, "differs in norm.weight"),
+    ("an export restores the head", "medusa", swapped_heads, "gives other logits"),
+    ("an export restores the head", "dspark", other_confidence, "gives other confidences"),
+    ("rows of a batch are independent", "medusa", neighbour, "differ.* between a batch and alone"),
+    ("greedy text is the target's own", "medusa", another_root, "greedy answers differ from the target's own"),
+    (
+        "trees keep greedy text and acceptance",
         "medusa",
         another_root,
-        "greedy answers with a .* tree are not the target's alone",
+        "greedy answers with a .* tree differ from the target's own",
     ),
-    ("trees are as the method says", "medusa", depths_by_turns, "rounds differ with a static tree"),
-    ("trees are as the method says", "medusa", no_trees, "names drawn trees, but its drafter takes none"),
+    ("trees keep greedy text and acceptance", "medusa", depths_by_turns, "rounds differ with a static tree"),
+    ("trees keep greedy text and acceptance", "medusa", no_trees, "names drawn trees, but its drafter takes none"),
     (
-        "drawn trees are drawn from their distributions",
+        "drawn trees are drawn from the probabilities that they name",
         "medusa",
         most_likely_children,
-        "not drawn from the distributions they name",
+        "not drawn from the probabilities that they name",
     ),
     (
-        "drawn trees are drawn from their distributions",
+        "drawn trees are drawn from the probabilities that they name",
         "medusa",
         with_replacement,
-        "not drawn from the distributions they name",
+        "not drawn from the probabilities that they name",
     ),
     (
-        "drawn trees are drawn from their distributions",
+        "drawn trees are drawn from the probabilities that they name",
         "medusa",
         depths_by_turns,
-        "drawn from another distribution than training's",
+        "differ from the training pass",
     ),
 ]
 
 
 def test_every_check_has_a_mutant() -> None:
     assert {check for check, *_ in MUTANTS} == set(CHECKS)
+
+
+def test_every_promise_of_a_head_has_a_check() -> None:
+    told = [line.strip() for line in (DraftHead.__doc__ or "").splitlines()]
+    promises = [line.removeprefix("- ").partition(":")[0] for line in told if line.startswith("- ")]
+    assert promises == list(CHECKS)
+
+
+def test_the_message_names_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    every_row(monkeypatch)
+    monkeypatch.setattr(suite, "CHECKS", {name: CHECKS[name] for name in ("logits come for the supervised rows",)})
+    with pytest.raises(
+        AssertionError, match=r"^The method medusa breaks the promise 'logits come for the supervised rows': "
+    ):
+        run_conformance(spec("medusa"))
 
 
 @pytest.mark.parametrize(
@@ -391,4 +438,4 @@ def test_a_broken_drafter_is_found(
 def test_a_head_that_calls_itself_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(methods(), "twin", methods()["medusa"])
     with pytest.raises(AssertionError, match="A head of twin calls itself medusa"):
-        CHECKS["checkpoints hold everything"](Spec("twin", MedusaOptions(2), tiny_target()))
+        CHECKS["a checkpoint restores the head"](Spec("twin", MedusaOptions(2), tiny_target()))

@@ -50,14 +50,14 @@ def check_against_blocks(**options: Any) -> None:
     head = make_head("dflash", target, **options)
     batch = packed(target)
     seen = 0
-    for k, step in enumerate(head(batch, head.train_steps).steps):
+    for k, step in enumerate(head(batch, head.trains.steps).steps):
         assert torch.equal(step.rows, supervised_rows(batch, k).flatten().nonzero().flatten())
         for row, logits_W in zip(step.rows.tolist(), step.logits, strict=True):
             expected = slow_states(head, batch, row)[1 + k] @ target.head.weight.double().T
             expected = expected if head.draft_vocab is None else expected[head.draft_vocab]
             torch.testing.assert_close(logits_W.double(), expected, atol=2e-4, rtol=2e-4)
             seen += 1
-    assert seen > 20 * head.train_steps
+    assert seen > 20 * head.trains.steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,7 +255,7 @@ def test_a_wrong_drafter_is_found(
 
 def test_a_draft_is_no_longer_than_its_block() -> None:
     head = trained("dflash")[1]
-    assert (head.train_steps, head.max_speculative_tokens, head.options.block_size) == (3, 3, 4)
+    assert (head.trains.steps, head.drafts.max_speculative_tokens, head.options.block_size) == (3, 3, 4)
     assert make_contender("dflash", head, 7, 8).num_speculative_tokens == 3
     with pytest.raises(AssertionError):
         DFlashDrafter(head, 4)

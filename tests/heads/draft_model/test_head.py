@@ -102,7 +102,7 @@ def test_gradients_are_those_of_the_model_on_each_document_alone(kind: str) -> N
     target = make_target()
     head, spec = make(target, OPTIONS[kind]), LossSpec(kind="soft_ce")
     batch = pack(target, documents_of(target), ())
-    output = head(batch, head.train_steps)
+    output = head(batch, head.trains.steps)
     head_loss(output, batch, target.head, None, spec).loss_sum.backward()
     model, p = oracle(head), target.head.logits(batch.last).softmax(-1).flatten(0, 1)
     counted = set((output.steps[0].rows + 1).tolist())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decode import chains
 from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.sampling import Sampling
@@ -20,7 +21,6 @@ from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
-from draftsmith.heads.dspark import drafter as dspark_drafter
 from draftsmith.heads.dspark import head as dspark
 from draftsmith.heads.dspark.drafter import DSparkDrafter
 from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
@@ -101,7 +101,7 @@ def test_training_trains_the_head_alone() -> None:
 def test_without_a_confidence_head_there_is_none() -> None:
     target = make_target()
     head = make_head("dspark", target, confidence_head=False)
-    assert not head.confident
+    assert not head.trains.has_confidence
     assert not any("confidence" in name or name == "temperatures" for name in head.state_dict())
     assert all(step.confidence is None and step.stops is None for step in head(packed(target), 5).steps)
 
@@ -110,7 +110,7 @@ def test_without_a_confidence_head_there_is_none() -> None:
 def cautious(threshold: float, temperature: float = 0.0) -> tuple[Any, Any, Any]:
     """The trained head with a threshold, its slots at different temperatures."""
     target, head, batch = trained("dspark", temperature)
-    careful = deepcopy(head).until(threshold)
+    careful = deepcopy(head).with_confidence_threshold(threshold)
     careful.temperatures.copy_(torch.tensor([1.0, 2.0, 0.7, 1.3]))
     return target, careful, batch
 
@@ -166,11 +166,11 @@ def test_simulation_predicts_sampled_decoding(k: int, threshold: float | None) -
     assert 0 < abs(sum(errors)) < 3 * sum(e * e for e in errors) ** 0.5
 
 
-def test_a_head_that_ends_its_drafts_is_not_steady() -> None:
+def test_a_head_that_ends_its_drafts_has_no_fixed_length() -> None:
     head = trained("dspark")[1]
     chain, early = (make_contender("dspark", head, 4, 8, threshold=threshold) for threshold in (None, 0.3))
-    assert (chain.name, chain.steady, chain.head) == ("dspark", True, head)
-    assert (early.name, early.steady, early.head) == ("dspark until 0.3", False, head)
+    assert (chain.name, chain.fixed_length, chain.head) == ("dspark", True, head)
+    assert (early.name, early.fixed_length, early.head) == ("dspark until 0.3", False, head)
     assert (early.make(4).head.threshold, head.threshold) == (0.3, None)
 
 
@@ -178,7 +178,7 @@ def test_a_threshold_needs_a_confidence() -> None:
     with pytest.raises(
         UserError, match=r"confidence_threshold is 0.3, but dspark heads, or this one, say no confidence"
     ):
-        make_head("dspark", make_target(), confidence_head=False).until(0.3)
+        make_head("dspark", make_target(), confidence_head=False).with_confidence_threshold(0.3)
     with pytest.raises(UserError, match=r"confidence_threshold is 0.3, but dflash heads"):
         make_contender("dflash", trained("dflash")[1], 3, 3, threshold=0.3)
 
@@ -231,12 +231,15 @@ def biased_by_the_root(patch: pytest.MonkeyPatch) -> None:
 
 def judged_by_itself(patch: pytest.MonkeyPatch) -> None:
     """Tokens say that they were drawn, but the most likely were taken."""
-    patch.setattr(dspark_drafter, "draw", lambda probs, uniform: probs.argmax(-1))
+    patch.setattr(chains, "draw", lambda probs, uniform: probs.argmax(-1))
 
 
 @pytest.mark.parametrize(
     ("mutant", "check"),
-    [(biased_by_the_root, "decoding equals training"), (judged_by_itself, "drafts are drawn from their distributions")],
+    [
+        (biased_by_the_root, "decoding has the probabilities of training"),
+        (judged_by_itself, "drafts are drawn from the probabilities that they name"),
+    ],
 )
 def test_a_wrong_drafter_is_found(
     mutant: Callable[[pytest.MonkeyPatch], None], check: str, monkeypatch: pytest.MonkeyPatch

@@ -366,9 +366,9 @@ def test_a_head_with_a_small_window_is_exported_again(make, tmp_path):
     target = make_target()
     export_head(make(target, sliding_window=5), target, tmp_path / "one")
     again = load_head(tmp_path / "one", target)
-    assert again.train_steps > again.max_speculative_tokens
+    assert again.trains.steps > again.drafts.max_speculative_tokens
     export_head(again, target, tmp_path / "two")
-    batch = pack(target, documents_of(target), again.layer_ids)
+    batch = pack(target, documents_of(target), again.reads.layer_ids)
     for a, b in zip(again(batch, 3).steps, load_head(tmp_path / "two", target)(batch, 3).steps, strict=True):
         assert torch.equal(a.logits, b.logits)
 

@@ -209,7 +209,7 @@ def test_only_what_eagle_publishes_is_a_parameter():
     hidden = head.begin(NewTokens(torch.zeros(1, 2, dtype=torch.int64), last[..., :0], last, torch.tensor([2])))
     assert hidden.dtype == torch.float32
     assert head.logits(hidden).shape == (1, 2, target.vocab_size)
-    assert (head.layer_ids, head.draft_vocab, head.target_ids(torch.tensor(7)).item()) == ((), None, 7)
+    assert (head.reads.layer_ids, head.draft_vocab, head.target_ids(torch.tensor(7)).item()) == ((), None, 7)
 
 
 MLP = ("gate", "up", "down")

@@ -95,7 +95,7 @@ def test_loss_and_gradients_are_those_of_the_slow_reference(passes, detach, top_
     head = make_head(target, aligned_passes=passes, detach_passes=detach)
     batch = pack(target, documents_of(target), ())
     spec = replace(PAPER, decay=0.7, top_k=top_k or 10, top_k_weight=float(top_k > 0))
-    scored = head_loss(head(batch, head.train_steps), batch, target.head, None, spec)
+    scored = head_loss(head(batch, head.trains.steps), batch, target.head, None, spec)
     scored.loss_sum.backward()
     slow = SlowTraining(head, target)
     expected = slow.loss(batch, passes, 0.7, top_k, detach=detach)
@@ -145,7 +145,7 @@ def test_a_head_without_features_refuses_a_weight_for_them(target):
     with pytest.raises(UserError, match=r"loss\.feature_weight is 1\.0, but no output of the head") as caught:
         head_loss(head(batch, 1), batch, target.head, None, LossSpec(feature_weight=1.0))
     assert "\n" not in str(caught.value)
-    assert (head.regresses, Eagle1Head.regresses) == (False, True)
+    assert not head.trains.predicts_features
     head_loss(head(batch, 1), batch, target.head, None, LossSpec(feature_weight=0.0))
 
 

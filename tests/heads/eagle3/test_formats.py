@@ -42,7 +42,7 @@ def test_the_reloaded_export_gives_the_training_logits(flags, tmp_path):
     target, head, config, _ = write(tmp_path / "out", **flags)
     assert {flag: config[flag] for flag in FLAGS} == flags
     reloaded = load_speculators_directory(tmp_path / "out", target)
-    batch = pack(target, documents_of(target), head.layer_ids)
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
     for ours, theirs in zip(head(batch, 3).steps, reloaded(batch, 3).steps, strict=True):
         assert torch.equal(ours.logits, theirs.logits)
 
@@ -91,7 +91,7 @@ def read_by_an_engine(config: dict[str, Any], tensors: dict[str, Tensor], tokens
 def test_an_engine_computes_our_logits_from_the_files(options, tmp_path):
     target, head, config, tensors = write(tmp_path / "out", **options)
     document = documents_of(target, ((20,),))
-    batch = pack(target, document, head.layer_ids)
+    batch = pack(target, document, head.reads.layer_ids)
     step = head(batch, 1).steps[0]
     logits = read_by_an_engine(config, tensors, document[0][0][1:], batch.aux[0, :-1])
     torch.testing.assert_close(logits[step.rows], step.logits, atol=1e-4, rtol=1e-4)

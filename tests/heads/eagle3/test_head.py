@@ -273,7 +273,7 @@ def test_a_batch_without_supervised_rows_gives_empty_steps():
 def test_build_takes_everything_from_the_target():
     target = make_target("gemma3")
     head = make_head(target, intermediate_size=40)
-    assert head.layer_ids == LAYERS
+    assert head.reads.layer_ids == LAYERS
     assert torch.equal(head.lm_head.weight, target.head.weight[head.draft_vocab])
     assert head.embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
     assert (head.config.intermediate_size, head.config.num_key_value_heads) == (40, 2)
@@ -286,7 +286,7 @@ def test_build_takes_everything_from_the_target():
 
 
 def test_default_layers_are_the_engines():
-    assert build(Eagle3Options(), make_target(), None).layer_ids == (2, 4, 5)
+    assert build(Eagle3Options(), make_target(), None).reads.layer_ids == (2, 4, 5)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ SHARED_FIXTURES = Path(__file__).resolve().parents[3].parent / "shared" / "fixtu
 
 
 def check_same_logits(a: Eagle3Head, b: Eagle3Head, target: Target, tolerance: float = 0.0) -> None:
-    batch = pack(target, documents_of(target), a.layer_ids)
+    batch = pack(target, documents_of(target), a.reads.layer_ids)
     for x, y in zip(a(batch, 3).steps, b(batch, 3).steps, strict=True):
         assert torch.equal(x.rows, y.rows)
         torch.testing.assert_close(x.logits, y.logits, atol=tolerance, rtol=tolerance)

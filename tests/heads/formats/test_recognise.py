@@ -68,7 +68,7 @@ CASES = [
 
 
 def logits(head: DraftHead, target: Target) -> list[Tensor]:
-    return [step.logits for step in head(pack(target, documents_of(target), head.layer_ids), 3).steps]
+    return [step.logits for step in head(pack(target, documents_of(target), head.reads.layer_ids), 3).steps]
 
 
 def check_the_same(head: DraftHead, again: DraftHead, target: Target) -> None:
@@ -77,7 +77,7 @@ def check_the_same(head: DraftHead, again: DraftHead, target: Target) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not any(theirs[name].any() for name in theirs.keys() - ours.keys())
     assert {p.dtype for p in again.parameters()} == {torch.float32}
-    assert (again.method, again.layer_ids) == (head.method, head.layer_ids)
+    assert (again.method, again.reads.layer_ids) == (head.method, head.reads.layer_ids)
     assert [p.requires_grad for p in again.parameters()].count(False) == len(theirs.keys() & {"embed_tokens.weight"})
     for a, b in zip(logits(head, target), logits(again, target), strict=True):
         assert torch.equal(a, b)
@@ -172,7 +172,7 @@ def test_layers_that_engines_read_differently_are_refused(keys, said, tmp_path):
     config, tensors = eagle3_files(make_eagle3(target, layer_ids=(2, 4, 5)))
     folder = write(tmp_path / "head", config | keys, tensors, "model.safetensors")
     if isinstance(said, tuple):
-        assert load_head(folder, target).layer_ids == said
+        assert load_head(folder, target).reads.layer_ids == said
     else:
         with pytest.raises(UserError, match=said):
             load_head(folder, target)

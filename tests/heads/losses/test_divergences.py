@@ -184,7 +184,7 @@ def test_every_loss_trains_every_head(kind, method, target):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
     torch.manual_seed(0)
     head = find_method(method).build(OPTIONS[method], target, torch.arange(0, 160, 2) if method == "eagle3" else None)
-    batch = pack(target, documents_of(target), head.layer_ids)
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
     spec, weights = (
         LossSpec(kind=kind, decay=0.5),
         [p for p in head.parameters() if p.requires_grad],
@@ -192,7 +192,7 @@ def test_every_loss_trains_every_head(kind, method, target):
     before, losses = [w.detach().clone() for w in weights], []
     (optimizer,) = build_optimizers(head, TrainSpec(lr=3e-3))
     for _ in range(4):
-        scored = head_loss(head(batch, head.train_steps), batch, target.head, head.draft_vocab, spec)
+        scored = head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, spec)
         losses.append(float(scored.loss_sum.detach() / scored.rows))
         optimizer.zero_grad()
         scored.loss_sum.div(scored.rows).backward()

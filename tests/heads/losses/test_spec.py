@@ -14,7 +14,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
-from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows, supervised_rows
+from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_supervised_rows, supervised_rows
 from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.losses.teacher import make_teacher
@@ -222,28 +222,26 @@ def test_weights_below_zero_are_refused(changes, words):
 
 
 def test_a_decay_over_a_single_step_is_refused():
-    head = cast(
-        Any, SimpleNamespace(train_steps=1, regresses=False, confident=False, tunes=False, method="draft_model")
-    )
+    head = cast(Any, SimpleNamespace(trains=Trains(1), method="draft_model"))
     for harmless in (LossSpec(), LossSpec(decay=1.0)):
         harmless.check_head(head)
     with pytest.raises(
         UserError, match=r"train\.loss\.decay is 0\.5, but draft_model heads of this recipe learn a single step"
     ):
         LossSpec(decay=0.5).check_head(head)
-    head.train_steps = 2
+    head.trains = Trains(2)
     LossSpec(decay=0.5).check_head(head)
 
 
 def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
-    head = cast(Any, SimpleNamespace(train_steps=2, regresses=False, confident=False, tunes=False, method="medusa"))
+    head = cast(Any, SimpleNamespace(trains=Trains(2), method="medusa"))
     LossSpec(confidence_weight=0.0).check_head(head)
     with pytest.raises(
         UserError, match=r"loss\.confidence_weight is 1\.0, but medusa heads of this recipe say no confidence"
     ) as caught:
         LossSpec(confidence_weight=1.0).check_head(head)
     assert "\n" not in str(caught.value)
-    head.confident = True
+    head.trains = Trains(2, has_confidence=True)
     LossSpec(confidence_weight=1.0).check_head(head)
     with pytest.raises(UserError, match=r"confidence_weight is 0, which leaves .*: set head\.confidence_head to false"):
         LossSpec(confidence_weight=0.0).check_head(head)

@@ -29,11 +29,11 @@ class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa).
 
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's distribution at position t+1+offset.
-    rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or a function that computes those of some rows,
-    for heads whose logits do not fit in memory at once (see `logits_of`). feature: [R, H] the predicted last state of the
-    target at position t+1+offset, which the logits are made from (EAGLE-1). confidence: [R] the log-odds that the drafted
-    token is accepted, given that those before it are (DSpark). stops: [R] bool, True where the draft ends before this
-    token; it may depend on the tokens before, never on the one that the row predicts.
+    rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or a function that computes those of some
+    rows, for heads whose logits do not fit in memory at once (see `logits_of`). feature: [R, H] the predicted last
+    state of the target at position t+1+offset, which the logits are made from (EAGLE-1). confidence: [R] the log-odds
+    that the drafted token is accepted, given that those before it are (DSpark). stops: [R] bool, True where the draft
+    ends before this token; it may depend on the tokens before, never on the one that the row predicts.
     """
 
     offset: int
@@ -70,8 +70,8 @@ class HeadOutput:
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits [..., W] are equal up to rounding: on some processors the order of a product's sums depends on
-    where in memory a matrix begins."""
+    """Return whether logits [..., W] are equal up to rounding: on some processors the order of a product's sums depends
+    on where in memory a matrix begins."""
     apart, size = (ours - theirs).abs().sum(-1), 1.0 + ours.abs().sum(-1)
     # A real difference is of the size of the logits themselves, so that the tolerance need not be fine.
     return bool((apart <= (1e-4 if ours.dtype == torch.float32 else 5e-2) * size).all())
@@ -131,7 +131,8 @@ class Reads:
     layer_ids: tuple[int, ...] = ()
     """The aux layers whose hidden states it reads: id k is the residual stream that enters decoder layer k."""
     target_states: bool = True
-    """It reads hidden states of the target: those of `layer_ids`, the last one or both. False: it reads the text alone."""
+    """It reads hidden states of the target: those of `layer_ids`, the last one or both. False: it reads the text
+    alone."""
     context_length: int | None = None
     """The longest text it can read, its draft included, in tokens; None: as long as the target's context."""
 
@@ -159,8 +160,8 @@ class Trains:
     tunes_target: bool = False
     """Training tunes the target too, and the output carries that one's logits as `tuned` (Medusa-2)."""
     no_muon: tuple[str, ...] = ()
-    """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output projections:
-    those that are no full weight matrices within the head, such as low-rank factors."""
+    """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output
+    projections: those that are no full weight matrices within the head, such as low-rank factors."""
     measured_on_target: tuple[str, ...] = ()
     """Attributes that `build` measures on the target and no tensor holds: a resumed training takes the saved values."""
 
@@ -168,10 +169,11 @@ class Trains:
 class DraftHead(nn.Module, ABC):
     """A trainable drafter for one frozen target.
 
-    A head says its `method` (its name in the registry), what it `reads`, how long its `drafts` are and what it returns when it
-    `trains`; it implements `forward` and `describe`. Every other method has a default that suits most heads.
+    A head says its `method` (its name in the registry), what it `reads`, how long its `drafts` are and what it returns
+    when it `trains`; it implements `forward` and `describe`. Every other method has a default that suits most heads.
 
-    With its method's drafter it makes these promises; heads/conformance/suite.py has a check for each, of the same name:
+    With its method's drafter it makes these promises; heads/conformance/suite.py has a check for each, of the same
+    name:
 
     - decoding has the probabilities of training: those that `forward` gives for the same text
     - drafts are drawn from the probabilities that they name: sampled text follows the target's distribution only then
@@ -205,8 +207,8 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return, as JSON, what the method's `load` needs besides the layer ids and the tensors. Under "options" stand the
-        fields of the recipe's `head:` section: a training that starts from the head compares them with its own."""
+        """Return, as JSON, what the method's `load` needs besides the layer ids and the tensors. Under "options" stand
+        the fields of the recipe's `head:` section: a training that starts from the head compares them with its own."""
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
         """Yield the rows [B, L] bool that step 0, 1, ... returns logits for: all rows of docs/algorithms.md, rule 1 by default.
@@ -226,8 +228,8 @@ class DraftHead(nn.Module, ABC):
         return num_speculative_tokens if most is None else min(num_speculative_tokens, most)
 
     def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the draft length to start an engine with where so many tokens are asked for. Heads that were trained for a
-        single length return that."""
+        """Return the draft length to start an engine with where so many tokens are asked for. Heads that were trained
+        for a single length return that."""
         return self.clamp_draft_length(num_speculative_tokens)
 
     def lr_factor(self, name: str) -> float:
@@ -237,21 +239,21 @@ class DraftHead(nn.Module, ABC):
     def calibrate(
         self, batches: Iterable[TrainBatch], target_head: "TargetHead", sampling: "Sampling"
     ) -> dict[str, Any]:
-        """Calibrate the confidence after training, on held-out answers that were generated with `sampling`; return what the
-        reports show of it, nothing where nothing is fitted. Called for heads with `trains.has_confidence`."""
+        """Calibrate the confidence after training, on held-out answers that were generated with `sampling`; return what
+        the reports show of it, nothing where nothing is fitted. Called for heads with `trains.has_confidence`."""
         return {}
 
     def with_confidence_threshold(self, threshold: float) -> "DraftHead":
-        """Return a head of the same weights whose drafts end before the first token that, by its confidence, is reached and
-        accepted with a probability below `threshold`. Raises UserError for heads without a confidence."""
+        """Return a head of the same weights whose drafts end before the first token that, by its confidence, is reached
+        and accepted with a probability below `threshold`. Raises UserError for heads without a confidence."""
         raise UserError(
             f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: "
             "leave it out."
         )
 
     def deployed(self, target: "Target") -> "DraftHead":
-        """Return the head as it drafts after training with `target`: itself, or where it tuned the target the head that reads
-        the tuned one."""
+        """Return the head as it drafts after training with `target`: itself, or where it tuned the target the head that
+        reads the tuned one."""
         return self
 
     def verifier(self, target: "Target") -> "Target":
@@ -277,8 +279,8 @@ def drafting(*heads: DraftHead) -> Iterator[None]:
 
 
 def layer_ids_of(options: Any, target: Target) -> tuple[int, ...]:
-    """Return the aux layers that a head with these options reads: the field `layer_ids`, whose None stands for the target's
-    default; without the field it reads none, but the last hidden state or the text alone."""
+    """Return the aux layers that a head with these options reads: the field `layer_ids`, whose None stands for the
+    target's default; without the field it reads none, but the last hidden state or the text alone."""
     if not hasattr(options, "layer_ids"):
         return ()
     return target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)

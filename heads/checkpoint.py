@@ -1,8 +1,8 @@
-"""The native checkpoint of a head: a folder with `config.json` and `model.safetensors`.
+"""Save and load a head's native checkpoint: a folder with `config.json` and `model.safetensors`.
 
-What the target already holds is not stored again (input embeddings), but the target is named by what tells it from
-others (draftsmith.heads.target.identity), and a head loads only onto the target it was trained for, unless the caller takes
-warnings instead.
+The target's input embeddings are not stored again. The config records the identity of the target
+(draftsmith.heads.target.identity): a head loads only onto the target that it was trained for, unless the caller accepts
+warnings.
 """
 
 import os
@@ -31,7 +31,7 @@ EMBEDDING = "embed_tokens.weight"
 def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str, Tensor] | None = None) -> None:
     """Write `head` to the folder `path`, all or nothing; an older checkpoint there is replaced.
 
-    tensors: its state where the head itself holds only a shard of it; None takes the head's own.
+    tensors: the whole state dict where the head itself holds only a shard of it; None: the head's own.
     Raises UserError where `path` holds anything else, the disk is full or the folder is not writable.
     """
     config = {
@@ -48,7 +48,7 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
 
 
 def load_checkpoint(path: Path, target: Target) -> DraftHead:
-    """Return the head of a checkpoint as `save_head` writes it, whatever target it was trained for."""
+    """Return the head of a checkpoint that `save_head` wrote, without checking which target it was trained for."""
     config = read_config(path)
     if config.get("schema_version") != SCHEMA_VERSION or "method" not in config:
         raise UserError(
@@ -73,8 +73,8 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
 def fill(
     head: DraftHead, tensors: Mapping[str, Tensor], source: Path, remedy: str = "export or train it again"
 ) -> None:
-    """Put `tensors` into `head`, floats as fp32; UserError, which ends in `remedy`, for missing, surplus or misshapen
-    ones, and for integers where there should be floats.
+    """Load `tensors` into `head`, floats as fp32. Raises UserError, ending in `remedy`, for missing or unknown tensors,
+    for other shapes, and for integers in place of floats.
 
     Only the embedding may be missing (the head then keeps the target's). Parameters are replaced, never written
     into: the embedding shares the target's memory.
@@ -110,7 +110,8 @@ def write_model_directory(path: Path, config: Mapping[str, Any], tensors: Mappin
 def write_model_files(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], weights: str = WEIGHTS
 ) -> None:
-    """Write both files into an existing folder; `weights` named .pt is a pickle, which holds shared tensors once."""
+    """Write both files into an existing folder. weights: a name ending in .pt writes a pickle, which holds shared
+    tensors once."""
     plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     if weights.endswith(".pt"):
         torch.save(plain, folder / weights)
@@ -121,10 +122,10 @@ def write_model_files(
 
 @contextmanager
 def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) -> Iterator[Path]:
-    """Yield an empty folder beside `path` that becomes `path` on success and vanishes on any exception.
+    """Yield an empty folder next to `path` that becomes `path` on success and is removed on any exception.
 
-    A model folder at `path`, one with no files but `replaces`, is replaced; UserError where it holds others, so that
-    nothing foreign is lost. Where `path` is a link, the folder that it points to is meant.
+    A folder at `path` is replaced if it holds no files but `replaces`; otherwise UserError is raised, so that no other
+    files are lost. Where `path` is a link, the folder that it points to is written.
     """
     path = path.resolve() if path.is_symlink() else path.absolute()
     temporary, retired = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
@@ -165,9 +166,9 @@ def _flush(path: Path) -> None:
 
 
 def borrows_embedding(embedding: Tensor, target: Target) -> bool:
-    """Whether a head's embedding is the target's (maybe held in another dtype, without loss), and so need not be stored.
+    """Return whether a head's embedding is the target's, exactly or in a wider dtype, and so need not be stored.
 
-    What differs by less than the target's dtype can hold has been trained, and is another one.
+    A difference too small for the target's dtype counts: such an embedding has been trained.
     """
     held, own = embedding.to(target.device), target.embedding
     return torch.equal(held.to(own.dtype), own) and torch.equal(held, own.to(held.dtype))

@@ -1,4 +1,5 @@
-"""The record of a head's target: in config.json of a native checkpoint, in `draftsmith.json` beside an engine's files."""
+"""Write, read and check the record of a head's target: in config.json of a native checkpoint, in `draftsmith.json` of
+an export."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"
 TUNED = "target"
-"""The layout that the record of a tuned target names."""
+"""The layout that the record of a tuned target has."""
 
 
 def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentity) -> None:
@@ -27,12 +28,12 @@ def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentit
 
 
 def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:
-    """Return what is recorded of the target that `head` was made for: that which the head depends on."""
+    """Return the part of the target's identity that `head` depends on, which is what is recorded."""
     return made_for if head.reads.target_states else made_for.for_texts()
 
 
 def read_record(folder: Path) -> TargetIdentity | None:
-    """Return the target that the head in `folder` was made for, None where nobody recorded it.
+    """Return the target that the head in `folder` was trained for, None where it is not recorded.
 
     Raises UserError for a damaged record and for one of a later version.
     """
@@ -54,17 +55,18 @@ def read_record(folder: Path) -> TargetIdentity | None:
 
 
 def tuned_from(folder: Path) -> TargetIdentity | None:
-    """Return the original of a target that was tuned together with its heads and exported whole, None for any other."""
+    """Return the original target of one that was tuned together with its heads and exported whole; None for any other
+    folder."""
     file = folder / RECORD
     whole = file.is_file() and read_object(file).get("layout") == TUNED
     return read_record(folder) if whole else None
 
 
 def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] | None = None) -> None:
-    """Hold the record of the head in `folder` against `target`; without a record there is nothing to check.
+    """Compare the recorded target of the head in `folder` with `target`; without a record there is nothing to check.
 
-    warn receives a sentence per difference; None refuses a target that computes something else instead. Raises UserError,
-    in one sentence, for that, and always for other sizes.
+    warn: receives a sentence for each difference; None: a target that computes other numbers is refused instead. Raises
+    UserError for those, and always for a target of other sizes.
     """
     made_for = read_record(folder)
     if made_for is None:
@@ -89,7 +91,8 @@ def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] |
 
 
 def warnings_for(folder: Path, differences: list[Difference], made_for: TargetIdentity, name: str) -> list[str]:
-    """Return a sentence per difference between the target `name` and the one that the head in `folder` was made for."""
+    """Return a sentence for each difference between the target `name` and the one that the head in `folder` was trained
+    for."""
     return [
         f"the head {folder} was made for {made_for.path}; {name} has {one.found}; {one.remedy}." for one in differences
     ]

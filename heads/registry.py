@@ -1,7 +1,7 @@
-"""Methods by name: every folder of heads/ whose package names a METHOD, and those of installed packages.
+"""Find methods by name: the folders of heads/ whose `__init__` defines a METHOD, and those of installed packages.
 
 A package elsewhere registers the same object: `mymethod = "mypackage.method:METHOD"` among its entry points of the group
-draftsmith.methods. Modules of a method are imported only when they are asked for.
+draftsmith.methods. The modules of a method are imported when they are first used.
 """
 
 import functools
@@ -21,41 +21,48 @@ if TYPE_CHECKING:
 
 
 class Build(Protocol):
-    """A new head with its initial weights."""
+    """Builds a new head with its initial weights. draft_vocab: see `DraftHead`."""
 
     def __call__(self, options: Any, target: "Target", draft_vocab: "Tensor | None") -> "DraftHead": ...
 
 
 class Load(Protocol):
-    """The head that `DraftHead.describe` and its layer_ids wrote down, weights still to be filled in."""
+    """Builds the head that a checkpoint's config describes: `DraftHead.describe` and `layer_ids`. Its weights are
+    filled in after."""
 
     def __call__(self, spec: dict[str, Any], target: "Target", draft_vocab: "Tensor | None") -> "DraftHead": ...
 
 
 @dataclass(frozen=True)
 class Method:
-    """A drafter: where its parts are. package: `__name__` of the package or module that registers it.
+    """Where the parts of a method are.
 
-    head, formats: modules; options, drafter, cost: "module:name". A module is one of the package, "" the package itself, one with
-    a dot a full name.
-    head has `build` and `load`. options is the dataclass of the recipe's `head:` section. drafter proposes with the head when
-    decoding: a callable (head, num_speculative_tokens) -> Drafter, which also takes tree= and drawn= for the kinds of trees that
-    `trees` names: static (children are the most likely tokens), drawn (a static tree whose children are drawn from the head's
-    distribution) and dynamic. cost is what `draftsmith plan` computes with, a callable (options, TargetShape) -> HeadCost, None
-    where nobody wrote its formulas. formats has LAYOUTS, what heads are exported to, and FORMATS, how folders of such heads are
-    recognised; None where it has neither. served_as: the method that engines take a trained head for, "" for its own.
-    launcher: the file in train/ that `accelerate launch` starts; head.py trains any.
+    head and formats name modules; options, drafter and cost are of the form "module:name". Modules are those of
+    `package`; "" is the package itself, and a name with a dot is a full one.
     """
 
     package: str
+    """`__name__` of the package or module that registers the method."""
     options: str
+    """The dataclass of the recipe's `head:` section."""
     drafter: str
+    """A callable (head, num_speculative_tokens) -> Drafter, which proposes with the head when decoding. For the kinds
+    of trees that `trees` names it also takes tree= and drawn=."""
     head: str = "head"
+    """The module with `build` and `load`."""
     cost: str | None = None
+    """A callable (options, TargetShape) -> HeadCost, the formulas of `draftsmith plan`; None: it cannot plan the
+    method."""
     formats: str | None = None
+    """The module with LAYOUTS (what heads are exported to) and FORMATS (how folders of such heads are recognised);
+    either may be missing. None: both are."""
     trees: frozenset[str] = frozenset()
+    """The kinds of trees it drafts: static (children are the most likely tokens), drawn (a static tree whose children
+    are drawn from the head's probabilities) and dynamic."""
     served_as: str = ""
+    """The method that engines take a trained head for; "": its own."""
     launcher: str = "head.py"
+    """The file in train/ that `accelerate launch` starts; head.py trains every method."""
 
     @property
     def options_class(self) -> type:
@@ -72,12 +79,12 @@ class Method:
 
     @property
     def make_drafter(self) -> Callable[..., Any]:
-        """The decoder's side of the method."""
+        """The callable that makes a drafter of a head."""
         return self._resolve(self.drafter)
 
     @property
     def make_cost(self) -> Callable[..., Any] | None:
-        """What computes the costs of training, None where nothing does."""
+        """The callable that computes the costs of training, None where there is none."""
         return None if self.cost is None else self._resolve(self.cost)
 
     @property
@@ -87,7 +94,7 @@ class Method:
 
     @property
     def recognised(self) -> tuple[Any, ...]:
-        """The formats by which folders of such heads are recognised."""
+        """The formats by which folders of the method's heads are recognised."""
         return () if self.formats is None else getattr(self._module(self.formats), "FORMATS", ())
 
     def _module(self, name: str) -> Any:
@@ -101,7 +108,7 @@ class Method:
 
 @functools.cache
 def methods() -> dict[str, Method]:
-    """Return draftsmith's own methods by name: the folders of heads/ whose `__init__` names a METHOD."""
+    """Return draftsmith's own methods by name: the folders of heads/ whose `__init__` defines a METHOD."""
     import draftsmith.heads
 
     packages = [info.name for info in pkgutil.iter_modules(draftsmith.heads.__path__) if info.ispkg]
@@ -110,17 +117,18 @@ def methods() -> dict[str, Method]:
 
 
 GROUP = "draftsmith.methods"
-"""The entry points by which installed packages add methods."""
+"""The group of entry points by which installed packages add methods."""
 
 
 def method_names() -> tuple[str, ...]:
-    """Return the methods that recipes may name: our own and those of installed packages, which are not imported."""
+    """Return the names that recipes may use: our own methods and those of installed packages, which are not
+    imported."""
     return (*methods(), *sorted(_installed()))
 
 
 def find_method(name: str) -> Method:
-    """Return the method of that name, from a package that is installed where it is not our own. Raises UserError for an
-    unknown one, and for a package whose method cannot be used."""
+    """Return the method of that name, our own or that of an installed package. Raises UserError for an unknown name,
+    and for a package whose method cannot be used."""
     if name in methods():
         return methods()[name]
     installed = _installed()
@@ -130,18 +138,18 @@ def find_method(name: str) -> Method:
 
 
 def served_method(name: str) -> str:
-    """Return the method that engines take trained heads of the method `name` for; an unknown one stands for itself."""
+    """Return the method that engines take trained heads of the method `name` for; an unknown name is returned as it
+    is."""
     return (find_method(name).served_as if is_known(name) else "") or name
 
 
 def is_known(name: str) -> bool:
-    """Whether draftsmith or an installed package has a method of that name; packages are not imported."""
+    """Return whether draftsmith or an installed package has a method of that name; packages are not imported."""
     return name in methods() or name in _installed()
 
 
 def _installed() -> dict[str, metadata.EntryPoint]:
-    """Return the methods of installed packages by name, none of them imported. Raises UserError where two have one
-    name."""
+    """Return the entry points of installed packages' methods by name. Raises UserError where two have the same name."""
     found: dict[str, metadata.EntryPoint] = {}
     for point in metadata.entry_points(group=GROUP):
         if point.name in methods() or point.name in found:
@@ -155,7 +163,7 @@ def _installed() -> dict[str, metadata.EntryPoint]:
 
 
 def _load(point: metadata.EntryPoint) -> Method:
-    """Import the method of an installed package, with all that it names."""
+    """Import the method of an installed package with all its parts. Raises UserError where one cannot be used."""
     told = f"The method {point.name!r} of the installed package {_package(point)}"
     try:
         method = point.load()

@@ -1,7 +1,8 @@
-"""Draft chains and static trees from the logits of all depths at once, where a token's probabilities depend on its depth alone.
+"""Draft chains and static trees from the logits of all depths at once, where a token's probabilities depend on its
+depth alone.
 
-Shapes: B rows, K drafted tokens, N nodes, T nodes with children, M nodes up to the last of these, C children of a node, W draft
-vocab.
+Shapes: B rows, K drafted tokens, N nodes, T nodes with children, M nodes up to the last of these, C children of a node,
+W draft vocab.
 """
 
 from typing import Any
@@ -18,7 +19,8 @@ from draftsmith.heads.base import DraftHead
 
 
 def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
-    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each depth."""
+    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each
+    depth."""
     count_B = state.limit_B.clamp(0, logits_BKW.shape[1])
     if greedy or state.sampling.greedy:
         return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), count_B)
@@ -29,8 +31,8 @@ def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, gree
 
 
 def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
-    """Return a static tree, no deeper than K, of each depth's most likely tokens; or (drawn) of tokens that are drawn from its
-    distribution for each node anew, without replacement.
+    """Return a static tree, no deeper than K, of each depth's most likely tokens; or (drawn) of tokens that are drawn
+    from its distribution for each node anew, without replacement.
 
     whole: the tree before it is cut to this round's depth; random numbers belong to its nodes.
     """

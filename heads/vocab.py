@@ -16,7 +16,7 @@ CHUNK_TOKENS = 1 << 20
 
 
 class Supervised(Protocol):
-    """A sample whose tokens to learn are marked: Tokenized and Features are."""
+    """A sample that marks the tokens to learn, such as Tokenized and Features."""
 
     @property
     def ids(self) -> Tensor: ...
@@ -27,7 +27,8 @@ class Supervised(Protocol):
 
 
 def count_tokens(samples: Iterable[Supervised], vocab_size: int) -> Tensor:
-    """Return [V] int64: how often each token is to be learned. Raises UserError for ids outside the target."""
+    """Return [V] int64: how often each token is to be learned. Raises UserError for ids outside the target's
+    vocabulary."""
     total = torch.zeros(vocab_size, dtype=torch.int64)
     waiting: list[Tensor] = []
     tokens = 0
@@ -41,7 +42,7 @@ def count_tokens(samples: Iterable[Supervised], vocab_size: int) -> Tensor:
 
 
 def count_by_slice(samples: Iterable[Supervised], vocab_size: int) -> dict[str, Tensor]:
-    """Return `count_tokens` of every slice, sorted by name; their sum is that of all samples."""
+    """Return `count_tokens` of each slice of the data, sorted by name."""
     groups: dict[str, list[Supervised]] = {}
     for sample in samples:
         groups.setdefault(sample.slice, []).append(sample)
@@ -49,7 +50,7 @@ def count_by_slice(samples: Iterable[Supervised], vocab_size: int) -> dict[str, 
 
 
 def choose_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) -> Tensor:
-    """Return [W] int64 ascending target ids: `always` (special and end ids), then the most frequent.
+    """Return [W] int64 ascending target ids: those of `always` (special and end ids) and the most frequent others.
 
     counts: [V]. Ties go to the lower id. Raises UserError where `size` is larger than V or smaller than `always`.
     """
@@ -73,13 +74,15 @@ def choose_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) ->
 
 
 def coverage(counts: Tensor, draft_vocab: Tensor) -> float:
-    """Return the share of the tokens counted in `counts` [V] that the draft vocabulary holds; 1.0 for no token."""
+    """Return the share of the tokens counted in `counts` [V] that the draft vocabulary holds; 1.0 where none is
+    counted."""
     total = int(counts.sum())
     return int(counts[draft_vocab].sum()) / total if total else 1.0
 
 
 def coverage_warnings(counts_by_slice: Mapping[str, Tensor], draft_vocab: Tensor, fix: str) -> list[str]:
-    """Return one sentence for everything together and for every slice under 95%, with the `fix`; empty where all is well."""
+    """Return a sentence, ending in the `fix`, for all answers together and for each slice where coverage is below
+    95%."""
     everything = {"all answers": sum(counts_by_slice.values(), torch.zeros(1, dtype=torch.int64))}
     named = everything | {f"slice {name}": counts for name, counts in counts_by_slice.items()}
     shares = {name: coverage(counts, draft_vocab) for name, counts in named.items() if counts.numel() > 1}

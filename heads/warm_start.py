@@ -1,8 +1,8 @@
-"""Training that starts from a head that exists: what of it a recipe must share, and the head that is trained.
+"""Start training from an existing head: check that the recipe's options fit it, and make the head that is trained.
 
-No method is named here: what a head is made of is what `DraftHead.describe` writes down, and a class of options says
-under `TRAINING` which of its fields are no part of that, under `WARM_FROM` which other methods have heads whose tensors
-are found here under the same names, and by `check_adopted` whether all of it fits together.
+`DraftHead.describe` says what the head is made of. A dataclass of options says in `TRAINING` which of its fields may
+differ, in `WARM_FROM` which other methods have heads with tensors of the same names, and checks the completed options
+in `check_adopted`.
 """
 
 from dataclasses import asdict, fields, replace
@@ -16,10 +16,10 @@ from draftsmith.heads.target.target import Target
 
 
 def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> Any:
-    """Return the recipe's `options` with what they leave null taken from `head`, whose `name` is for messages.
+    """Return the recipe's `options`, with fields that are null filled in from `head`. name: of the head, for messages.
 
-    Fields that say how to train stay those of the recipe. Raises UserError where the recipe names other values than the
-    head has, or its defaults are others, with all of them.
+    Fields that say how to train stay those of the recipe. Raises UserError, naming all of them, for other fields whose
+    values differ from the head's.
     """
     found, adopted, apart = _made_of(head, target), {}, []
     for key in (field.name for field in fields(options)):
@@ -46,22 +46,22 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
 
 
 def restart(head: DraftHead, options: Any, target: Target, method: str | None = None) -> DraftHead:
-    """Return a head with the weights of `head`, ready to be trained as `options` (of `adopt_options`) say. method: its own,
-    None for that of `head`; what a head of another method does not have starts as in a new one."""
+    """Return a head with the weights of `head`, to be trained with `options` (those of `adopt_options`). method: of the
+    new head, None for that of `head`; tensors that a head of another method lacks start as in a new head."""
     method = method or head.method
     spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.reads.layer_ids)}
-    new_tokens = find_method(method).load(spec, target, head.draft_vocab)
+    new = find_method(method).load(spec, target, head.draft_vocab)
     tensors = head.state_dict()
-    for name, parameter in new_tokens.named_parameters():
+    for name, parameter in new.named_parameters():
         if name == EMBEDDING and parameter.requires_grad:
             # A shared one would be trained in the target, too.
             tensors[name] = tensors[name].to(parameter.dtype, copy=True)
-    new_tokens.load_state_dict(tensors, assign=True, strict=head.method == method)
-    return new_tokens
+    new.load_state_dict(tensors, assign=True, strict=head.method == method)
+    return new
 
 
 def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
-    """Return the fields of a head's options with the sizes that it has: null there means those of its target."""
+    """Return the fields of a head's options with its real sizes, where null stands for those of its target."""
     spec = head.describe()
     if not isinstance(spec.get("options"), dict):
         raise UserError(

@@ -24,8 +24,9 @@ def chain_token_by_token(
     """Return a chain of `length` tokens, each drawn under the target's sampling settings, or the most likely one: at
     temperature 0, and everywhere where `greedy` is set (as vLLM drafts).
 
-    next_logits(k, tokens_B): the logits [B, W] of the k-th drafted token, given the token before it (for k = 0 the root);
-    called once for each k, in order. vocab_W: the target ids of their columns, None where these are the target's own.
+    next_logits(k, tokens_B): the logits [B, W] of the k-th drafted token, given the token before it (for k = 0 the
+    root); called once for each k, in order. vocab_W: the target ids of their columns, None where these are the target's
+    own.
     """
     greedy = greedy or state.sampling.greedy
     uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)

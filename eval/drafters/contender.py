@@ -56,11 +56,11 @@ class Contender:
     method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
     num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
     the head's distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance
-    cannot be computed from the text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a
-    round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model.
-    head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
-    evaluation's own. threshold: a draft ends before the first token that the head thinks less likely to be accepted,
-    None for never.
+    cannot be computed from the text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what
+    a round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft
+    model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None
+    for the evaluation's own. threshold: a draft ends before the first token that the head thinks less likely to be
+    accepted, None for never.
     """
 
     name: str

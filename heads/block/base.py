@@ -1,20 +1,15 @@
-"""What block drafters have in common: a few decoder layers that fill in a whole block of tokens in one pass.
+"""The base of block drafters: a few decoder layers that fill in a whole block of tokens in one pass.
 
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026); served by vLLM's `qwen3_dflash.py`.
 
-Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), S slots of a block, H hidden
-(draft and target alike), A aux layers, W draft vocab, N query heads, G key/value heads, P = N/G, D head size.
+Shapes: B batch rows, L tokens, n tokens of one decoding call, R query rows (flat b*L+t), S slots of a block, H hidden
+(draft and target alike), A aux layers, W draft vocab, N query heads, G key/value heads, P = N/G, D head size; "..." is
+[B, n] or [R, S].
 
-Row t has the root x_{t+1} at position a = t + 1. Its block is [x_a, MASK, .., MASK] at the positions a..a+S-1; every slot
-sees the whole block, and the text before the root through the target's aux streams of the positions up to t: they are
-fused once, and give each layer keys and values with nothing else in between. The target's own embeddings and output
-projection are used, frozen.
-
-A decoder layer of a block drafter: Qwen3's, with norms of queries and keys, whose keys come from two places.
-
-Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026); as vLLM's `qwen3_dflash.py` computes it.
-
-Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n] or [R, S].
+Row t has the root x_{t+1} at position a = t + 1. Its block is [x_a, MASK, .., MASK] at the positions a..a+S-1; every
+slot sees the whole block, and the text before the root through the target's aux streams of the positions up to t: they
+are fused once, and give each layer keys and values with nothing else in between. The target's own embeddings and output
+projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 """
 
 from abc import abstractmethod
@@ -60,7 +55,7 @@ _CHUNK_BLOCKS = 512
 
 
 class BlockAttention(EagleAttention):
-    """Projections of a block's states, and of the context's, which have keys and values alone."""
+    """Projections of a block's states, and of the context's states, which become keys and values alone."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config, config.hidden_size)
@@ -90,7 +85,7 @@ def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
 
 
 class BlockLayer(EagleLayer):
-    """What it has in common with EAGLE's layers is everything behind the attention."""
+    """A decoder layer of a block drafter; everything after the attention is as in EAGLE's layers."""
 
     self_attn: BlockAttention
 
@@ -103,9 +98,9 @@ class BlockLayer(EagleLayer):
 
 
 class BlockHead(DraftHead):
-    """A drafter of blocks. Parameters carry the names of the published DFlash files.
+    """A head that drafts blocks. Parameters carry the names of the published DFlash files.
 
-    Kinds differ in the first slot that drafts (`first_slot`) and in what they make of the slots' states (`outputs`).
+    Subclasses define the first slot that drafts (`first_slot`) and what the slots' states become (`outputs`).
     embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and frozen;
     it is no part of the head's parameters. draft_vocab: [W] sorted target ids, or None for all. Weights start in fp32.
     """
@@ -151,8 +146,8 @@ class BlockHead(DraftHead):
             yield mask_BL & chosen_BL
 
     def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the length of the trained block: engines fill in a shorter one for fewer tokens, which the head has never
-        seen."""
+        """Return the length of the trained block: engines fill in a shorter one for fewer tokens, which the head has
+        never seen."""
         return self.trains.steps
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
@@ -170,8 +165,8 @@ class BlockHead(DraftHead):
         return HeadOutput(tuple(self.outputs(states, steps, batch)))
 
     def late(self, logits: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Piece], Tensor]:
-        """Return what computes logits of some rows of `inputs` when they are asked for: from every row a block begins where
-        nothing is trained, and all logits of all its slots would be many times what training holds."""
+        """Return a function that computes the logits of some rows of `inputs`. Outside training a block begins at every
+        row, and the logits of all slots at once would take many times the memory of training."""
         kind = inputs[0].device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
 
@@ -212,7 +207,7 @@ class BlockHead(DraftHead):
             q, k = turned.split((N, turned.shape[1] - N), 1)
             keys, values = update(number, k, v.transpose(1, 2))
             attended = attend(q, keys, values, mask)
-            x = layer.leave(attended.transpose(1, 2), x)
+            x = layer.layer_output(attended.transpose(1, 2), x)
         return self.norm(x)
 
     def _context_keys(self, batch: TrainBatch) -> list[tuple[Tensor, Tensor]]:
@@ -241,7 +236,7 @@ class BlockHead(DraftHead):
             q = q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3)
             out = ttt_attention(q, k_BLGD, v_BLGD, own_k, own_v, plan, attention.head_dim**-0.5)
             out_RSND = out.unflatten(1, (G, S, -1)).transpose(1, 2).flatten(2, 3)
-            x_RSH = layer.leave(out_RSND, x_RSH)
+            x_RSH = layer.layer_output(out_RSND, x_RSH)
         return x_RSH
 
     def _embed(self, tokens: Tensor) -> Tensor:

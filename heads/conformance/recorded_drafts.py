@@ -25,8 +25,8 @@ Draw = tuple[Tensor, int]
 class Drafted:
     """A chain drafted in one round of an answer.
 
-    text: up to the root. tokens: drafted after it. probs_kW: the distributions that they were drawn from, None where they were
-    chosen deterministically. vocab_W: the target ids of the columns, None for the target's whole vocabulary.
+    text: up to the root. tokens: drafted after it. probs_kW: the distributions that they were drawn from, None where
+    they were chosen deterministically. vocab_W: the target ids of the columns, None for the target's whole vocabulary.
     """
 
     text: tuple[int, ...]
@@ -52,8 +52,8 @@ class Drafted:
 class DraftedTree:
     """A tree drawn in one round of an answer.
 
-    text: up to the root. tokens, parents: of the nodes; node 0 is the root. probs_MW: the distribution that each node's children
-    were drawn from. vocab_W: the target ids of the columns, None for the target's whole vocabulary.
+    text: up to the root. tokens, parents: of the nodes; node 0 is the root. probs_MW: the distribution that each node's
+    children were drawn from. vocab_W: the target ids of the columns, None for the target's whole vocabulary.
     """
 
     text: tuple[int, ...]
@@ -63,8 +63,8 @@ class DraftedTree:
     vocab_W: Tensor | None
 
     def draws(self) -> list[Draw]:
-        """Return, for every node but the root, the distribution without its earlier siblings, and the column drawn from it.
-        Children drawn when no probability was left are never accepted, and are left out."""
+        """Return, for every node but the root, the distribution without its earlier siblings, and the column drawn from
+        it. Children drawn when no probability was left are never accepted, and are left out."""
         found = []
         for node in range(len(self.probs_MW)):
             left_W = self.probs_MW[node].double()
@@ -158,7 +158,8 @@ def record(
 def record_trees(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, rows: int | None = None
 ) -> list[DraftedTree]:
-    """Answer `requests`, whose prompts differ, with drawn trees; return the trees that have more nodes than the root."""
+    """Answer `requests`, whose prompts differ, with drawn trees; return the trees that have more nodes than the
+    root."""
     trees = []
     for text, draft in (found for answer in _record(target, drafter, requests, sampling, rows)[1] for found in answer):
         tokens, parents = (tuple(x[0].tolist()) for x in (draft.tokens_BN, draft.parents_BN))

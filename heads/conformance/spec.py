@@ -101,7 +101,8 @@ class Spec:
 
     @cached_property
     def head(self) -> DraftHead:
-        """A head after a short training, so that some of its drafts are accepted and no tensor has its initial value."""
+        """A head after a short training, so that some of its drafts are accepted and no tensor has its initial
+        value."""
         return train_briefly(self, self.steps).eval()
 
     @cached_property

@@ -6,8 +6,8 @@
 Where a check says that too few drafts were accepted, the head has learned too little in `Spec.steps` steps at
 `Spec.learning_rate`: a table of logits, for example, needs 0.1 where a network needs the default.
 
-A check returns, or raises an AssertionError of one sentence. It calls the head as training, the simulator and the decoder do,
-and knows nothing of its insides. Shapes: B rows, L tokens, K drafted tokens, W draft vocab.
+A check returns, or raises an AssertionError of one sentence. It calls the head as training, the simulator and the
+decoder do, and knows nothing of its insides. Shapes: B rows, L tokens, K drafted tokens, W draft vocab.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,8 +69,8 @@ def check_drawn_as_named(spec: Spec) -> None:
 
 
 def check_simulation(spec: Spec) -> None:
-    """Check that the acceptance computed from the training pass is the decoder's: exactly at temperature 0, within the sampling
-    error at 1."""
+    """Check that the acceptance computed from the training pass is the decoder's: exactly at temperature 0, within the
+    sampling error at 1."""
     _same_rounds(spec, spec.deployed)
 
 
@@ -94,8 +94,8 @@ def check_confidence(spec: Spec) -> None:
 
 
 def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
-    """Require that decoding with `head` takes the rounds that the training pass predicts. where: for messages, what makes its
-    drafts end early, or ""; where they do, tokens drafted after a rejection are unknown and not compared."""
+    """Require that decoding with `head` takes the rounds that the training pass predicts. where: for messages, what
+    makes its drafts end early, or ""; where they do, tokens drafted after a rejection are unknown and not compared."""
     k = spec.length
     for sampling in (GREEDY, SAMPLED):
         drafter = find_method(spec.method).make_drafter(head, k)
@@ -120,8 +120,8 @@ def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
 
 
 def check_packing(spec: Spec) -> None:
-    """Check that documents packed into rows have the same loss and gradients as documents alone, also with the noise and the
-    sampled rows of training; dropout, which draws from torch's generator, is left out."""
+    """Check that documents packed into rows have the same loss and gradients as documents alone, also with the noise
+    and the sampled rows of training; dropout, which draws from torch's generator, is left out."""
     samples = spec.samples[:7]
     packed = [[samples[:3], samples[3:4], samples[4:6]], [samples[6:]]]
     alone = [[[sample]] for sample in samples]
@@ -140,8 +140,8 @@ def check_packing(spec: Spec) -> None:
 
 
 def check_supervised_rows(spec: Spec) -> None:
-    """Check that the logits of every step asked for belong to the rows of rule 1, in ascending order; in training to the rows
-    that `supervised` samples from them, which are the same at every call."""
+    """Check that the logits of every step asked for belong to the rows of rule 1, in ascending order; in training to
+    the rows that `supervised` samples from them, which are the same at every call."""
     head, batch = spec.head.train(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
     with torch.no_grad():
         some = head(batch, head.trains.steps).steps
@@ -183,7 +183,8 @@ def check_checkpoint(spec: Spec) -> None:
 
 
 def check_exports(spec: Spec) -> None:
-    """Check that every layout that can hold this head gives it back with the same logits, and that one can, if there are any."""
+    """Check that every layout that can hold this head gives it back with the same logits, and that one can, if there
+    are any."""
     names = [*layouts_of(spec.method)]
     require(bool(check_layouts(spec)) or not names, f"none of the layouts {', '.join(names)} can hold this head")
 
@@ -209,7 +210,8 @@ def check_layouts(spec: Spec) -> list[str]:
 
 
 def check_rows_are_independent(spec: Spec) -> None:
-    """Check that a row drafts the same tokens, with the same probabilities, in a batch whose rows come and go as alone."""
+    """Check that a row drafts the same tokens, with the same probabilities, in a batch whose rows come and go as
+    alone."""
     requests = spec.requests[:5]
     for sampling in (GREEDY, SAMPLED):
         together, drafted = record(spec.verifier, spec.drafter(), requests, sampling, rows=2)
@@ -251,7 +253,8 @@ CHECKS: dict[str, Callable[[Spec], None]] = {
 
 
 def run_conformance(spec: Spec) -> None:
-    """Run all checks. Raises AssertionError at the first that fails: one sentence with the promise and how it is broken."""
+    """Run all checks. Raises AssertionError at the first that fails: one sentence with the promise and how it is
+    broken."""
     for promise, check in CHECKS.items():
         try:
             check(spec)

@@ -38,8 +38,8 @@ def figures(tally: Tally) -> Tensor:
 
 
 def drawn_from(draws: Sequence[Draw]) -> bool:
-    """Return whether tokens can have been drawn from the distributions that they come with. For tokens drawn from q, log q has
-    the mean -H(q), so that the differences sum to a few standard deviations at most."""
+    """Return whether tokens can have been drawn from the distributions that they come with. For tokens drawn from q,
+    log q has the mean -H(q), so that the differences sum to a few standard deviations at most."""
     excess = variance = 0.0
     for probs_W, column in draws:
         log_W = probs_W.double().clamp_min(1e-300).log()
@@ -50,7 +50,8 @@ def drawn_from(draws: Sequence[Draw]) -> bool:
 
 
 def require_training_probs(spec: Spec, rounds: Sequence[Drafted], sampling: Sampling) -> None:
-    """Require that drafted tokens, or the probabilities they were drawn from, are the training pass's for the same text."""
+    """Require that drafted tokens, or the probabilities they were drawn from, are the training pass's for the same
+    text."""
     for drafted, logits_kW in zip(rounds, _training_logits(spec, rounds), strict=True):
         for k, token in enumerate(drafted.tokens):
             if drafted.probs_kW is None:

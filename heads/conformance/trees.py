@@ -24,8 +24,8 @@ _TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 def check_trees(spec: Spec) -> None:
-    """Check, for every kind of tree that the method names, that greedy answers are the target's own, and for a static tree that
-    simulated acceptance is decoded acceptance."""
+    """Check, for every kind of tree that the method names, that greedy answers are the target's own, and for a static
+    tree that simulated acceptance is decoded acceptance."""
     method, requests = find_method(spec.method), spec.requests[:16]
     alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
     for kind in sorted(method.trees):
@@ -47,8 +47,9 @@ def check_trees(spec: Spec) -> None:
 
 
 def check_drawn_trees(spec: Spec) -> None:
-    """Check that above temperature 0 the children of a drawn tree's node are drawn, in their order and without replacement, from
-    the probabilities that the training pass has for the text and the node's path; and that dynamic trees draft there too."""
+    """Check that above temperature 0 the children of a drawn tree's node are drawn, in their order and without
+    replacement, from the probabilities that the training pass has for the text and the node's path; and that dynamic
+    trees draft there too."""
     trees, depth = find_method(spec.method).trees, min(2, spec.length)
     if "dynamic" in trees:
         dynamic = make_contender("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)

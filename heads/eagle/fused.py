@@ -1,14 +1,7 @@
-"""What EAGLE-3 and P-EAGLE have in common: aux streams that are fused, layers, a draft vocabulary, an output projection.
+"""The base of EAGLE-3 and P-EAGLE: fused aux streams, decoder layers, a draft vocabulary and an output projection.
 
-Shapes: B batch rows, n tokens, H draft hidden, Ht target hidden, A aux layers, V target vocab, W draft vocab.
-
-The one decoder layer of EAGLE-3: a Llama layer whose attention reads [embedding, hidden].
-
-Shapes: H hidden; "..." is [B, n] or [R].
-
-An output projection of low rank: two thin matrices in place of a wide one.
-
-Shapes: H hidden, W draft vocab, r rank.
+Shapes: B batch rows, n tokens, H draft hidden, Ht target hidden, A aux layers, V target vocab, W draft vocab, r rank;
+"..." is [B, n] or [R].
 """
 
 from collections.abc import Sequence
@@ -35,7 +28,7 @@ _EMBEDDING_SPREAD = 0.02
 
 
 class FusedHead(EagleHead):
-    """A drafter that reads fused aux streams. Parameters carry the names of the flat EAGLE-3 layout (see contracts.py).
+    """A head that reads fused aux streams. Parameters carry the names of the flat EAGLE-3 layout (see contracts.py).
 
     embedding: [V, Ht] the target's raw input embedding, shared and frozen unless it is to be trained, of its sizes alone
     where the draft has a width of its own. draft_vocab: [W] sorted target ids, or None for all of them. Weights start in
@@ -84,7 +77,7 @@ class FusedHead(EagleHead):
         """Whether the draft is as wide as a target of that hidden size."""
         return self.config.hidden_size == target_hidden
 
-    def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+    def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
         """The fused aux streams; the last states are not read."""
         return self.fuse(aux)
 
@@ -100,18 +93,18 @@ class FusedHead(EagleHead):
         return self.fc(aux)
 
     def lr_factor(self, name: str) -> float:
-        """Small weights of `fc`, see `start`, are trained at as small a rate."""
+        """Return a smaller rate for an `fc` whose weights `start` made smaller, in the same proportion."""
         if name != "fc.weight" or self.options.norm_before_residual:
             return 1.0
         weight = self.fc.weight.detach()
         # torch starts a linear layer uniformly up to 1 / sqrt(fan-in), of this spread.
         return min(1.0, float(weight.square().mean().sqrt()) * (3 * self.fc.in_features) ** 0.5)
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
-        return layer.enter(embedded, hidden)
+        return layer.layer_input(embedded, hidden)
 
     def logits(self, out: Tensor) -> Tensor:
         """The last layer's output [..., H] -> draft logits [..., W]."""
@@ -159,7 +152,7 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
     with torch.device(target.device):
         head = kind(options, config, layer_ids, target.embedding, vocab)
     if not options.norm_before_residual:
-        _shrink_streams(head, target)
+        _normalise_streams(head, target)
     if not head.shares_width(target.hidden_size):
         return head
     left = start_norm(head.norm, target, target.head.scale)
@@ -173,19 +166,21 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
 
 
 @torch.no_grad()
-def _shrink_streams(head: FusedHead, target: Target) -> None:
-    """Scale `fc` so that fused streams have an RMS of at most one, as what the layers add to them has.
+def _normalise_streams(head: FusedHead, target: Target) -> None:
+    """Divide `fc` by the RMS of the fused streams where that is above one, the size of what the layers add to them.
 
-    Raw streams grow from layer to layer, to an RMS of tens and more, beside which a layer that starts at random says nothing
-    for a long time. Their median over some random tokens is taken, as single tokens have states a thousand times larger.
+    Raw streams grow from layer to layer, to an RMS of ten and more, next to which the output of a randomly initialised
+    layer is negligible for a long time. The RMS is the median over random tokens, since single tokens have states a
+    thousand times larger.
     """
     aux = target.forward(probe_ids(target), layer_ids=head.reads.layer_ids).aux
-    # Quieter ones stay so: louder, they learned worse.
+    # Smaller streams stay as they are: scaled up, heads learned worse.
     head.fc.weight.div_(head.fuse(aux).square().mean(-1).sqrt().median().clamp_min(1.0))
 
 
 def _check_sizes(options: DraftShape, config: LlamaConfig, target: Target, draft_tokens: int) -> None:
-    """Raise UserError for a rank that saves nothing, and for a width of its own with anything that is not trained."""
+    """Raise UserError for a rank that saves nothing, and for a draft of another width than the target's with frozen
+    weights."""
     H, rank = config.hidden_size, options.lm_head_rank
     if rank is not None and rank >= min(draft_tokens, H):
         raise UserError(
@@ -203,7 +198,7 @@ def _check_sizes(options: DraftShape, config: LlamaConfig, target: Target, draft
 
 
 class Eagle3Layer(EagleLayer):
-    """The decoder layer, in two halves around the attention."""
+    """The first decoder layer of EAGLE-3: a Llama layer whose attention reads [embedding, hidden]."""
 
     def __init__(self, config: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()
@@ -214,7 +209,7 @@ class Eagle3Layer(EagleLayer):
         self.hidden_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
         normed = self.hidden_norm(hidden)
         x = torch.cat([self.input_layernorm(embedded), normed], -1)

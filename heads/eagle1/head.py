@@ -47,8 +47,8 @@ class Eagle1Head(EagleHead):
     """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see formats.py).
 
     embedding: [V, H] the target's raw input embedding, shared and frozen. target_head: its output projection, shared
-    and frozen; it is no part of the head's parameters. token_scale: what embeddings are multiplied by where they enter (see
-    token_scale.py), 1 for heads of others. Weights start in fp32 at torch's defaults.
+    and frozen; it is no part of the head's parameters. token_scale: the embedding
+    scale (see token_scale.py), 1 for heads trained elsewhere. Weights start in fp32 at torch's defaults.
     """
 
     method: ClassVar[str] = "eagle1"
@@ -74,11 +74,11 @@ class Eagle1Head(EagleHead):
         # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
         self._target_head = [target_head]
 
-    def first_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+    def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
         """The target's last states; aux streams are not read."""
         return last.to(self.fc.weight.dtype)
 
-    def enter(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the layer's input [..., H], twice: the attention reads the residual as it is."""
         x = self.fc(torch.cat([embedded * self.token_scale, hidden], -1))
         return x, x

@@ -94,8 +94,8 @@ class HydraHead(DraftHead):
     `prefix_embedding_layer.{layers.0.*,norm.weight}`.
 
     embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and
-    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. token_scale: what embeddings
-    are multiplied by where they enter (see token_scale.py), 1 for heads of others. Weights start in fp32.
+    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. token_scale: the
+    embedding scale (see token_scale.py), 1 for heads trained elsewhere. Weights start in fp32.
     """
 
     method: ClassVar[str] = "hydra"

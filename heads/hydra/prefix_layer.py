@@ -55,7 +55,7 @@ class PrefixLayer(nn.Module):
         none = k_BLGD.new_empty(0, len(plan.rows), *k_BLGD.shape[2:])
         scale = layer.self_attn.head_dim**-0.5
         attended = ttt_attention(rotate(q_RND, cos, sin), k_BLGD, v_BLGD, none, none, plan, scale)
-        return self.norm(layer.leave(attended, last_BLH.flatten(0, 1)[plan.rows]))
+        return self.norm(layer.layer_output(attended, last_BLH.flatten(0, 1)[plan.rows]))
 
     def step(self, last_BnH: Tensor, position_Bn: Tensor, update: CacheUpdate, mask: Tensor | None) -> Tensor:
         """Return the outputs [B, n, H] of new states. update(k [B, G, n, D], v) stores keys and values and returns all
@@ -67,7 +67,7 @@ class PrefixLayer(nn.Module):
         q, k = turned.split((N, turned.shape[1] - N), 1)
         all_k, all_v = update(k, v.transpose(1, 2))
         attended = attend(q, all_k, all_v, mask)
-        return self.norm(layer.leave(attended.transpose(1, 2), last_BnH))
+        return self.norm(layer.layer_output(attended.transpose(1, 2), last_BnH))
 
     @property
     def _layer(self) -> PlainLayer:

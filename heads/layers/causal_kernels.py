@@ -1,6 +1,6 @@
 """Causal attention within documents, with its log-sum-exp: the part of EAGLE-3's training attention that kernels do.
 
-Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H query heads, G key/value heads, D head size, n documents
+Shapes: B batch rows, L tokens, R query rows (flat b*L+t), H query heads, G key/value heads, D head size, n documents
 of a group, m its longest, T tokens of all documents.
 
 On a CPU torch's flash kernel takes lines of one length, so documents of about one length share a call (1.5 to 7 times
@@ -55,7 +55,7 @@ def gpu_kernel_takes(q_RHD: Tensor) -> bool:
 
 
 def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, scale: float) -> Attended:
-    """Return the attention of every needed row over its document so far, or over the last `plan.window` tokens of it."""
+    """Return the attention of every query row over its document so far, or over the last `plan.window` tokens of it."""
     if _on_cpu(q_RHD):
         return _by_groups(q_RHD, k_BLGD, v_BLGD, plan, scale)
     packed = plan.packed
@@ -70,7 +70,7 @@ def causal_backward(
 ) -> Gradients:
     """Return the gradients through the causal keys of a softmax whose output and log-sum-exp are `total`.
 
-    Tokens that are no needed row have a query, an output and a gradient of zero, so they pass no gradient to any key,
+    Tokens that are no query row have a query, an output and a gradient of zero, so they pass no gradient to any key,
     whatever their log-sum-exp.
     """
     if _on_cpu(q_RHD):
@@ -111,7 +111,7 @@ def _band(plan: RowPlan, group: Group, like: Tensor) -> dict[str, Any]:
 
 
 def _spread(x_R: Tensor, plan: RowPlan) -> Tensor:
-    """Return [T, ...] from the needed rows' [R, ...], zeros at other tokens."""
+    """Return [T, ...] from the query rows' [R, ...], zeros at other tokens."""
     packed = plan.packed
     return x_R.new_zeros(len(packed.tokens_T), *x_R.shape[1:]).index_copy_(0, packed.place_R, x_R)
 

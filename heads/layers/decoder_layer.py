@@ -131,7 +131,7 @@ class EagleLayer(nn.Module):
     mlp: LlamaMLP
     post_attention_layernorm: RMSNorm
 
-    def leave(self, attended: Tensor, residual: Tensor) -> Tensor:
+    def layer_output(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the layer's output [..., H] from the attention's output [..., N, D] and the residual [..., H], before any
         final norm."""
         residual = residual + self.self_attn.o_proj(attended.flatten(-2))
@@ -148,6 +148,6 @@ class PlainLayer(EagleLayer):
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def read(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention's input and the residual, each [..., H], from the output of the layer below [..., H]."""
         return self.input_layernorm(hidden), hidden

@@ -1,7 +1,7 @@
-"""The query rows of a batch in EAGLE-3's training-time test, and the keys that they see.
+"""Plan the attention of a training pass: which rows of a batch are queries, and the keys that each may see.
 
-Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), n documents of a group, m its longest, T tokens of all
-documents up to their last needed row.
+Shapes: B batch rows, L tokens, R query rows (flat b*L+t), n documents of a group, m its longest, T tokens of all
+documents up to their last query row.
 """
 
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ BUCKET = 32  # documents whose lengths round up to the same multiple share a cal
 
 @dataclass(frozen=True)
 class Group:
-    """Documents of similar length, one line each, up to their last needed row.
+    """Documents of about one length, a line each, up to their last query row.
 
-    tokens_nm: flat index of each token, B*L past a document's end. queries_nm: its place among the needed rows,
+    tokens_nm: flat index of each token, B*L past a document's end. queries_nm: its index among the query rows,
     R where it is none of them.
     """
 
@@ -30,7 +30,7 @@ class Group:
 class Packed:
     """The same documents end to end, without padding.
 
-    tokens_T: flat index of each token. place_R: where each needed row stands in T. starts: [documents + 1] int32, where
+    tokens_T: flat index of each token. place_R: the index in T of each query row. starts: [documents + 1] int32, where
     each document starts, and T. longest: tokens of the longest document.
     """
 
@@ -42,9 +42,12 @@ class Packed:
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The query rows and the documents whose keys they see. rows: [R] int64 flat indices, ascending. documents: [B, L] numbers that differ
-    between any two documents of the batch. spans: (first flat index, tokens up to the last needed row) of the documents
-    with needed rows, ascending. window: how many tokens each row sees, itself the last of them; None for all so far."""
+    """The query rows of a batch and the keys they see: the rows of their own document up to themselves.
+
+    rows: [R] int64 flat indices of the queries, ascending. documents: [B, L] numbers that differ between any two
+    documents of the batch. spans: (first flat index, tokens up to the last query row) of the documents with query rows,
+    ascending. window: how many tokens each row sees, its own the last of them; None for all.
+    """
 
     rows: Tensor
     documents: Tensor
@@ -52,19 +55,19 @@ class RowPlan:
     window: int | None = None
 
     def within(self, window: int | None) -> "RowPlan":
-        """Return the plan of the same rows that see no more than `window` tokens."""
+        """Return the plan in which the same rows see no more than `window` tokens."""
         return self if window == self.window else replace(self, window=window)
 
     @cached_property
     def context(self) -> "RowPlan":
-        """The plan whose query rows are all tokens that a needed row may see."""
+        """The plan in which every token that a query row may see is a query row."""
         device = self.rows.device
         tokens = [torch.arange(first, first + length, device=device) for first, length in self.spans]
         return replace(self, rows=torch.cat(tokens) if tokens else self.rows)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
-        """The documents grouped by length, for a kernel that takes lines of one length."""
+        """The documents grouped by length, for kernels that take lines of one length."""
         device, past = self.rows.device, self.documents.numel()
         place = torch.full((past + 1,), len(self.rows), device=device)
         place[self.rows] = torch.arange(len(self.rows), device=device)
@@ -79,7 +82,7 @@ class RowPlan:
 
     @cached_property
     def packed(self) -> Packed:
-        """The documents end to end, for a kernel that takes sequences of any length; there must be at least one."""
+        """The documents end to end, for kernels that take documents of any length; needs at least one."""
         device = self.rows.device
         first, length = torch.tensor(self.spans, device=device).T
         starts = torch.nn.functional.pad(length.cumsum(0), (1, 0))
@@ -93,7 +96,7 @@ class RowPlan:
 
 
 def plan_rows(document_BL: Tensor, needed_BL: Tensor) -> RowPlan:
-    """Return the plan for the rows marked in `needed_BL` (bool); each must lie in a document (id >= 0)."""
+    """Return the plan whose query rows are marked in `needed_BL` (bool); each must lie in a document (id >= 0)."""
     assert not (needed_BL & (document_BL < 0)).any(), "a row in the padding cannot be supervised"
     before_BL = torch.nn.functional.pad(document_BL[:, :-1], (1, 0), value=-2)
     starts_BL = document_BL != before_BL

@@ -21,8 +21,8 @@ def token_scale(target: Target) -> float:
 
 @torch.no_grad()
 def sizes(target: Target) -> tuple[Tensor, Tensor]:
-    """Return the root mean squares of the target's last states and of its embeddings: medians over some random tokens, as
-    single ones have states a thousand times larger."""
+    """Return the root mean squares of the target's last states and of its embeddings: medians over random tokens, since
+    the states of single tokens can be a thousand times larger."""
     ids = probe_ids(target)
     state, token = (
         x.float().square().mean(-1).sqrt().median() for x in (target.forward(ids).last, target.embedding[ids])

@@ -1,9 +1,9 @@
 """Attention of EAGLE-3's training-time test, without an [L, (k+1)L] matrix.
 
-Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H query heads, G key/value heads, P = H/G,
+Shapes: B batch rows, L tokens, R query rows (flat b*L+t), H query heads, G key/value heads, P = H/G,
 D head size, S diagonal keys per row (the row's own keys of steps 1..k).
 
-A query at row t sees the step-0 keys of rows j <= t of its own document, and its own S diagonal keys. The
+A query at row t sees the context keys of rows j <= t of its own document, and its own S diagonal keys. The
 first part runs in a flash kernel that yields the log-sum-exp of the scores, causally within each document; the
 second part is elementwise; they merge as in ring attention, with weights exp(lse_part - lse_total). The backward
 flash kernel is given the *merged* output and the *total* log-sum-exp, which makes its probabilities, and so the
@@ -25,10 +25,10 @@ __all__ = ["RowPlan", "eager_ttt_attention", "merged_attention", "plan_rows", "t
 def ttt_attention(
     q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
 ) -> Tensor:
-    """Return [R, H, D]: every needed row's attention over its document so far and its own diagonal keys.
+    """Return [R, H, D]: every query row's attention over its document so far and its own diagonal keys.
 
-    q_RHD: queries of `plan.rows`. k_BLGD, v_BLGD: keys and values of step 0, all rows. k_SRGD, v_SRGD: those
-    of steps 1..S of each needed row (S may be 0). All are rotated already; `scale` multiplies the scores.
+    q_RHD: queries of `plan.rows`. k_BLGD, v_BLGD: keys and values of step 0 (context keys), all rows. k_SRGD, v_SRGD:
+    those of steps 1..S of each query row (S may be 0). All are rotated already; `scale` multiplies the scores.
     """
     dtype, inputs = q_RHD.dtype, (q_RHD, k_BLGD, v_BLGD, k_SRGD, v_SRGD)
     if not len(q_RHD):
@@ -71,7 +71,7 @@ def eager_ttt_attention(
 
 
 def _visible(plan: RowPlan, L: int) -> Tensor:
-    """Return [R, L] bool: which step-0 keys of its batch row each needed row sees."""
+    """Return [R, L] bool: which context keys of its batch row each query row sees."""
     row, place = plan.rows // L, plan.rows % L
     same_RL = plan.documents[row] == plan.documents[row, place][:, None]
     apart_RL = place[:, None] - torch.arange(L, device=place.device)

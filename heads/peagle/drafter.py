@@ -60,7 +60,8 @@ class PEagleDrafter(EagleDrafter):
         place_n = numbers(0, total, device)
         real_Bn = place_n < new_tokens.count_B[:, None]
         tokens_Bn = torch.nn.functional.pad(new_tokens.tokens_Bn, (0, depth - 1)).masked_fill(~real_Bn, mask)
-        hidden_BnH = torch.nn.functional.pad(self.head.begin(new_tokens), (0, 0, 0, depth - 1))
+        hidden_BnH = self.head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD)
+        hidden_BnH = torch.nn.functional.pad(hidden_BnH, (0, 0, 0, depth - 1))
         hidden_BnH = torch.where(real_Bn[..., None], hidden_BnH, self._mask_hidden_1H)
         self.cache.rollback(state.length_B - new_tokens.count_B)
         at = self.cache.stage(total, longest=state.longest_before)

@@ -74,9 +74,9 @@ class PEagleHead(FusedHead):
         assert len(masks) == num_steps
         plan = plan_rows(batch.document, masks[0])
         passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
-        out_RH = self.first_step(batch, self.first_hidden(batch.aux, batch.last), passing)
+        out_RH = self.first_step(batch, self.initial_hidden(batch.aux, batch.last), passing)
         steps = [StepOutput(0, plan.rows, self.logits(out_RH))]
-        masked = self.enter(*self.mask_inputs())
+        masked = self.layer_input(*self.mask_inputs())
         for depth, mask_BL in enumerate(masks[1:], 1):
             kept = mask_BL.flatten()[passing.plan.rows].nonzero().flatten()
             passing.narrow(plan_rows(batch.document, mask_BL), kept)

@@ -194,7 +194,7 @@ def every_row(patch: pytest.MonkeyPatch) -> None:
 
 def unseeded(patch: pytest.MonkeyPatch) -> None:
     """Noise in training that no seed reaches."""
-    real = Eagle3Head.first_hidden
+    real = Eagle3Head.initial_hidden
 
     def noisy(self: Any, aux: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator()
@@ -202,7 +202,7 @@ def unseeded(patch: pytest.MonkeyPatch) -> None:
         hidden = real(self, aux, last)
         return hidden + 0.01 * torch.randn(hidden.shape, generator=generator) * self.training
 
-    patch.setattr(Eagle3Head, "first_hidden", noisy)
+    patch.setattr(Eagle3Head, "initial_hidden", noisy)
 
 
 def noise_by_turns(patch: pytest.MonkeyPatch) -> None:

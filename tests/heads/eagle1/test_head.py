@@ -135,13 +135,13 @@ def test_training_logits_are_those_of_the_slow_reference(case):
 
 
 class HiddenFirst(Eagle1Head):
-    def enter(self, embedded, hidden):
-        return super().enter(hidden, embedded)
+    def layer_input(self, embedded, hidden):
+        return super().layer_input(hidden, embedded)
 
 
 class NormInFront(Eagle1Head):
-    def enter(self, embedded, hidden):
-        x, residual = super().enter(embedded, hidden)
+    def layer_input(self, embedded, hidden):
+        x, residual = super().layer_input(embedded, hidden)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)), residual
 
 
@@ -156,8 +156,8 @@ class WrongFeedback(Eagle1Head):
 
 
 class ShiftedStates(Eagle1Head):
-    def first_hidden(self, aux, last):
-        return super().first_hidden(aux, last).roll(1, 1)
+    def initial_hidden(self, aux, last):
+        return super().initial_hidden(aux, last).roll(1, 1)
 
 
 @pytest.mark.parametrize("mutant", [HiddenFirst, NormInFront, NormBehind, WrongFeedback, ShiftedStates])

@@ -202,7 +202,7 @@ def test_only_the_embedding_is_frozen():
 def test_norm_before_residual_chooses_the_residual(flag):
     layer = make_head(make_target(), norm_before_residual=flag).layers[0]
     embedded, hidden = torch.randn(2, 3, 5, 64)
-    x, residual = layer.enter(embedded, hidden)
+    x, residual = layer.layer_input(embedded, hidden)
     torch.testing.assert_close(x, torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(hidden)], -1))
     torch.testing.assert_close(residual, layer.hidden_norm(hidden) if flag else hidden)
 

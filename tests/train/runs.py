@@ -99,7 +99,7 @@ def make_run(folder: Path, method: str = "eagle3") -> TinyRun:
         "answers": {"max_new_tokens": 12, "batch": 8},
         "features": {"layer_ids": [2, 4, 6]},
         "method": method,
-        "head": HEADS[method],
+        "head": HEADS.get(method, {}),
         # An odd number of micro-batches, so that a filler completes the last window; gradients that are clipped to the
         # size of AdamW's epsilon, as it would undo any milder clipping.
         "train": {

@@ -149,12 +149,12 @@ def test_a_rule_is_one_sentence():
     )
 
 
-def test_every_method_has_layouts_of_its_own():
+def test_layouts_belong_to_one_method():
     named = [layout.name for method in methods().values() for layout in method.layouts]
     assert len(named) == len(set(named))
-    assert all(layouts_of(name) for name in methods())
     assert layouts_of("medusa2") == layouts_of("medusa")
-    assert {name: default_layout(name) for name in methods() if default_layout(name) != name} == {"medusa2": "medusa"}
+    exported = [name for name in methods() if layouts_of(name)]
+    assert {name: default_layout(name) for name in exported if default_layout(name) != name} == {"medusa2": "medusa"}
     assert all(name == layout.contract.name for name, layout in layouts().items())
     assert layouts_of("mtp") == {}
 

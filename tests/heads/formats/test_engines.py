@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.export.export import _check_split, convert_head, export_head
 from draftsmith.heads.formats.contracts import ModelFiles
 from draftsmith.heads.formats.engines import ENGINES, split_obstacle
-from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts
+from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
 from draftsmith.heads.formats.start import Serving
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.heads.target.target import Target
@@ -316,7 +316,7 @@ def test_the_page_shows_the_tables_as_they_are():
 
 
 def test_every_method_can_be_exported_and_started():
-    assert {layout.method for layout in layouts().values()} == {served_method(name) for name in methods()} == set(PLAIN)
+    assert {layout.method for layout in layouts().values()} == {served_method(name) for name in methods() if layouts_of(name)} == set(PLAIN)
     for layout in layouts().values():
         for engine in layout.engines:
             assert layout.engines[engine].start(Serving("draft", "target", 3, layer_ids=(1, 2, 3), heads=3))

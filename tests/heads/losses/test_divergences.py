@@ -183,7 +183,8 @@ def target() -> Target:
 def test_every_loss_trains_every_head(kind, method, target):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
     torch.manual_seed(0)
-    head = find_method(method).build(OPTIONS[method], target, torch.arange(0, 160, 2) if method == "eagle3" else None)
+    options = OPTIONS.get(method) or find_method(method).options_class()
+    head = find_method(method).build(options, target, torch.arange(0, 160, 2) if method == "eagle3" else None)
     batch = pack(target, documents_of(target), head.reads.layer_ids)
     spec, weights = (
         LossSpec(kind=kind, decay=0.5),

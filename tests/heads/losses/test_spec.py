@@ -139,7 +139,7 @@ def test_the_divisor_of_weighed_steps_is_the_sum_of_their_weights(target, batch)
 class Sampler:
     """What loss_divisor asks of a head: one that learns from every other row of step 0."""
 
-    train_steps = 2
+    trains = Trains(2)
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
         some = torch.arange(batch.ids.numel()).view_as(batch.ids) % 2 == 0

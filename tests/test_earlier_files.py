@@ -47,7 +47,7 @@ def test_an_earlier_head_gives_its_logits(method: str, kind: str) -> None:
     head = load_head(EARLIER / method / folder, target)
     assert head.method == method
     with torch.no_grad(), drafting(head):
-        output = head(waves(len(head.layer_ids), target.hidden_size), STEPS)
+        output = head(waves(len(head.reads.layer_ids), target.hidden_size), STEPS)
     stored = load_file(EARLIER / method / "logits.safetensors")
     for step in output.steps:
         torch.testing.assert_close(step.logits[:6], stored[f"{folder}.{step.offset}"], atol=1e-4, rtol=1e-4)

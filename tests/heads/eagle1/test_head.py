@@ -185,7 +185,8 @@ def test_training_logits_are_those_of_cached_decoding():
             ids[None, 1 : rows + 1], states[None, :rows, :0], states[None, :rows], torch.tensor([rows])
         )
         mask = torch.ones(rows, rows, dtype=torch.bool).tril()[None, None]
-        out = head.layer(new_tokens.tokens_Bn, head.begin(new_tokens), torch.arange(rows)[None], update, mask)[:, -1:]
+        hidden = head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD)
+        out = head.layer(new_tokens.tokens_Bn, hidden, torch.arange(rows)[None], update, mask)[:, -1:]
         result = [head.logits(out)[0, 0]]
         for step in range(1, num_steps):
             token = ids[None, root + 1 + step : root + 2 + step]
@@ -206,7 +207,7 @@ def test_only_what_eagle_publishes_is_a_parameter():
     assert head.embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
     assert {n for n, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
     last = torch.randn(1, 2, 64, dtype=torch.bfloat16)
-    hidden = head.begin(NewTokens(torch.zeros(1, 2, dtype=torch.int64), last[..., :0], last, torch.tensor([2])))
+    hidden = head.initial_hidden(last[..., :0], last)
     assert hidden.dtype == torch.float32
     assert head.logits(hidden).shape == (1, 2, target.vocab_size)
     assert (head.reads.layer_ids, head.draft_vocab, head.target_ids(torch.tensor(7)).item()) == ((), None, 7)

@@ -316,7 +316,11 @@ def test_the_page_shows_the_tables_as_they_are():
 
 
 def test_every_method_can_be_exported_and_started():
-    assert {layout.method for layout in layouts().values()} == {served_method(name) for name in methods() if layouts_of(name)} == set(PLAIN)
+    assert (
+        {layout.method for layout in layouts().values()}
+        == {served_method(name) for name in methods() if layouts_of(name)}
+        == set(PLAIN)
+    )
     for layout in layouts().values():
         for engine in layout.engines:
             assert layout.engines[engine].start(Serving("draft", "target", 3, layer_ids=(1, 2, 3), heads=3))

@@ -42,7 +42,7 @@ class OurSide:
 
     def __init__(self, served: ServedTarget, candidate: Candidate, num_speculative_tokens: int) -> None:
         self.served, self.candidate = served, candidate
-        self.K = min(num_speculative_tokens, candidate.head.max_speculative_tokens or num_speculative_tokens)
+        self.K = candidate.head.clamp_draft_length(num_speculative_tokens)
         self.target, self.requests, self.lock = served.target, served.requests, RLock()
         self.greedy = trace_ours(self.target, self.drafter(greedy_drafts=True), self.requests, Sampling(0.0))
         self._decoded: dict[bool, Counts] = {}

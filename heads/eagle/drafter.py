@@ -169,7 +169,13 @@ class EagleDrafter:
             above_BnT = chain_above(count, length_B.device).expand(rows, -1, -1)
         position_Bn, cos_sin = self._positions(at.lengths_B, longest, count)
         out_BnH = self.forward(
-            new_tokens.tokens_Bn, self.head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD), position_Bn, cos_sin, at, above_BnT, range(count)
+            new_tokens.tokens_Bn,
+            self.head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD),
+            position_Bn,
+            cos_sin,
+            at,
+            above_BnT,
+            range(count),
         )
         self.cache.append(new_tokens.count_B, rows_b)
         if rows == 1:

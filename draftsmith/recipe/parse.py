@@ -151,7 +151,9 @@ def parse_recipe(
     names = method_names()
     if method not in names:
         raise UserError(f"method is {method!r}: the drafters are {', '.join(names)}.")
-    parser = recipe_parser(method, prog, description, options if {"-h", "--help"} & set(argv) else ())
+    if {"-h", "--help"} & set(argv):
+        recipe_parser(method, prog, description, options).parse_args(["--help"])
+    parser = recipe_parser(method, prog, description)
     if "head" in content:
         content |= _tidy(
             _where(path), {"head": content.pop("head")}, Recipe, {"head": find_method(method).options_class}

@@ -214,7 +214,6 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
     try:
         refuse_head(path)  # which has no tokenizer
         check_same_tokens(session.tokenizer, read_tokenizer(path), path)
-        refuse_head(path)
         model = load_target(
             path,
             dtype=target.dtype_name,

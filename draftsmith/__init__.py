@@ -1,3 +1,229 @@
-"""draftsmith: train, measure and export draft heads for speculative decoding."""
+"""draftsmith: train, measure and export draft heads for speculative decoding.
+
+What is named in `__all__` is what users import, and stays; everything else is internal. docs/api.md shows it at work.
+Nothing is loaded before it is asked for, so `import draftsmith` takes no time.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from draftsmith.errors import UserError
+    from draftsmith.eval.decode.answers import Generation, Request
+    from draftsmith.eval.decode.sampling import Sampling
+    from draftsmith.eval.decode.tally import Tally
+    from draftsmith.eval.drafters.contender import Contender
+    from draftsmith.heads.base import DraftHead
+    from draftsmith.heads.registry import Method
+    from draftsmith.heads.target.target import Target
+    from draftsmith.recipe.schema import Recipe
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "DraftHead",
+    "Generation",
+    "Method",
+    "Recipe",
+    "Request",
+    "Sampling",
+    "Tally",
+    "Target",
+    "UserError",
+    "decode",
+    "export",
+    "load_head",
+    "load_recipe",
+    "load_target",
+    "simulate",
+]
+
+_MODULES = {
+    "DraftHead": "heads.base",
+    "Generation": "eval.decode.answers",
+    "Method": "heads.registry",
+    "Recipe": "recipe.schema",
+    "Request": "eval.decode.answers",
+    "Sampling": "eval.decode.sampling",
+    "Tally": "eval.decode.tally",
+    "Target": "heads.target.target",
+    "UserError": "errors",
+}
+"""Where the classes of `__all__` are, which are imported when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'draftsmith' has no attribute {name!r}")
+    return getattr(import_module(f"draftsmith.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def load_target(
+    path: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "cpu",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> "Target":
+    """Return the frozen target in a local folder or of a Hub name, checked to be one that the decoder serves exactly.
+
+    dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's. Raises UserError for a path, file or architecture
+    that cannot be used, a draft head's folder among them.
+    """
+    from draftsmith.eval.decode.selfcheck import check_decoding
+    from draftsmith.heads.formats.recognise import refuse_head
+    from draftsmith.heads.target import target as opened
+
+    refuse_head(str(path))
+    target = opened.load_target(
+        str(path),
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    )
+    check_decoding(target)
+    return target
+
+
+def load_head(path: str | Path, target: "Target", *, warn: Callable[[str], None] | None = None) -> "DraftHead":
+    """Return the head in a folder, in fp32, on the target's device: a checkpoint, an export for an engine, or a head that
+    others have published.
+
+    warn: receives a sentence per difference between `target` and the one that the head was made for; None refuses other
+    weights. Raises UserError for that, for other sizes always, and for a folder that holds no head.
+    """
+    from draftsmith.heads.formats import recognise
+
+    return recognise.load_head(path, target, warn=warn)
+
+
+def decode(
+    target: "Target",
+    head: "DraftHead | None",
+    requests: "Sequence[Request]",
+    *,
+    sampling: "Sampling | None" = None,
+    num_speculative_tokens: int = 5,
+    tree: str = "chain",
+    batch: int = 1,
+) -> "list[Generation]":
+    """Answer `requests` with drafts by `head`, or without any where that is None; every text is one of the target's own.
+
+    sampling: greedy if left out. num_speculative_tokens: length of a chain, at most as long as the head drafts. tree: chain,
+    medusa_63, dynamic, or a JSON file with a list of paths. batch: requests decoded together. Raises UserError for requests
+    that the target cannot serve and for a tree that the head does not draft.
+    """
+    from draftsmith.eval.decode.decode import decode_batch
+    from draftsmith.eval.decode.draft import TargetAlone
+    from draftsmith.eval.decode.sampling import Sampling
+
+    chosen = sampling or Sampling()
+    if head is None:
+        return decode_batch(target, TargetAlone(), requests, chosen, rows=batch).generations
+    drafts = _drafts(target, head, num_speculative_tokens, tree)
+    drafter = drafts.make(drafts.num_speculative_tokens)
+    return decode_batch(drafts.verified_by(target), drafter, requests, chosen, rows=batch).generations
+
+
+def simulate(
+    target: "Target",
+    head: "DraftHead",
+    answers: "Sequence[Generation]",
+    *,
+    sampling: "Sampling | None" = None,
+    num_speculative_tokens: int = 5,
+    tree: str = "chain",
+) -> "Tally":
+    """Return what drafts by `head` would get accepted on the target's own answers, from one pass over each: `tau` is the
+    tokens per target pass, `acceptance_at` the probability that each position is accepted.
+
+    answers: by `target` under `sampling`, with or without drafts; then the result is exact. The other arguments are those of
+    `decode`. Raises UserError for a tree whose acceptance the text alone does not tell.
+    """
+    from draftsmith.errors import UserError
+    from draftsmith.eval.decode.sampling import Sampling
+    from draftsmith.eval.decode.tally import total
+
+    drafts = _drafts(target, head, num_speculative_tokens, tree)
+    if drafts.simulate is None:
+        raise UserError(
+            f"The tree {tree!r} cannot be simulated, since what it drafts depends on more than the text: decode with it."
+        )
+    found = drafts.simulate(drafts.verified_by(target), answers, sampling or Sampling(), drafts.max_k)
+    return total((tallies[-1] for tallies in found.tallies), drafts.max_k)
+
+
+def export(
+    head: "DraftHead",
+    target: "Target",
+    folder: str | Path,
+    *,
+    layout: str | None = None,
+    dtype: str | None = None,
+    num_speculative_tokens: int | None = None,
+    tensor_parallel: int = 1,
+) -> Path:
+    """Write `head` as the directory that a serving engine loads, check it by loading it again, and return its path.
+
+    layout: see docs/export.md; None takes the first of the head's method. dtype: of the weights, None for the target's.
+    num_speculative_tokens: written where an engine is told how many to draft. tensor_parallel: over how many GPUs an engine
+    must be able to split the draft. Raises UserError where the layout cannot hold the head, and for a folder that holds
+    anything else.
+    """
+    from draftsmith.errors import UserError
+    from draftsmith.heads.export.export import export_head
+
+    if head.tunes:
+        raise UserError(
+            f"{head.method} heads draft for a target that was tuned with them, which is exported beside them: use the "
+            "command `draftsmith export`."
+        )
+    return export_head(
+        head,
+        target,
+        folder,
+        layout=layout,
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        tensor_parallel=tensor_parallel,
+    )
+
+
+def load_recipe(path: str | Path, *overrides: str) -> "Recipe":
+    """Return the recipe in a YAML file; overrides are those of the command line, such as "--train.lr=2e-4". Raises UserError
+    that names the key for unknown keys and wrong values."""
+    from draftsmith.recipe.parse import parse_recipe
+
+    return parse_recipe(["--recipe", str(path), *overrides])
+
+
+def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str) -> "Contender":
+    """Return how a head drafts once trained, in the dtype of the target; the head itself is left as it is."""
+    from copy import deepcopy
+
+    from draftsmith.errors import UserError
+    from draftsmith.eval.drafters.contender import make_contender
+    from draftsmith.recipe.evaluate import DraftSpec
+
+    if num_speculative_tokens < 1:
+        raise UserError(f"num_speculative_tokens is {num_speculative_tokens}: it must be at least 1.")
+    ready = head.deployed(target)
+    if any(parameter.dtype != target.dtype for parameter in ready.parameters()):
+        ready = deepcopy(ready).to(target.dtype)
+    verifier = ready.verifier(target)
+    return make_contender(
+        ready.method,
+        ready,
+        num_speculative_tokens,
+        num_speculative_tokens,
+        tree=DraftSpec(tree=tree).load(),
+        verifier=None if verifier is target else verifier,
+    )

@@ -30,14 +30,16 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.cli.arguments import gguf_options
-from draftsmith.cli.main import COMMANDS, main, take
+from draftsmith.cli.commands import COMMANDS
+from draftsmith.cli.main import main
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.gate import parse_thresholds
 from draftsmith.heads.registry import methods
+from draftsmith.recipe.options import take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.options import GgufOptions
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -180,20 +182,18 @@ def check_marked(line: str) -> None:
             json.loads(word)
     if words[0] == "draftsmith":
         assert words[1] in COMMANDS
-        assert "--launch" not in words or words[1] in ("run", "train"), line
-        rest = words[2:]
+        command, rest = words[1], words[2:]
     elif words[:2] == ["accelerate", "launch"]:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        rest = words[script + 1 :]
+        command, rest = "train", words[script + 1 :]
     else:
         return
-    for flag in ("--no-decode", "--comment"):
-        take(rest, flag, flag=True)
-    parse_thresholds(take(rest, "--fail-under"))
-    gguf_options(rest)
-    for option in ("--redo", "--launch", "--head", "--count", "--output", "--device", "--gpus"):
-        take(rest, option)
-    parse_recipe(rest)
+    own, rest = take_options(rest, COMMANDS[command].options)
+    parse_thresholds(getattr(own, "fail_under", []))
+    if command == "export":
+        GgufOptions.asked(own.gguf, own.gguf_type, own.gguf_pre)
+    if COMMANDS[command].takes_recipe:
+        parse_recipe(rest)
 
 
 def plain(text: str) -> str:

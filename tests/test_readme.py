@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.cli.main import COMMANDS
+from draftsmith.cli.commands import COMMANDS
 from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.report import headline_markdown
 from scripts.bench.decoder.tables import read_bench, render

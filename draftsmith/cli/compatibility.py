@@ -5,7 +5,6 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from draftsmith.cli.arguments import FitOptions
 from draftsmith.cli.doctor import Check, Printer, show, table
 from draftsmith.errors import UserError
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
@@ -30,26 +29,26 @@ HARMLESS = ("eos",)
 """What is worth knowing, but changes neither acceptance nor texts on the way there."""
 
 
-def run_fit(asked: FitOptions, console: Printer | None = None) -> int:
+def run_fit(head_folder: Path, target: str, console: Printer | None = None) -> int:
     """Print a line for everything that tells targets apart; return 0 where the head fits, 1 where it does not.
 
-    Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
+    target: a folder or a Hub name. Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
     """
-    folder = find_head_folder(asked.head)
+    folder = find_head_folder(head_folder)
     head = check_head(folder)
-    place = find_target_folder(asked.target)
+    place = find_target_folder(target)
     if place.resolve() == folder.resolve():
         raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
-    now = identify_directory(place, asked.target)
+    now = identify_directory(place, target)
     made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
     checks = [head, *compare_lines(made_for, now)]
     bad = [check.name for check in checks if check.state == "bad"]
     if len(not_compared(made_for, now)) == len(KINDS):
-        verdict, code = f"Nothing is recorded that says whether {folder} fits {asked.target}: measure it.", 1
+        verdict, code = f"Nothing is recorded that says whether {folder} fits {target}: measure it.", 1
     elif bad:
-        verdict, code = f"{folder} was not made for {asked.target} as it is now: {', '.join(bad)}.", 1
+        verdict, code = f"{folder} was not made for {target} as it is now: {', '.join(bad)}.", 1
     else:
-        verdict, code = f"{folder} fits {asked.target}, as far as it is recorded.", 0
+        verdict, code = f"{folder} fits {target}, as far as it is recorded.", 0
     show(f"{table(checks)}\n{verdict}", console)
     return code
 

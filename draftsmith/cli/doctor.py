@@ -271,20 +271,6 @@ def table(checks: list[Check]) -> str:
     return "\n".join(line + fix for line, fix in zip(lines, fixes, strict=True))
 
 
-def doctor_command(words: list[str]) -> int:
-    """Check this machine, or with --head and --target whether a head fits a target; return the exit code."""
-    from rich.console import Console
-
-    from draftsmith.cli.arguments import FitOptions
-
-    asked = FitOptions.take(words)
-    if asked is None:
-        return run_doctor(Console())
-    from draftsmith.cli.compatibility import run_fit
-
-    return run_fit(asked, Console())
-
-
 def run_doctor(console: Printer | None = None) -> int:
     """Check the machine, print the table, and return the exit code: 0, or 1 if anything is bad.
 

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method
-from draftsmith.recipe.schema import TrainSpec
 
 if TYPE_CHECKING:
+    from draftsmith.recipe.schema import TrainSpec
     from draftsmith.stages.session import Session
 
+LAUNCHED = "DRAFTSMITH_LAUNCHED"
+"""Set for the processes that --launch starts, which inherit that Ctrl-C is ignored."""
 
-def check_config(spec: TrainSpec, config: str) -> None:
+
+def check_config(spec: "TrainSpec", config: str) -> None:
     """Refuse a launch file that is missing, cannot start here or contradicts the recipe, before answers and hidden
     states are made."""
     import torch
@@ -43,8 +46,7 @@ def find_script(method: str) -> Path:
 
 
 def train(session: "Session", config: str, words: list[str]) -> None:
-    """Make answers and hidden states here, then train in processes of their own. words: the command line's, which say the
-    recipe again."""
+    """Make answers and hidden states here, then train in processes of their own. words: those of the recipe, again."""
     from draftsmith.stages.pipeline import make_stages
 
     make_stages(session, "extract")
@@ -60,8 +62,6 @@ def launch(method: str, config: str, words: list[str]) -> None:
 
     Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
     """
-    from draftsmith.cli.main import LAUNCHED
-
     # Quiet: the launcher's own stack trace would bury the sentence of the training.
     options = ["--quiet", "--config_file", config]
     command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(find_script(method)), *words]

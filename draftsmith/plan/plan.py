@@ -15,6 +15,7 @@ from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import find_layout
+from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.target.pretrained import load_config
 from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
@@ -110,6 +111,7 @@ def target_shape(recipe: Recipe) -> TargetShape:
         raise UserError(
             "The embedded default needs no plan, it takes minutes on a CPU: name a target with --target.path."
         )
+    refuse_head(spec.path)
     config = load_config(spec.path, spec.trust_remote_code)
     named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = named if spec.dtype == "auto" else spec.dtype

@@ -4,7 +4,7 @@ Unknown keys and wrong types are errors that name the key; `--section.key value`
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.heads.losses.spec import describe_kinds
 from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
+from draftsmith.recipe.options import Option
 from draftsmith.recipe.schema import (
     AnswersSpec,
     DataSpec,
@@ -60,9 +61,22 @@ _EXAMPLES = {"evaluate.drafts": "[{tree: chain}]", "evaluate.baselines": "[{kind
 NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def recipe_parser(method: str, prog: str | None = None, description: str | None = None) -> ArgumentParser:
-    """Return the parser of recipes for one drafter, whose options make up the section `head`."""
-    parser = ArgumentParser(prog=prog, description=description, exit_on_error=False, allow_abbrev=False)
+def recipe_parser(
+    method: str, prog: str, description: str | None = None, options: Sequence[Option] = ()
+) -> ArgumentParser:
+    """Return the parser of recipes for one drafter, whose options make up the section `head`.
+
+    options: of a command beside the recipe, for its help and for completion; `take_options` is what parses them.
+    """
+    parser = ArgumentParser(
+        prog=prog,
+        description=description,
+        usage=f"{prog} --recipe FILE [OPTIONS]",
+        exit_on_error=False,
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a command's own --head stands for the one that takes the whole section
+    )
+    own = parser.add_argument_group("Options of this command")
     parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
     parser.add_argument("--name", type=str, default="run", help="Name of the run.")
     parser.add_argument("--output_dir", type=str | None, default=None, help="Run directory; by default runs/<name>.")
@@ -78,6 +92,8 @@ def recipe_parser(method: str, prog: str | None = None, description: str | None 
         parser.add_class_arguments(section, key)
     next(action for action in parser._actions if action.dest == "train.loss.kind").help = describe_kinds()
     parser.add_class_arguments(find_method(method).options_class, "head")
+    for one in options:
+        own.add_argument(one.name, **one.settings)
     return parser
 
 
@@ -121,9 +137,12 @@ def _refuse_twice(path: str, node: yaml.Node | None) -> None:
             _refuse_twice(path, item)
 
 
-def parse_recipe(argv: list[str], prog: str | None = None, description: str | None = None) -> Recipe:
+def parse_recipe(
+    argv: list[str], prog: str = "draftsmith train", description: str | None = None, options: Sequence[Option] = ()
+) -> Recipe:
     """Parse `--recipe FILE` and dotted overrides into a Recipe. `--help` prints every key and exits.
 
+    options: those of the command `prog`, already taken out of `argv`, which its help lists and a typo may have meant.
     Raises UserError that names the key for unknown keys and wrong types.
     """
     path = _option(argv, "--recipe")
@@ -132,6 +151,8 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
     names = method_names()
     if method not in names:
         raise UserError(f"method is {method!r}: the drafters are {', '.join(names)}.")
+    if {"-h", "--help"} & set(argv):
+        recipe_parser(method, prog, description, options).parse_args(["--help"])
     parser = recipe_parser(method, prog, description)
     if "head" in content:
         content |= _tidy(
@@ -142,7 +163,7 @@ def parse_recipe(argv: list[str], prog: str | None = None, description: str | No
         chosen = parser.parse_args(argv, namespace=base) if argv else base
         ready = parser.instantiate(chosen)
     except (ParserError, ArgumentError) as error:
-        raise UserError(f"{_where(path)}{_sentence(str(error), parser)}") from error
+        raise UserError(f"{_where(path)}{_sentence(str(error), parser, options)}") from error
     keys = {f.name for f in fields(Recipe)}
     return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
 
@@ -188,7 +209,7 @@ def _where(path: str | None) -> str:
     return f"The recipe {path} or its overrides: " if path else "The options: "
 
 
-def _sentence(message: str, parser: ArgumentParser) -> str:
+def _sentence(message: str, parser: ArgumentParser, options: Sequence[Option] = ()) -> str:
     """Keep what names the key and the reason, without the parser's words; name the key that a typo may have meant."""
     text = re.sub(r"Problem with given class_path '[\w.]+': ", "", " ".join(message.split()).rstrip("."))
     text = re.sub(r'Parser key "([\w.]+)": Parser key "([\w.]+)": Expected', r'Parser key "\1.\2": Expected', text)
@@ -214,9 +235,9 @@ def _sentence(message: str, parser: ArgumentParser) -> str:
     unknown = re.match(r"(?:unrecognized arguments: --|Option ')([\w.-]+)", text)
     if group or unknown:
         key = f"{group[1]}.{group[2]}" if group else unknown[1] if unknown else ""
-        keys = [action.dest for action in parser._actions]
+        keys = [*(action.dest for action in parser._actions), *(one.name.removeprefix("--") for one in options)]
         inside = next((f" (did you mean {name}?)" for name in keys if name.endswith(f".{key}")), "")
         meant = did_you_mean(key, keys, cutoff=0.7) or inside
-        command = f"`draftsmith train --method {parser.get_default('method')} --help`"
+        command = f"`{parser.prog} --method {parser.get_default('method')} --help`"
         return f"there is no key {key}{meant}: {command} lists every key."
     return text + "; see --help for every key and its type."

@@ -212,8 +212,8 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
         raise UserError(f"evaluate.baselines names the target {path} as its own draft model: take a smaller one.")
     check_draft_model_path(path)
     try:
+        refuse_head(path)  # which has no tokenizer
         check_same_tokens(session.tokenizer, read_tokenizer(path), path)
-        refuse_head(path)
         model = load_target(
             path,
             dtype=target.dtype_name,

@@ -132,6 +132,7 @@ class Session:
     @cached_property
     def tokenizer(self) -> Any:
         """The target's tokenizer, checked against its vocabulary."""
+        refuse_head(self.target_path)  # which has no tokenizer
         tokenizer = load_tokenizer(self.target_path, self.recipe.target.trust_remote_code)
         check_tokenizer(tokenizer, self.target.vocab_size)
         check_template_keys(tokenizer, self.recipe.data.template)

@@ -86,7 +86,8 @@ def test_folders_of_an_installed_package_are_fine(tmp_path: Path) -> None:
 
 def test_script_works_without_links_and_without_any_package(tmp_path: Path) -> None:
     package = make_checkout(tmp_path)
-    shutil.copy(ROOT / "draftsmith" / "doctor.py", package)
+    (package / "cli").mkdir()
+    shutil.copy(ROOT / "draftsmith" / "cli" / "doctor.py", package / "cli")
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "doctor.py", tmp_path / "scripts")
     (package / "train").unlink()

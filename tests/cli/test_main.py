@@ -1,15 +1,23 @@
 """The command line: what a person types wrong, and what stands on the terminal."""
 
 import json
+import subprocess
+import sys
+from argparse import Namespace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from draftsmith.cli import main as cli
-from draftsmith.cli.main import COMMANDS, main, take
+from draftsmith.cli.commands import COMMANDS
+from draftsmith.cli.main import main
 from draftsmith.errors import StoppedError, UserError
+from draftsmith.recipe.options import option, take_options, whole_number
+from draftsmith.recipe.schema import EvaluateSpec
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +61,41 @@ def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS)
-    for command in ("doctor", "report"):
-        assert main([command, "--help"]) == 0
-        assert capsys.readouterr().out == text
+    assert all(f"\n    {name} " in text for name in COMMANDS)
     assert main([]) == 2
-    capsys.readouterr()
+    assert capsys.readouterr().out == text
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip()[0].isdigit()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = COMMANDS[name]
+    assert main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: draftsmith {name} ")
+    named = [one.name for one in command.options]
+    named += [f"--evaluate.{field.name}" for field in fields(EvaluateSpec)] if command.takes_recipe else []
+    assert all(f"\n  {one} " in text for one in named)
+
+
+def test_help_follows_the_method(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--method", "medusa"], ["--recipe", str(ROOT / "recipes/medusa/shared-target.yaml"), "--head", "x"]):
+        assert main(["evaluate", *words, "-h"]) == 0
+        assert "--head.num_heads" in capsys.readouterr().out
+
+
+def test_help_is_there_at_once() -> None:
+    code = "import sys; from draftsmith.cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_what_completes_words_knows_every_command_and_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--print_completion", "jsonschema"]) == 0
+    keys = json.loads(capsys.readouterr().out)["properties"]
+    assert set(COMMANDS) < set(keys)
+    assert {"no_decode", "evaluate"} < set(keys["evaluate"]["properties"])
 
 
 def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +106,10 @@ def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixtu
     assert "search-tree needs a recipe" in fails(["search-tree", "--nodes", "3"], capsys)
     assert "--redo everything" in fails(["train", *words, "--redo", "everything"], capsys)
     assert "--head needs a value" in fails(["evaluate", *words, "--head"], capsys)
+    assert "--no-decode is a switch" in fails(["evaluate", *words, "--no-decode=1"], capsys)
+    assert "no key nodecode (did you mean no-decode?): `draftsmith evaluate " in fails(
+        ["evaluate", *words, "--nodecode"], capsys
+    )
 
 
 @pytest.mark.parametrize("command", ["regenerate", "extract", "train", "evaluate", "search-tree", "export", "inspect"])
@@ -87,6 +126,16 @@ def test_a_wrong_target_is_one_sentence_and_leaves_nothing(
     message = fails([command, *words, "--target.path", str(tmp_path / "nowhere")], capsys)
     assert "nowhere" in message
     assert not list((tmp_path / "run").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("command", ["regenerate", "train", "inspect", "plan"])
+def test_a_draft_head_is_no_target(
+    command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text('{"model_type": "llama", "draft_vocab_size": 9}')
+    message = fails([command, *words, "--target.path", str(tmp_path / "head")], capsys)
+    assert "is a draft head: give the folder of the model that it drafts for" in message
 
 
 def test_a_malformed_line_is_named(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,18 +200,38 @@ def test_paths_are_checked_before_the_target(
 
 
 def test_a_stopped_training_is_no_mistake(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def stopped(words: list[str]) -> int:
+    def stopped(own: Namespace, words: list[str]) -> int:
         raise StoppedError("a checkpoint is saved")
 
-    monkeypatch.setitem(cli._HANDLERS, "train", stopped)
+    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=stopped))
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "draftsmith: a checkpoint is saved\n"
 
 
-def test_take_removes_options_wherever_they_stand() -> None:
-    words = ["a", "--head", "x", "b", "--head=y", "--no-decode"]
-    assert take(words, "--head") == ["x", "y"]
-    assert take(words, "--no-decode", flag=True) == ["--no-decode"]
-    assert words == ["a", "b"]
+def test_options_are_taken_wherever_they_stand() -> None:
+    options = [
+        option("--head", type=Path),
+        option("--redo", action="append"),
+        option("--no-decode", action="store_true"),
+        option("--count", type=whole_number("--count")),
+    ]
+    words = [
+        "--head",
+        "x",
+        "--head.sizes",
+        "[1, 2]",
+        "--redo=a",
+        "--train.lr",
+        "-1",
+        "--head=y",
+        "--no-decode",
+        "--redo",
+        "b",
+    ]
+    own, rest = take_options(words, options)
+    assert (own.head, own.redo, own.no_decode, own.count) == (Path("y"), ["a", "b"], True, None)
+    assert rest == ["--head.sizes", "[1, 2]", "--train.lr", "-1"]
     with pytest.raises(UserError, match="--head needs a value"):
-        take(["--head"], "--head")
+        take_options(["--head"], options)
+    with pytest.raises(UserError, match="--count is '0': give a whole number of at least 1"):
+        take_options(["--count", "0"], options)

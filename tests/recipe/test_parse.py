@@ -216,7 +216,7 @@ def test_the_table_of_switches_is_that_of_the_options() -> None:
     text = (RECIPES.parent / "docs" / "drafters.md").read_text(encoding="utf-8")
     section = text.split("## What shapes a head")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
-    options = {name: {field.name for field in fields(method.options)} for name, method in methods().items()}
+    options = {name: {field.name for field in fields(method.options_class)} for name, method in methods().items()}
     told: dict[str, set[str]] = {}
     for keys, drafters in rows:
         named = set(re.findall(r"`(\w+)`", drafters))

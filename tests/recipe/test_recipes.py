@@ -185,7 +185,7 @@ def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
     assert torch.isfinite(scored.loss_sum)
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in trained)
     requests = [Request(str(i), "chat", tuple(range(5 + i, 15 + i)), 12) for i in range(2)]
-    drafter = method.drafter(head.eval(), recipe.evaluate.num_speculative_tokens)
+    drafter = method.make_drafter(head.eval(), recipe.evaluate.num_speculative_tokens)
     drafted = decode_batch(target, drafter, requests, Sampling(0.0))
     alone = decode_batch(target, TargetAlone(), requests, Sampling(0.0))
     assert [g.output_ids for g in drafted.generations] == [g.output_ids for g in alone.generations]

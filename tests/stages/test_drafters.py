@@ -176,6 +176,7 @@ def test_drafts_that_do_not_fit_the_heads_are_refused(
         ("other", r"other has another tokenizer than the target: id \d+ is 'new0' there and no token in the target"),
         ("short", "short reads at most 64 tokens, but the longest text with its draft has 104"),
         ("bare", "names a draft model that cannot be used: .* has no weights"),
+        ("drafts", "cannot be used: The target .*drafts is a draft head: give the folder of the model"),
     ],
 )
 def test_draft_models_that_do_not_fit_the_target_are_refused(
@@ -185,6 +186,8 @@ def test_draft_models_that_do_not_fit_the_target_are_refused(
     bare = workplace / "bare"
     bare.mkdir(exist_ok=True)
     tiny_tokenizer().save_pretrained(bare)
+    (workplace / "drafts").mkdir(exist_ok=True)
+    (workplace / "drafts" / "config.json").write_text('{"method": "medusa"}')
     (bare / "config.json").write_bytes((workplace / "small" / "config.json").read_bytes())
     with pytest.raises(UserError, match=said) as caught:
         lineup(session, workplace, heads, "{tree: chain}", f"{{kind: draft_model, path: {workplace / path}}}")

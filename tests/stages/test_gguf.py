@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.cli.arguments import gguf_options
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
@@ -137,13 +136,11 @@ def test_trees_that_are_none(make_tree: MakeTree, tmp_path: Path) -> None:
 
 
 def test_options() -> None:
-    words = ["--gguf", "tree", "--head", "x", "--gguf-type=bf16", "--gguf-pre", "qwen2"]
-    assert gguf_options(words) == GgufOptions(Path("tree"), "bf16", "qwen2")
-    assert words == ["--head", "x"]
-    assert gguf_options([]) is None
-    assert "with --gguf" in raises(lambda: gguf_options(["--gguf-pre", "qwen2"]))
-    assert "with --gguf" in raises(lambda: gguf_options(["--gguf-type", "f32"]))
-    assert "then run llama-quantize" in raises(lambda: gguf_options(["--gguf", "t", "--gguf-type", "q4_k"]))
+    assert GgufOptions.asked(Path("tree"), "bf16", "qwen2") == GgufOptions(Path("tree"), "bf16", "qwen2")
+    assert GgufOptions.asked(None, None, None) is None
+    assert "with --gguf" in raises(lambda: GgufOptions.asked(None, None, "qwen2"))
+    assert "with --gguf" in raises(lambda: GgufOptions.asked(None, "f32", None))
+    assert "then run llama-quantize" in raises(lambda: GgufOptions(Path("tree"), "q4_k"))
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,7 @@ Measured are the target alone, every drafter of the recipe's `evaluate` section,
 or on every group of prompts in a batch, so that drifts of the machine hit all alike. Greedy or sampled, at the first of the
 recipe's temperatures. Writes bench.json and bench.md.
 
---batch N (again for more than one), --prompts N per slice, --head FOLDER for another head than the run's best,
---known-acceptance A (at temperature 0) for drafts of which each token is right with probability A.
+Its own options are listed by --help, with every key of a recipe.
 """
 
 import shlex
@@ -21,7 +20,6 @@ from rich.console import Console
 from rich.markdown import Markdown
 from tqdm import tqdm
 
-from draftsmith.cli.arguments import require_recipe, take
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Decoded, Request, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
@@ -35,11 +33,33 @@ from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.round_profile import RoundProfile, profile_rounds
 from draftsmith.files import write_json
 from draftsmith.heads.target.target import Target
+from draftsmith.recipe.options import number, option, require_recipe, take_options, whole_number
 from scripts.bench.decoder.tables import SystemSpeed, as_json, render
 
 ALONE = "target alone"
 _PROFILED = 6
 """Prompts on which rounds are profiled."""
+
+OPTIONS = (
+    option("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="Where bench.json and bench.md go."),
+    option(
+        "--batch",
+        type=whole_number("--batch"),
+        action="append",
+        metavar="N",
+        help="Prompts decoded together; again for more than one.",
+    ),
+    option("--prompts", type=whole_number("--prompts"), metavar="N", help="Prompts per slice."),
+    option("--head", type=Path, metavar="FOLDER", help="This head instead of the run's best."),
+    option(
+        "--known-acceptance",
+        type=number("--known-acceptance", "a probability from 0 to 1", lambda value: 0 <= value <= 1),
+        action="append",
+        default=[],
+        metavar="A",
+        help="Also drafts of which each token is right with probability A, at temperature 0.",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -66,40 +86,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
-    output = take(words, "--output") or ["bench"]
-    batches = [_count(word, "--batch") for word in (take(words, "--batch") or ["1"])]
-    per_slice = [f"--evaluate.per_slice={_count(word, '--prompts')}" for word in take(words, "--prompts")]
-    head, alphas = take(words, "--head"), [_share(word) for word in take(words, "--known-acceptance")]
+    own, words = take_options(words, OPTIONS)
     require_recipe(words, "bench_decoding")
     from draftsmith.recipe.parse import parse_recipe
 
-    recipe = parse_recipe([*words, *per_slice], "bench_decoding", __doc__ or "")
+    words += [] if own.prompts is None else [f"--evaluate.per_slice={own.prompts}"]
+    recipe = parse_recipe(words, "python -m scripts.bench.decoder", __doc__ or "", OPTIONS)
     from draftsmith.stages.session import Session
 
-    rows, facts = bench(Session(recipe), batches, Path(head[-1]) if head else None, alphas)
-    folder = Path(output[-1])
-    folder.mkdir(parents=True, exist_ok=True)
+    rows, facts = bench(Session(recipe), own.batch or [1], own.head, own.known_acceptance)
+    own.output.mkdir(parents=True, exist_ok=True)
     text = render(rows, facts)
-    write_json(folder / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
-    (folder / "bench.md").write_text(text, encoding="utf-8")
+    write_json(own.output / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
+    (own.output / "bench.md").write_text(text, encoding="utf-8")
     Console().print(Markdown(text))
     return 0
-
-
-def _count(word: str, name: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise UserError(f"{name} is {word!r}: give a whole number of at least 1.")
-    return int(word)
-
-
-def _share(word: str) -> float:
-    try:
-        value = float(word)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise UserError(f"--known-acceptance is {word!r}: give a probability from 0 to 1.")
-    return value
 
 
 def bench(

@@ -4,61 +4,83 @@ Trains each drafter of scripts/bench/drafters/table.py that is not yet trained, 
 decodes them with it and with the target alone in turns, and writes a result file per drafter and a page of tables.
 What is there already is kept, so that it can be done in pieces.
 
---store: answers and hidden states that all learn from (made on first use). --runs: where runs go, and where heads that another
-package trained are found. --output: of the results (docs/results/drafters if left out). --budget N supervised tokens per
-training. --only NAME of a drafter or of one of its runs (again for more than one). --no-train, --no-decode. --repeats N: how
-often the prompts are decoded (3).
---page: write the page again and do nothing else.
---rival-jobs: write JOB.json for the heads that scripts/bench/rivals/speculators_eagle3.py trains, and do nothing else. Other
-words, such as --train.rows 2 or --evaluate.repeats 1, are overrides of every recipe.
+Words that are none of its options, such as --train.rows 2 or --evaluate.repeats 1, are overrides of every recipe.
 """
 
+import argparse
 import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftsmith.cli.arguments import take
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
+from draftsmith.recipe.options import Option, option, take_options, whole_number
 from scripts.bench.drafters.page import answers_of, read_entries, write_page
 from scripts.bench.drafters.table import DRAFTERS, ROOT, ComparedDrafter
 
 OUTPUT = ROOT / "docs" / "results" / "drafters"
-
-
-@dataclass(frozen=True)
-class Options:
-    """The words of the command line; `words` are overrides of every recipe."""
-
-    store: Path
-    runs: Path
-    output: Path
-    only: tuple[str, ...]
-    budget: int | None
-    repeats: int
-    train: bool
-    decode: bool
-    page: bool
-    jobs: bool
-    words: tuple[str, ...]
+PLACES = (
+    option(
+        "--store",
+        type=Path,
+        default=Path("runs/drafters/store"),
+        help="Answers and hidden states that all learn from, made on first use.",
+    ),
+    option(
+        "--runs",
+        type=Path,
+        default=Path("runs/drafters"),
+        help="Where runs go, and where heads that another package trained are found.",
+    ),
+    option("--output", type=Path, default=OUTPUT, help="Of the results; docs/results/drafters if left out."),
+)
+OPTIONS: tuple[Option, ...] = (
+    *PLACES,
+    option("--budget", type=whole_number("--budget"), metavar="N", help="Supervised tokens per training."),
+    option(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="A drafter or one of its runs; again for more than one.",
+    ),
+    option(
+        "--repeats",
+        type=whole_number("--repeats"),
+        default=3,
+        metavar="N",
+        help="How often the prompts are decoded; 3 if left out.",
+    ),
+    option("--no-train", action="store_true", help="Train nothing."),
+    option("--no-decode", action="store_true", help="Simulate only."),
+    option("--page", action="store_true", help="Write the page again and do nothing else."),
+    option(
+        "--rival-jobs",
+        action="store_true",
+        help="Write JOB.json for the heads that scripts/bench/rivals/speculators_eagle3.py trains, and do nothing else.",
+    ),
+)
 
 
 def main(argv: list[str] | None = None, drafters: Sequence[ComparedDrafter] = DRAFTERS, root: Path = ROOT) -> int:
     """Train, measure and write; a user's mistake is one sentence and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in ("-h", "--help"):
-        print(__doc__)
+    if {"-h", "--help"} & set(words):
+        parser = argparse.ArgumentParser("python -m scripts.bench.drafters", description=__doc__)
+        for one in OPTIONS:
+            parser.add_argument(one.name, **one.settings)
+        parser.print_help()
         return 0
     try:
-        options = parse(words, drafters)
+        options, overrides = parse(words, drafters)
         if not options.page:
-            run(options, drafters, root)
-        if not options.jobs:
+            run(options, overrides, drafters, root)
+        if not options.rival_jobs:
             print(write_page(options.output, [s.name for s in drafters]))
         return 0
     except UserError as error:
@@ -66,48 +88,27 @@ def main(argv: list[str] | None = None, drafters: Sequence[ComparedDrafter] = DR
         return 2
 
 
-def parse(words: list[str], drafters: Sequence[ComparedDrafter]) -> Options:
-    """Read the command line. Raises UserError for a drafter that is unknown and for a number that is none."""
-    places = {key: take(words, f"--{key}") for key in ("store", "runs", "output", "budget", "repeats")}
-    only = tuple(take(words, "--only"))
-    flags = {key: bool(take(words, f"--{key}", flag=True)) for key in ("no-train", "no-decode", "page", "rival-jobs")}
+def parse(words: list[str], drafters: Sequence[ComparedDrafter]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """Return the options and the overrides of every recipe. Raises UserError for a drafter that is unknown."""
+    options, overrides = take_options(words, OPTIONS)
     names = [s.name for s in drafters]
     runs = [run for s in drafters if len(s.run_names) > 1 for run in s.run_names]
-    if unknown := [name for name in only if name not in (*names, *runs)]:
+    if unknown := [name for name in options.only if name not in (*names, *runs)]:
         raise UserError(f"--only {unknown[0]}: the drafters are {', '.join(names)}; single runs {', '.join(runs)}.")
-
-    def count(key: str) -> int | None:
-        if places[key] and (not places[key][-1].isdecimal() or int(places[key][-1]) < 1):
-            raise UserError(f"--{key} is {places[key][-1]!r}: give a whole number of at least 1.")
-        return int(places[key][-1]) if places[key] else None
-
-    def folder(key: str, default: Path) -> Path:
-        return Path(places[key][-1]) if places[key] else default
-
-    return Options(
-        store=folder("store", Path("runs/drafters/store")),
-        runs=folder("runs", Path("runs/drafters")),
-        output=folder("output", OUTPUT),
-        only=only,
-        budget=count("budget"),
-        repeats=count("repeats") or 3,
-        train=not flags["no-train"],
-        decode=not flags["no-decode"],
-        page=flags["page"],
-        jobs=flags["rival-jobs"],
-        words=tuple(words),
-    )
+    return options, tuple(overrides)
 
 
-def run(options: Options, drafters: Sequence[ComparedDrafter], root: Path) -> None:
+def run(
+    options: argparse.Namespace, overrides: tuple[str, ...], drafters: Sequence[ComparedDrafter], root: Path
+) -> None:
     """Do what the options ask for, drafter by drafter."""
     from draftsmith.stages.session import Session
     from scripts.bench.drafters.measure import Measure
     from scripts.bench.drafters.training import BUDGET, Bench, rival_jobs, train_runs
 
-    bench = Bench(options.store, options.runs, options.words, options.budget or BUDGET, root)
+    bench = Bench(options.store, options.runs, overrides, options.budget or BUDGET, root)
     first = drafters[0]
-    if options.jobs:
+    if options.rival_jobs:
         for drafter in drafters:
             for name, job in (rival_jobs(bench, drafter, first) if not drafter.recipe else {}).items():
                 write_json(options.runs / name / "job.json", job)
@@ -117,11 +118,13 @@ def run(options: Options, drafters: Sequence[ComparedDrafter], root: Path) -> No
     measure = Measure(session, options.runs / "answers", options.repeats)
     for drafter in drafters:
         asked = drafter.narrowed(options.only) if options.only else drafter
-        if asked is not None and (trained := train_runs(bench, asked, train=options.train)):
+        if asked is not None and (trained := train_runs(bench, asked, train=not options.no_train)):
             _measure(options, bench.budget, drafter, trained, measure)
 
 
-def _measure(options: Options, budget: int, drafter: ComparedDrafter, trained: Sequence[Any], measure: Any) -> None:
+def _measure(
+    options: argparse.Namespace, budget: int, drafter: ComparedDrafter, trained: Sequence[Any], measure: Any
+) -> None:
     """Simulate every run of a drafter, decode with the best, and write the result file. Figures of the same heads that the
     file has already, and of runs that are not at hand, are kept."""
     from draftsmith.stages.session import say
@@ -165,7 +168,7 @@ def _measure(options: Options, budget: int, drafter: ComparedDrafter, trained: S
         if len(drafter.run_names) > 1 and "heldout_tau" not in known[head]:
             known[head]["heldout_tau"] = measure.heldout_tau(one)
         save()
-    if not options.decode:
+    if options.no_decode:
         return
     # The run that the tables show, which they choose among all drafters' results.
     kept = next(entry["row"] for entry in read_entries(options.output, ()) if entry["name"] == drafter.name)
@@ -181,15 +184,13 @@ def _measure(options: Options, budget: int, drafter: ComparedDrafter, trained: S
         save()
 
 
-def _few(decoded: dict[str, Any], options: Options) -> bool:
+def _few(decoded: dict[str, Any], options: argparse.Namespace) -> bool:
     """Return whether the prompts were decoded less often than is asked for now."""
     return any(at["repeats"] < options.repeats for at in decoded["at"].values())
 
 
 def _facts() -> dict[str, Any]:
     """Return the command, commit, machine and date, without folders of this machine."""
-    facts, words = environment(), sys.argv[1:]
-    for place in ("--store", "--runs", "--output"):
-        take(words, place)
+    facts, words = environment(), take_options(sys.argv[1:], PLACES)[1]
     command = shlex.join(["python", "-m", "scripts.bench.drafters", *words])
     return {"command": command, **facts, "hardware": asdict(facts["hardware"])}

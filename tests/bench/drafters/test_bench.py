@@ -468,7 +468,7 @@ def test_mistakes_are_one_sentence(further: list[str], message: str, capsys: pyt
 
 @pytest.mark.parametrize(("asked", "again"), [("1", False), ("3", False), ("4", True)])
 def test_more_repeats_are_decoded_again(asked: str, again: bool) -> None:
-    options = parse(["--repeats", asked], DRAFTERS)
+    options, _ = parse(["--repeats", asked], DRAFTERS)
     assert drafters_bench._few({"at": {"0": {"repeats": 3}, "1": {"repeats": 3}}}, options) == again
 
 
@@ -478,6 +478,6 @@ def test_the_command_in_the_files_names_no_folders(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_left_of_the_words_overrides_every_recipe() -> None:
-    options = parse(["--only", "eagle3", "--no-decode", "--evaluate.repeats", "1"], DRAFTERS)
-    assert options.words == ("--evaluate.repeats", "1")
-    assert (options.train, options.decode, options.only) == (True, False, ("eagle3",))
+    options, overrides = parse(["--only", "eagle3", "--no-decode", "--evaluate.repeats", "1"], DRAFTERS)
+    assert overrides == ("--evaluate.repeats", "1")
+    assert (options.no_train, options.no_decode, options.only) == (False, True, ["eagle3"])

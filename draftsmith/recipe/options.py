@@ -1,0 +1,76 @@
+"""The options of a command that are no keys of its recipe: they are taken out of its words before the recipe is parsed.
+
+LAUNCH = option("--launch", metavar="FILE", help="...")
+chosen, words = take_options(words, [LAUNCH])      # chosen.launch, and what is left for parse_recipe
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from draftsmith.errors import UserError
+
+
+@dataclass(frozen=True)
+class Option:
+    """name: such as "--launch". settings: what `add_argument` of argparse takes beside it."""
+
+    name: str
+    settings: dict[str, Any]
+
+
+def option(name: str, **settings: Any) -> Option:
+    """Return an option by the arguments of argparse's `add_argument`."""
+    return Option(name, settings)
+
+
+def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the values of `options`, and the words that are none of them. Raises UserError for a value that is missing, not
+    wanted or refused by its type."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for one in options:
+        parser.add_argument(one.name, **one.settings)
+    try:
+        return parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        if isinstance(error.__context__, UserError):
+            raise error.__context__ from None
+        if "expected one argument" in error.message:
+            raise UserError(f"{error.argument_name} needs a value.") from error
+        raise UserError(f"{error.argument_name} is a switch: leave out the value behind it.") from error
+
+
+def whole_number(name: str, what: str = "a whole number of at least 1", most: int = 10**9) -> Callable[[str], int]:
+    """Return the type of an option that takes a whole number from 1 to `most`; `what` says so in a sentence."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise UserError(f"{name} is {text!r}: give {what}.")
+        return int(text)
+
+    return read
+
+
+def number(name: str, what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return the type of an option that takes a number which `fits`; `what` says in a sentence which ones do."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not fits(value):
+            raise UserError(f"{name} is {text!r}: give {what}.")
+        return value
+
+    return read
+
+
+def require_recipe(words: Sequence[str], command: str, example: str = "recipes/eagle3/tiny.yaml") -> None:
+    """Raise UserError where a command has neither a recipe nor a target, nor asks for help."""
+    named = ("--recipe", "--target.path", "--help", "-h")
+    if not any(word.split("=", 1)[0] in named for word in words):
+        example = next((word for word in words if word.endswith((".yaml", ".yml"))), example)
+        raise UserError(f"{command} needs a recipe: add --recipe {example}, or a recipe of your own.")

@@ -1,0 +1,122 @@
+"""The public API: docs/api.md names it whole, its example runs, and importing it costs nothing."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import draftsmith
+from draftsmith import Request, Sampling, UserError
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3.head import build
+from draftsmith.heads.eagle3.options import Eagle3Options
+from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folders that the page names: a target and an untrained head for it."""
+    folder = tmp_path_factory.mktemp("api")
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08).save_pretrained(folder / "models/my-model")
+    tokenizer.save_pretrained(folder / "models/my-model")
+    target = draftsmith.load_target(folder / "models/my-model")
+    torch.manual_seed(0)
+    head = build(Eagle3Options(layer_ids=[2, 4, 5]), target, None)
+    save_head(head, folder / "runs/eagle3-my-model/train/best", target)
+    (folder / "recipes").symlink_to(ROOT / "recipes")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(place: Path) -> tuple[draftsmith.Target, draftsmith.DraftHead]:
+    target = draftsmith.load_target(place / "models/my-model", dtype="bfloat16")
+    return target, draftsmith.load_head(place / "runs/eagle3-my-model/train/best", target)
+
+
+def test_the_example_of_the_page_runs(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    assert len(blocks) >= 4
+    exec(compile("\n".join(blocks), "docs/api.md", "exec"), {})
+    told = capsys.readouterr().out
+    assert " passes for 32 tokens: " in told
+    assert "is a draft head: give the folder of the model that it drafts for" in told
+    assert "eagle3 0.0002 " in told
+
+
+def test_the_page_names_what_can_be_imported_and_nothing_else() -> None:
+    rows = [line.split("|")[1] for line in PAGE.splitlines() if line.startswith("| `")]
+    named = {re.match(r"\w+", code)[0] for row in rows for code in re.findall(r"`([^`]+)`", row)}
+    assert named | {"DraftHead", "Target", "Tally", "Recipe"} == set(draftsmith.__all__)
+    assert all(f"`{name}`" in PAGE for name in ("DraftHead", "Target", "Tally", "Recipe"))
+    for name in draftsmith.__all__:
+        assert getattr(draftsmith, name).__doc__, name
+    assert set(draftsmith.__all__) <= set(dir(draftsmith))
+    with pytest.raises(AttributeError, match="no attribute 'load_heads'"):
+        draftsmith.load_heads  # noqa: B018
+
+
+def test_type_checkers_see_the_classes_that_are_loaded_later() -> None:
+    tree = ast.parse(Path(draftsmith.__file__).read_text(encoding="utf-8"))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in checked.body for alias in node.names}
+    assert {name: f"draftsmith.{module}" for name, module in draftsmith._MODULES.items()}.items() <= seen.items()
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import draftsmith", "torch transformers jsonargparse"),
+        ("import draftsmith; draftsmith.Method; draftsmith.UserError", "torch transformers jsonargparse"),
+        ("import draftsmith; draftsmith.DraftHead; draftsmith.Request", "datasets wandb jsonargparse"),
+    ],
+)
+def test_what_is_not_asked_for_is_not_imported(code: str, absent: str) -> None:
+    code = f"{code}; import sys; print([name for name in {absent.split()} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_head_is_left_as_it_is_whatever_drafts_with_it(
+    loaded: tuple[draftsmith.Target, draftsmith.DraftHead],
+) -> None:
+    target, head = loaded
+    requests = [Request(str(i), "s", (3, 4, 5 + i), 12) for i in range(3)]
+    for tree in ("chain", "medusa_63", "dynamic"):
+        found = draftsmith.decode(target, head, requests, tree=tree, num_speculative_tokens=2, batch=2)
+        assert [len(one.output_ids) for one in found] == [12, 12, 12]
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.float32} or head.embed_tokens is not None
+    assert head.fc.weight.dtype == torch.float32
+    sampling = Sampling(1.0)
+    drafter = make_contender("eagle3", head.to(target.dtype), 2, 2).make(2)
+    expected = decode_batch(target, drafter, requests, sampling, rows=2).generations
+    found = draftsmith.decode(target, head, requests, sampling=sampling, num_speculative_tokens=2, batch=2)
+    assert [one.output_ids for one in found] == [one.output_ids for one in expected]
+    head.float()
+
+
+def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target, draftsmith.DraftHead]) -> None:
+    target, head = loaded
+    request = Request("a", "s", (3, 4), 4)
+    answers = draftsmith.decode(target, None, [request])
+    with pytest.raises(UserError, match="num_speculative_tokens is 0"):
+        draftsmith.decode(target, head, [request], num_speculative_tokens=0)
+    with pytest.raises(UserError, match="'dynamic' cannot be simulated"):
+        draftsmith.simulate(target, head, answers, tree="dynamic")
+    with pytest.raises(UserError, match="is a draft head"):
+        draftsmith.load_target(place / "runs/eagle3-my-model/train/best")
+    with pytest.raises(UserError, match=r"no key train\.lrr"):
+        draftsmith.load_recipe(place / "recipes/eagle3/tiny.yaml", "--train.lrr=1")

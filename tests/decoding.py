@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import Generation, decode_batch
+from draftsmith.eval.decode.answers import Generation, Request, Tally
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally
 from draftsmith.heads.target.target import Target
 
 

@@ -77,7 +77,7 @@ class BigramDrafter:
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
-        depth = min(self.num_speculative_tokens, state.room)
+        depth = min(self.num_speculative_tokens, state.tokens_left)
         uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, depth)
         tokens, draft_probs = [state.root_B], []
         for k in range(depth):

@@ -12,8 +12,8 @@ import torch
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate, plan_batches
+from draftsmith.eval.decode.answers import Tally, total
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.checkpoint import save_head

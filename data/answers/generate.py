@@ -15,7 +15,8 @@ from tqdm import tqdm
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
 from draftsmith.data.conversations.prompts import Prompt
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Generation, Request, check_requests, decode
+from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.decode import check_requests, decode
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.files import explain_os_error

@@ -10,12 +10,11 @@ import torch
 from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.answers import Generation, Request, total
 from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import total
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.measure.costs import measure_costs

@@ -1,7 +1,12 @@
-"""What a decoder is asked for and what it gives: requests, rounds, answers."""
+"""Requests, the answers of a decoder, and the counts of accepted tokens that every acceptance figure is computed from.
 
-from collections.abc import Sequence
+Counts are whole numbers when decoded and expectations when simulated. K is num_speculative_tokens.
+"""
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from draftsmith.eval.decode.noise import row_key
 
@@ -26,9 +31,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Round:
-    """One target pass. root: index in the output of the last token known before it; drafted: tokens
-    proposed; accepted: drafted tokens that were emitted (those cut by EOS do not count). levels: tokens proposed
-    at each depth of a tree, empty for a chain."""
+    """A round, which is one target pass over a draft.
+
+    root: index in the output of the last token known before it. drafted: tokens proposed. accepted: drafted tokens that
+    were emitted (those behind EOS do not count). levels: tokens proposed at each depth of a tree, empty for a chain.
+    """
 
     root: int
     drafted: int
@@ -38,14 +45,24 @@ class Round:
 
 @dataclass
 class Generation:
-    """An answer: ids up to and including EOS, why it ended ("eos" or "length"), and its rounds. ttft_s: seconds of the
-    pass that read its prompt (with the other prompts of that pass) and gave the first token."""
+    """An answer: ids up to and including EOS, why it ended ("eos" or "length", empty before), and its rounds. ttft_s:
+    seconds of the pass that read its prompt (with the other prompts of that pass) and gave the first token."""
 
     request: Request
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     rounds: list[Round] = field(default_factory=list)
     ttft_s: float = 0.0
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that the target has read: all but the last one emitted, which is the root of the next draft."""
+        return len(self.request.prompt_ids) + len(self.output_ids) - 1
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.request.max_new_tokens - len(self.output_ids)
 
     def emit(self, tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
         """Append tokens up to EOS or the limit; return how many were kept."""
@@ -62,11 +79,84 @@ class Generation:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Generations of one batch and the seconds spent: `ttft` (prefill and first token), then draft,
-    verify, commit and other, which add up to the decode time. passes: target passes over drafts, each for all rows at
-    work. peak_bytes: GPU memory, where it was watched."""
+    """The answers of one batch and the seconds spent: `ttft` (prefill and first token), then draft, verify, commit and
+    other, which add up to the decode time. passes: target passes over drafts, each for all rows. peak_bytes: GPU
+    memory, if measured."""
 
     generations: list[Generation]
     seconds: dict[str, float]
     passes: int = 0
     peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Acceptance counts, summed over answers.
+
+    answers: how many. tokens: emitted after each answer's first. rounds: target passes. drafted:
+    tokens proposed that could still be emitted, all nodes of a tree. accepted_K / reached_K: rounds in which position i
+    was accepted / in which every position before it was accepted and a token was drafted there.
+    """
+
+    answers: int
+    tokens: float
+    rounds: float
+    drafted: float
+    accepted_K: np.ndarray
+    reached_K: np.ndarray
+
+    @classmethod
+    def empty(cls, num_speculative_tokens: int) -> "Tally":
+        """Return a tally of no answers."""
+        return cls(0, 0.0, 0.0, 0.0, np.zeros(num_speculative_tokens), np.zeros(num_speculative_tokens))
+
+    def __add__(self, other: "Tally") -> "Tally":
+        return Tally(
+            self.answers + other.answers,
+            self.tokens + other.tokens,
+            self.rounds + other.rounds,
+            self.drafted + other.drafted,
+            self.accepted_K + other.accepted_K,
+            self.reached_K + other.reached_K,
+        )
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens emitted per round, the bonus included (sums, never a mean of ratios)."""
+        return self.tokens / self.rounds if self.rounds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens."""
+        return float(self.accepted_K.sum() / self.drafted) if self.drafted else None
+
+    @property
+    def acceptance_at(self) -> list[float]:
+        """P(position i accepted), unconditional."""
+        return [float(x / self.rounds) for x in self.accepted_K] if self.rounds else []
+
+    @property
+    def alpha_at(self) -> list[float | None]:
+        """P(position i accepted, given that all before it were); None where no round came that far."""
+        pairs = zip(self.accepted_K, self.reached_K, strict=True)
+        return [float(accepted / reached) if reached else None for accepted, reached in pairs]
+
+
+def total(tallies: Iterable[Tally], num_speculative_tokens: int) -> Tally:
+    """Add up tallies."""
+    return sum(tallies, Tally.empty(num_speculative_tokens))
+
+
+def tally_generation(generation: Generation, num_speculative_tokens: int) -> Tally:
+    """Count the rounds of one decoded answer."""
+    accepted_K = np.zeros(num_speculative_tokens)
+    reached_K = np.zeros(num_speculative_tokens)
+    drafted = 0
+    for round_ in generation.rounds:
+        left = len(generation.output_ids) - 1 - round_.root
+        depth = min(len(round_.levels) or round_.drafted, left)
+        accepted_K[: round_.accepted] += 1
+        reached_K[: min(round_.accepted + 1, depth)] += 1
+        drafted += sum(round_.levels[:left]) if round_.levels else depth
+    tokens = len(generation.output_ids) - 1
+    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K)

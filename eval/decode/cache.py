@@ -1,13 +1,12 @@
-"""A key-value cache with a length per row, written in place, committed and rolled back.
+"""The KV cache: keys and values of several sequences, each with its own length. A commit happens in `KVCache.commit`.
 
-It speaks transformers' `Cache` protocol, so any causal LM that takes 4D masks can use it.
-Shapes: B rows, b of them, N new tokens (tree nodes), T tree nodes in all, S slots, h kv heads, d head dim,
-M tensors of one shape (keys and values of all layers that share it).
-A row's committed tokens sit in slots 0..length-1; node j of a tree is written to slot length + j.
+A row's committed tokens fill slots 0..length-1; node j of a draft is written to slot length + j. One forward over a
+draft is `run_draft`; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
+that any causal LM that takes 4D masks can use it; draft heads with layers of their own use the same class.
 
-One pass of the target over the nodes of a draft, through the cache.
-
-Shapes: B rows, N nodes, A aux layers, D hidden.
+Shapes: B rows, b some of these rows, N nodes of a draft (or new tokens), T nodes of the whole tree, D nodes of a path,
+S slots, h key/value heads, d head dim, M tensors of one shape (keys and values of all layers that share it). In
+`run_draft`: A aux layers, H target hidden.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftsmith.errors import UserError
@@ -27,9 +26,11 @@ from draftsmith.heads.target.target import Target, TargetOutput
 
 @dataclass(frozen=True)
 class WriteRange:
-    """Where the next `count` entries of each row go: behind its first `lengths_B` + `skip`. longest: the most of these.
+    """The slots that one forward writes: `count` entries of each row from slot lengths_B + skip on.
 
-    rows_b: the rows of the buffers that are written to; None for all of them."""
+    lengths_B: a copy of the cache's. longest: the largest lengths_B + skip of a row that matters. rows_b: the rows of
+    the buffers that are written, None for all.
+    """
 
     lengths_B: Tensor
     count: int
@@ -39,16 +40,17 @@ class WriteRange:
 
     @property
     def visible(self) -> int:
-        """WriteRange in use by the longest row."""
+        """Slots that the longest row uses once its entries are written."""
         return self.longest + self.count
 
     @property
     def single(self) -> bool:
-        """Whether the buffers have a single row, whose new entries are then one slice."""
+        """Whether there is one row alone, whose new entries are then one slice."""
         return self.rows_b is None and len(self.lengths_B) == 1
 
     def store(self, buffer_BhSd: Tensor, new_BhNd: Tensor) -> Tensor:
-        """Write the new entries into a buffer; return the visible slots of the rows written to."""
+        """Write new entries into a layer's buffer; return the visible slots [b, h, S, d] of the rows that were
+        written."""
         visible_BhSd = buffer_BhSd[:, :, : self.visible]
         if self.single:
             visible_BhSd[:, :, self.longest :] = new_BhNd
@@ -76,7 +78,7 @@ class LayerShape(NamedTuple):
 
 
 class _Recorder(CacheLayerMixin):
-    """Notes the shapes that a layer hands over, and caches nothing."""
+    """Record the shapes of a layer's keys and values, and cache nothing."""
 
     is_sliding = False
     is_compileable = False
@@ -105,9 +107,10 @@ class _Recorder(CacheLayerMixin):
 
 
 def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
-    """Return what each layer of `target` caches, None where it caches nothing of its own; found by one small forward.
+    """Return the shapes that each layer of `target` caches, None for a layer that shares another one's; takes one small
+    forward.
 
-    The real shapes, not the config's: they differ with compressed attention and with heads of several sizes.
+    The config does not tell them: compressed attention and heads of several sizes differ from it.
     """
     known = _SHAPES.setdefault(target, {})
     if target.dtype not in known:
@@ -118,11 +121,18 @@ def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
 
 
 _SHAPES: WeakKeyDictionary[Target, dict[torch.dtype, tuple[LayerShape | None, ...]]] = WeakKeyDictionary()
-"""What was found for the targets that are in memory, by their dtype."""
+"""Layer shapes by target and dtype, as long as the target is in memory."""
+
+
+def llama_layer_shapes(config: LlamaConfig, layers: int, dtype: torch.dtype) -> tuple[LayerShape, ...]:
+    """Return the shapes that `layers` Llama layers of `config` cache; for draft heads."""
+    kind = TensorShape(config.num_key_value_heads, config.head_dim, dtype)
+    return (LayerShape(kind, kind),) * layers
 
 
 class _Layer(CacheLayerMixin):
-    """One layer as transformers sees it: it hands back every visible slot and leaves masking to the given mask."""
+    """One layer of a KVCache in transformers' protocol: it returns every visible slot and leaves masking to the given
+    mask."""
 
     is_sliding = False
     is_compileable = False
@@ -155,7 +165,23 @@ class _Layer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """The target's cache: `stage` places a draft, a forward writes it, `commit` keeps an accepted path.
+    """Keys and values of B sequences, of the target, of a draft model or of a draft head's own layers.
+
+    A forward is framed by two calls: `stage` reserves the slots behind the committed tokens, the layers write them, and
+    a writer keeps some. What no writer keeps is overwritten by the next forward.
+
+    `lengths_B` is the one true number of committed tokens of each row. It is read-only outside this class, and three
+    methods write it:
+
+    - `append` keeps the first entries of a forward (a prompt, or the tokens that a drafter reads);
+    - `commit` keeps the accepted path of a draft;
+    - `rollback` forgets the last tokens.
+
+    `select` drops rows and changes no length. All other lengths derive from this one: `staged.lengths_B` is a copy for
+    the forward under way; `DecodeState.length_B` is the target cache's `lengths_B` at the start of a round;
+    `DecodeState.host_lengths` is the same number counted from the emitted tokens, which spares waiting for a GPU. A
+    drafter's own cache follows the target's: it is rolled back to where the new tokens of a round begin, reads them,
+    and appends them.
 
     Tensors of equal shape are views of one buffer [M, B, h, S, d], so that a commit is one gather and one scatter.
     """
@@ -165,8 +191,8 @@ class KVCache(Cache):
     ) -> None:
         self.capacity = capacity
         self.shapes = tuple(shapes)
-        self.lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
-        self.staged = WriteRange(self.lengths_B, 0, 0)
+        self._lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.staged = WriteRange(self._lengths_B, 0, 0)
         super().__init__(layers=[_Layer(self) for _ in shapes])
         tensors = [tensor for shape in self.shapes if shape is not None for tensor in shape]
         self.buffers: dict[TensorShape, Tensor] = {
@@ -175,37 +201,52 @@ class KVCache(Cache):
             )
             for kind in dict.fromkeys(tensors)
         }
-        self._hand_out()
+        self._share_buffers()
 
     @classmethod
     def for_target(cls, target: Target, rows: int, capacity: int) -> "KVCache":
         """Allocate `capacity` slots for each of `rows` sequences of `target`."""
         return cls(layer_shapes(target), rows, capacity, target.device)
 
-    def _hand_out(self) -> None:
-        """Give every layer its views of the buffers."""
-        views = {kind: iter(buffer.unbind(0)) for kind, buffer in self.buffers.items()}
-        for layer, shape in zip(self.layers, self.shapes, strict=True):
-            layer.keys = None if shape is None else next(views[shape.keys])
-            layer.values = None if shape is None else next(views[shape.values])
+    @property
+    def lengths_B(self) -> Tensor:
+        """Committed tokens of each row."""
+        return self._lengths_B
 
-    def stage(self, nodes: int, rows_b: Tensor | None = None, longest: int | None = None) -> WriteRange:
-        """Reserve slots length .. length+nodes-1 for the next forward, over all rows or over the rows `rows_b`.
+    def stage(self, count: int, rows_b: Tensor | None = None, longest: int | None = None, skip: int = 0) -> WriteRange:
+        """Reserve `count` slots from length + skip on for the next forward, in all rows or in the rows `rows_b`.
 
-        longest: the largest length of a row that matters, where it is known."""
-        lengths_B = self.lengths_B if rows_b is None else self.lengths_B[rows_b]
+        longest: the largest length of a row that matters, where the host knows it.
+        """
+        lengths_B = self._lengths_B if rows_b is None else self._lengths_B[rows_b]
         longest = int(lengths_B.max()) if longest is None else longest
-        self.staged = WriteRange(lengths_B, nodes, longest, rows_b)
+        self.staged = WriteRange(lengths_B, count, longest + skip, rows_b, skip)
         assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
         return self.staged
 
-    def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
-        """Keep the nodes of `path_BD` (-1 pads) as committed tokens; all other staged nodes are rolled back.
+    def write(self, layer: int, keys_bhNd: Tensor, values_bhNd: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's keys and values to the staged slots; return the visible ones of that layer, [b, h, S, d]
+        each."""
+        return self.layers[layer].update(keys_bhNd, values_bhNd)
 
-        kept_B: how many nodes these are, where the caller knows."""
+    def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
+        """Commit the first `count` entries that the last forward wrote to each row, of all rows or of the rows
+        `rows_b`."""
+        if rows_b is None:
+            self._lengths_B = self._lengths_B + count
+        else:
+            assert isinstance(count, Tensor)
+            self._lengths_B = self._lengths_B.index_add(0, rows_b, count)
+
+    def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
+        """Commit the nodes of `path_BD` (-1 pads), moved together behind the committed tokens; the draft's other nodes
+        are dropped.
+
+        kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing.
+        """
         kept_B = (path_BD >= 0).sum(1) if kept_B is None else kept_B
-        if not draft.is_chain:
-            base_B1 = self.lengths_B[:, None]
+        if not draft.is_chain:  # the accepted nodes of a chain are in place already
+            base_B1 = self._lengths_B[:, None]
             place_D = torch.arange(path_BD.shape[1], device=path_BD.device)
             # Padding copies a slot onto itself.
             source_BD = base_B1 + torch.where(path_BD >= 0, path_BD, place_D)
@@ -213,27 +254,38 @@ class KVCache(Cache):
             for buffer in self.buffers.values():
                 slots_MBShd = buffer.transpose(2, 3)
                 slots_MBShd[:, row_B1, base_B1 + place_D] = slots_MBShd[:, row_B1, source_BD]
-        self.lengths_B = self.lengths_B + kept_B
+        self._lengths_B = self._lengths_B + kept_B
 
-    def rollback(self, lengths_B: Tensor) -> None:
-        """Forget every token from `lengths_B` on; a row that is shorter stays as it is."""
-        self.lengths_B = torch.minimum(self.lengths_B, lengths_B)
+    def rollback(self, lengths: Tensor, rows_b: Tensor | None = None) -> None:
+        """Forget every token from position `lengths` on, in all rows or in the rows `rows_b`; shorter rows stay as they
+        are."""
+        if rows_b is None:
+            self._lengths_B = torch.minimum(self._lengths_B, lengths)
+        else:
+            self._lengths_B = self._lengths_B.index_copy(0, rows_b, torch.minimum(self._lengths_B[rows_b], lengths))
 
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows` (finished rows leave)."""
-        self.lengths_B = self.lengths_B[rows]
+        self._lengths_B = self._lengths_B[rows]
         self.buffers = {kind: buffer[:, rows] for kind, buffer in self.buffers.items()}
-        self._hand_out()
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Make every layer's keys and values views of the buffers."""
+        views = {kind: iter(buffer.unbind(0)) for kind, buffer in self.buffers.items()}
+        for layer, shape in zip(self.layers, self.shapes, strict=True):
+            layer.keys = None if shape is None else next(views[shape.keys])
+            layer.values = None if shape is None else next(views[shape.values])
 
 
 def build_mask(
     lengths_B: Tensor, ancestors_BNT: Tensor, visible: int, depth_BT: Tensor | None = None, window: int | None = None
 ) -> Tensor:
-    """Return bool [B, 1, N, S]: a query node sees the committed slots and its ancestors, within `window` positions.
+    """Return the attention mask, bool [B, 1, N, S]: a node sees the committed slots and its ancestors, itself included.
 
-    ancestors_BNT: for each of the last N nodes of a tree, which of its T nodes are above it or itself; node j sits in
-    slot length + j. depth_BT is needed for a window, which counts positions (length + depth), not slots, so that trees
-    and chains see the same past.
+    ancestors_BNT: for each of the last N nodes of a tree, which of its T nodes are its ancestors or itself; node j sits
+    in slot length + j. window: a node sees only the last so many positions. It counts positions (length + depth_BT),
+    not slots, so that a tree sees what a chain sees.
     """
     rows, queries, nodes = ancestors_BNT.shape
     if rows == 1 and window is None and visible > nodes:
@@ -259,7 +311,11 @@ def build_mask(
 def attention_masks(
     config: PretrainedConfig, lengths_B: Tensor, draft: Draft, visible: int, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Return the mask in the form the model takes: one tensor, or one per layer type of `config.layer_types`."""
+    """Return the draft's attention mask in the form the model takes: one tensor, or one per type of
+    `config.layer_types`.
+
+    Raises UserError for layers whose past is neither full nor a sliding window.
+    """
 
     def build(window: int | None) -> Tensor:
         mask = build_mask(lengths_B, draft.ancestors_BNN, visible, draft.depth_BN, window)
@@ -288,17 +344,16 @@ def run_draft(
     rows_b: Tensor | None = None,
     longest: int | None = None,
 ) -> TargetOutput:
-    """Return the target's states at every node: aux [B, N, A*D] of `layer_ids`, last [B, N, D].
+    """Run the target over the nodes of a draft: aux [B, N, A*H] of `layer_ids` and last [B, N, H] at every node.
 
-    The nodes' keys and values are written behind the committed ones; `cache.commit` decides which stay. rows_b: the
-    rows of the cache that the draft's rows are; None for all of them. longest: see `KVCache.stage`.
+    Keys and values are written behind the committed ones; `cache.commit` or `cache.append` then decides which stay.
+    rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
     """
-    visible = cache.stage(draft.tokens_BN.shape[1], rows_b, longest).visible
-    lengths_B = cache.lengths_B if rows_b is None else cache.lengths_B[rows_b]
+    at = cache.stage(draft.tokens_BN.shape[1], rows_b, longest)
     return target.forward(
         draft.tokens_BN,
         layer_ids=layer_ids,
-        attention_mask=attention_masks(target.config, lengths_B, draft, visible, target.dtype),
-        position_ids=lengths_B[:, None] + draft.depth_BN,
+        attention_mask=attention_masks(target.config, at.lengths_B, draft, at.visible, target.dtype),
+        position_ids=at.lengths_B[:, None] + draft.depth_BN,
         past_key_values=cache,
     )

@@ -1,4 +1,4 @@
-"""Wall-clock laps that wait for the device before reading the clock, and the peak of its memory."""
+"""Measure wall-clock time in laps that wait for the device, and the peak of its memory."""
 
 import time
 from collections import defaultdict
@@ -10,9 +10,10 @@ import torch
 
 
 class Stopwatch:
-    """Adds the seconds since the last lap to a named sum; `last` is the latest lap.
+    """Sum up the seconds of laps by name; `last` is the latest lap.
 
-    wait: wait for a GPU before reading the clock; without it laps mean little there, but nothing is held up."""
+    wait: wait for a GPU before reading the clock; without it laps mean little there, but decoding is not slowed
+    down."""
 
     def __init__(self, device: torch.device | str = "cpu", wait: bool = True) -> None:
         self.device, self.wait = torch.device(device), wait
@@ -26,7 +27,7 @@ class Stopwatch:
         return time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """Book the time since the last lap under `name`."""
+        """Add the time since the last lap to `name`."""
         now = self._now()
         self.last = now - self._last
         self.seconds[name] += self.last
@@ -35,14 +36,14 @@ class Stopwatch:
 
 @dataclass
 class Peak:
-    """bytes: the largest GPU memory that was in use at once; None without a GPU."""
+    """The largest GPU memory in use at once, in bytes; None without a GPU."""
 
     bytes: int | None = None
 
 
 @contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[Peak]:
-    """Watch the memory of a GPU while the block runs; fills the yielded Peak at its end."""
+    """Measure the peak of a GPU's memory while the block runs; the yielded Peak is filled at its end."""
     device, peak = torch.device(device), Peak()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,18 +1,19 @@
-"""Answering prompts with a target and a drafter: exact, whatever the draft, the batch and the order."""
+"""Answer prompts with a target and a drafter: the entry points of decoding.
+
+Every answer is the target's own, whatever the draft, the batch and the order of prompts.
+"""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Decoded, Generation, Request, Round
+from draftsmith.eval.decode.answers import Decoded, Generation, Request
 from draftsmith.eval.decode.draft import Drafter
 from draftsmith.eval.decode.loop import Loop
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.heads.target.target import Target
-
-__all__ = ["Decoded", "Generation", "Request", "Round", "check_requests", "decode", "decode_batch"]
 
 
 @torch.no_grad()
@@ -24,10 +25,10 @@ def decode_batch(
     typical: Typical | None = None,
     rows: int | None = None,
 ) -> Decoded:
-    """Answer `requests` together; every row gets the text it would get alone (up to rounding in low precision).
+    """Answer `requests` as one batch; every row gets the text it would get alone (up to rounding in low precision).
 
-    typical: accept drafts by this lossy rule instead of the exact one. rows: decode at most so many at once, the
-    others wait for a row to be free; None decodes all at once.
+    typical: accept drafts by this lossy rule instead of the exact one. rows: decode at most so many at once, the others
+    wait for a free row; None decodes all at once. Raises UserError for what `check_requests` refuses.
     """
     assert rows is None or rows >= 1
     check_requests(target, requests, drafter)
@@ -44,8 +45,10 @@ def decode_batch(
 def decode(
     target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int
 ) -> Iterator[Generation]:
-    """Answer `requests`, at most `batch` at a time, yielding each answer when it is done. What cannot be served is refused
-    here, before the first one."""
+    """Answer `requests`, at most `batch` at a time, and yield each answer when it is finished.
+
+    Raises UserError for what `check_requests` refuses, before the first answer.
+    """
     assert batch >= 1
     check_requests(target, requests, drafter)
     return _stream(target, drafter, requests, sampling, batch)
@@ -65,7 +68,7 @@ def _stream(
 
 
 def check_requests(target: Target, requests: Sequence[Request], drafter: Drafter | None = None) -> None:
-    """Refuse, before any work, prompts that the target cannot serve and drafts that no prompt has room for."""
+    """Raise UserError, before any work, for prompts that the target cannot serve and drafts larger than its context."""
     drafted = 0 if drafter is None else drafter.num_speculative_tokens
     if drafter is not None and drafter.max_nodes > target.context_length:
         raise UserError(

@@ -1,6 +1,10 @@
-"""What passes between the decoding loop and a drafter: drafts (trees of tokens; a chain has one branch) and states.
+"""The interface between the decoding loop and a drafter: the state it reads and the draft it returns.
 
-Shapes: B rows, N nodes (node 0 is the root), W draft vocab.
+A draft is a tree of tokens; a chain is a tree with one branch.
+
+Shapes: B rows, N nodes (node 0 is the root), M nodes with children, D depths of a tree, K drafted tokens of a chain, n
+new tokens, b admitted rows, L tokens of a prompt, F width of the aux streams, W draft vocab. In `NewTokens`: D hidden
+of the target.
 """
 
 from dataclasses import dataclass, replace
@@ -16,16 +20,16 @@ from draftsmith.eval.decode.trees import StaticTree
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens.
+    """A tree of proposed tokens per row.
 
-    tokens_BN: node 0 is the root, the last committed token, which the target has not read yet.
-    parents_BN: index of each node's parent, -1 for the root; parents come before their children.
-    count_B: valid nodes per row, the root included; nodes from there on are padding.
-    draft_probs_BMW: entry i is the distribution that the children of node i were drawn from, in the order of their numbers and without
-    replacement; nodes from M on have no children. None where the tokens were chosen deterministically. A child drawn
-    when no mass was left is never accepted. vocab_W: the target ids of a distribution's columns; None if they are the same.
-    tree: the static tree that every row has; linear: whether every row is a chain, None where it is not known. Both spare
-    working out the shape in every round (and, on a GPU, waiting for it).
+    tokens_BN: node 0 is the root, the last committed token, which the target has not read yet. parents_BN: index of
+    each node's parent, -1 for the root; parents come before their children. count_B: valid nodes per row, the root
+    included; nodes from there on are padding. draft_probs_BMW: entry i is the distribution that the children of node i
+    were drawn from, one after the other and without replacement; nodes from M on have no children. None where tokens
+    were chosen deterministically. A child drawn when no mass was left is never accepted. vocab_W: the target ids of a
+    distribution's columns, None if they are the same. tree: the static tree that all rows have, if they have one.
+    linear: whether all rows are chains, None if not known. Both save computing the shape in every round and, on a GPU,
+    waiting for it.
     """
 
     tokens_BN: Tensor
@@ -38,7 +42,8 @@ class Draft:
 
     @classmethod
     def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
-        """Build a static tree from its root and its drafted tokens; row b's nodes deeper than limit_B[b] are padding."""
+        """Build a static tree from its root and its drafted tokens; row b's nodes deeper than limit_B[b] are
+        padding."""
         shape = tree.on(root_B.device)
         count_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
         parents_BN = shape.parents_N.expand(len(root_B), -1)
@@ -101,7 +106,7 @@ class Draft:
 
     @cached_property
     def valid_BN(self) -> Tensor:
-        """Bool [B, N]: the nodes that are no padding."""
+        """Bool [B, N]: the nodes that are not padding."""
         return numbers(0, self.tokens_BN.shape[1], self.count_B.device) < self.count_B[:, None]
 
     @cached_property
@@ -121,14 +126,14 @@ def _short_chain_above(nodes: int, device: torch.device) -> Tensor:
 
 
 def chain_above(nodes: int, device: torch.device) -> Tensor:
-    """Return bool [N, N]: which nodes of a chain are above each or itself."""
-    # Those of prompts are too large to keep.
+    """Return bool [N, N]: entry (i, j) is True where node j of a chain is node i or above it."""
+    # Only short ones are cached: those of prompts are large.
     return (_short_chain_above if nodes <= 64 else _short_chain_above.__wrapped__)(nodes, device)
 
 
 @lru_cache(maxsize=256)
 def numbers(first: int, last: int, device: torch.device) -> Tensor:
-    """Return first, ..., last - 1; kept, since every round asks for the same few."""
+    """Return first, ..., last - 1 as a cached tensor: every round needs the same few."""
     return torch.arange(first, last, device=device)
 
 
@@ -136,8 +141,8 @@ def numbers(first: int, last: int, device: torch.device) -> Tensor:
 class NewTokens:
     """Tokens committed since the last proposal, paired as heads read them: token x_{t+1} with the target's state at t.
 
-    tokens_Bn: x_{t+1}. aux_BnF: aux features of t, last_BnD: post-final-norm state of t.
-    count_B: valid entries per row (the rest is padding at the end); the last valid row has t = length - 1.
+    tokens_Bn: x_{t+1}. aux_BnF: aux features of t. last_BnD: post-final-norm state of t.
+    count_B: valid entries per row, padding follows; the last valid entry has t = length - 1.
     """
 
     tokens_Bn: Tensor
@@ -146,7 +151,7 @@ class NewTokens:
     count_B: Tensor
 
     def select(self, rows: Tensor) -> "NewTokens":
-        """Return the same for some of the rows, without padding that none of them needs."""
+        """Keep only these rows, and no more padding than they need."""
         count_B = self.count_B[rows]
         width = max(1, int(count_B.max()))
         return NewTokens(self.tokens_Bn[rows, :width], self.aux_BnF[rows, :width], self.last_BnD[rows, :width], count_B)
@@ -154,10 +159,10 @@ class NewTokens:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Sequences that enter a batch.
+    """Prompts that are admitted to a batch.
 
-    rows_b: the batch rows they take. ids_bL: their prompts, padded at the end. length_b: tokens of each prompt.
-    fresh: every token but the first, the first emitted one included, with the target's states (count = length).
+    rows_b: the batch rows they take. ids_bL: token ids, padded at the end. length_b: tokens of each prompt. new_tokens:
+    every token but the first, and the first emitted one, with the target's states (count = length).
     """
 
     rows_b: Tensor
@@ -168,11 +173,12 @@ class Prompts:
 
 @dataclass(frozen=True)
 class DecodeState:
-    """What a drafter may know at the start of a round.
+    """What a drafter reads at the start of a round.
 
-    root_B: last committed token. length_B: its position, which is the number of tokens the target has
-    read. limit_B: draft tokens allowed this round. keys_B: noise keys. lengths, limits: the same as length_B and limit_B of
-    the rows that are not finished, where the host knows them, which spares waiting for a GPU.
+    root_B: the last committed token. length_B: its position, which is the number of tokens in the target's cache
+    (`KVCache.lengths_B`). limit_B: tokens that may still be emitted. keys_B: keys of the rows' random numbers.
+    new_tokens: what was committed since the last proposal. host_lengths, host_limits: length_B and limit_B of the
+    unfinished rows where the host knows them, which saves waiting for a GPU.
     """
 
     root_B: Tensor
@@ -181,21 +187,27 @@ class DecodeState:
     keys_B: Tensor
     new_tokens: NewTokens
     sampling: Sampling
-    lengths: tuple[int, ...] = ()
-    limits: tuple[int, ...] = ()
+    host_lengths: tuple[int, ...] = ()
+    host_limits: tuple[int, ...] = ()
 
     @cached_property
     def longest(self) -> int:
-        """The largest length of a row that is not finished."""
-        return max(self.lengths) if self.lengths else int(self.length_B.max())
+        """The largest length of an unfinished row."""
+        return max(self.host_lengths) if self.host_lengths else int(self.length_B.max())
 
     @cached_property
-    def room(self) -> int:
-        """How deep the row with the most room may draft; at least 1."""
-        return max(1, *self.limits) if self.limits else max(1, int(self.limit_B.max()))
+    def longest_before(self) -> int:
+        """An upper bound of a row's length before its new tokens; exact for a single row, which has no padding."""
+        rows, count = self.new_tokens.tokens_Bn.shape
+        return self.longest - count if rows == 1 else self.longest
+
+    @cached_property
+    def tokens_left(self) -> int:
+        """The most tokens that a row may still emit, at least 1: no draft need be longer."""
+        return max(1, *self.host_limits) if self.host_limits else max(1, int(self.limit_B.max()))
 
     def select(self, rows: Tensor) -> "DecodeState":
-        """Return the same for some of the rows, which hold all that are not finished."""
+        """Keep only these rows, which must hold all unfinished ones."""
         return replace(
             self,
             root_B=self.root_B[rows],
@@ -207,7 +219,7 @@ class DecodeState:
 
 
 class Drafter(Protocol):
-    """Proposes tokens. Holds its own cache for one batch at a time."""
+    """Proposes drafts for one batch at a time, with a cache of its own if it needs one."""
 
     name: str
     layer_ids: tuple[int, ...]
@@ -217,14 +229,14 @@ class Drafter(Protocol):
     """Length of the longest path that is drafted, the root not counted."""
 
     def start(self, rows: int, capacity: int) -> None:
-        """Begin a batch of `rows` sequences of at most `capacity` tokens; drafted ones come on top."""
+        """Begin a batch of `rows` sequences of at most `capacity` tokens, not counting drafted ones."""
 
     def admit(self, prompts: Prompts) -> None:
-        """Read new prompts into their rows, which forget what they held; the last pair of `prompts.fresh` comes again
-        as the only fresh one of the rows' next proposal."""
+        """Read new prompts into their rows, whose former content is forgotten. The last of `prompts.new_tokens` comes
+        again as the only new token of the rows' next proposal."""
 
     def propose(self, state: DecodeState) -> Draft:
-        """Read the fresh tokens, then propose a draft whose root is `state.root_B`."""
+        """Read the new tokens, then return a draft whose root is `state.root_B`."""
 
     def select(self, rows: Tensor) -> None:
         """Keep only these batch rows."""

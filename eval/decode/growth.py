@@ -1,13 +1,12 @@
-"""Static trees as they are drafted, level by level: who has children, and whose child is who.
+"""Grow draft trees level by level: the plan of a static tree, and the beam of a dynamic one.
 
-Shapes: B rows, n nodes of one level, m of them with children, T nodes with children so far (the root included),
-N all nodes, C the most children that a node has.
+A dynamic tree (Li et al., "EAGLE-2", 2024, section 4) is a beam by cumulative probability, of whose candidates the best
+are kept. Ties go to the earlier candidate, so that no child is kept without its parent: candidates are numbered by
+level, and a child is never more likely than its parent.
 
-Growing a dynamic tree (Li et al., "EAGLE-2", 2024, section 4): a beam by cumulative probability, then the best of all.
-
-Ties go to the earlier candidate, so that no child is kept without its parent: candidates are numbered by level, and a
-child is never more likely than its parent. Shapes: B rows, m nodes of the beam (1, then k), k branching, T nodes run so
-far, c candidates of one level, J all candidates, N nodes kept (the root included), W draft vocab.
+Shapes, static: B rows, n nodes of one level, m of them with children, T nodes with children so far (the root included),
+M nodes up to the last with children, C the most children of a node. Dynamic: m nodes of the beam, T nodes run so far, c
+candidates of one level, J all candidates, N nodes kept (the root included), W draft vocab.
 """
 
 from collections.abc import Callable
@@ -24,11 +23,12 @@ from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes at one depth, in the order of their numbers.
+    """The nodes at one depth of a static tree, in the order of their numbers.
 
-    above: how many nodes of the level above have children. parent_n: their parents' places among the nodes with children of the level above. sibling_n: which child of its
-    parent a node is, by rank. rank_n: its rank. inner_m: the places of the nodes that have children themselves.
-    ancestors_mT: for each of these, which of the nodes with children so far are above it or itself, the root left out.
+    above: number of nodes with children in the level above. parent_n: each node's parent, as an index into these.
+    sibling_n: its number among its siblings, by rank. rank_n: its rank. inner_m: indices of the nodes with children.
+    ancestors_mT: for each of these, which of the nodes with children so far are its ancestors or itself, the root left
+    out.
     """
 
     above: int
@@ -41,9 +41,11 @@ class Level:
 
 @dataclass(frozen=True)
 class Growth:
-    """levels: depth 1, 2, ... inner_T: the numbers of the nodes with children. law_M: for each node up to the last with
-    children its place among these (0 where it has none). children: the most that any node has. ranks: one more than the
-    largest rank."""
+    """The plan of drafting a static tree.
+
+    levels: depth 1, 2, ... inner_T: the numbers of the nodes with children. probs_M: for each node up to the last with
+    children, its index into these (0 where it has none). children: the most of any node. ranks: the largest rank + 1.
+    """
 
     levels: tuple[Level, ...]
     inner_T: Tensor
@@ -54,7 +56,7 @@ class Growth:
 
 @lru_cache(maxsize=64)
 def growth(tree: StaticTree, device: torch.device) -> Growth:
-    """Return the levels of `tree`, whose nodes are numbered by depth and then by path."""
+    """Return the plan of `tree`, whose nodes are numbered by depth and then by path."""
     paths = [(), *tree.choices]
     parents = {path[:-1] for path in tree.choices}
     inner = [path for path in paths if path in parents]
@@ -87,7 +89,7 @@ def growth(tree: StaticTree, device: torch.device) -> Growth:
 def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> Tensor:
     """Return uniforms [B, m, C] for drawing the children of the nodes `numbers_m`.
 
-    tree: the whole one, however deep this round drafts: a row's numbers must not depend on the rows beside it.
+    tree: before it is cut to this round's depth, so that a row's random numbers do not depend on the other rows.
     """
     children = growth(tree, numbers_m.device).children
     uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)
@@ -96,11 +98,12 @@ def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> T
 
 @dataclass(frozen=True)
 class Beam:
-    """The tree while it grows.
+    """A dynamic tree while it grows.
 
     tokens_Bm, score_Bm, number_Bm: the best nodes of the last level, their cumulative log-probabilities and candidate
-    numbers (-1 is the root). parent_Bm: their parents' places in the beam before. ancestors_BmT: which of the nodes run
-    so far, these included, are above each or itself. candidates: per level tokens, scores and parents' numbers [B, c].
+    numbers (-1 is the root). parent_Bm: their parents, as indices into the beam before. ancestors_BmT: which of the
+    nodes run so far are ancestors of each or itself. candidates: per level tokens, scores and parents' numbers, [B, c]
+    each.
     """
 
     tree: DynamicTree
@@ -114,7 +117,7 @@ class Beam:
     candidates: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
 
     def extend(self, logits_BmW: Tensor, target_ids: Callable[[Tensor], Tensor]) -> "Beam":
-        """Try the most likely tokens after every node of the beam; the best of these are the new beam."""
+        """Add the most likely tokens after every node of the beam as candidates; the best of them are the new beam."""
         branching = min(self.tree.branching, logits_BmW.shape[-1])
         best = logits_BmW.float().log_softmax(-1).topk(branching, -1)
         score_Bc = (self.score_Bm[..., None] + best.values).flatten(1)
@@ -138,14 +141,14 @@ class Beam:
         )
 
     def draft(self) -> Draft:
-        """Keep the best candidates of all levels; nodes deeper than a row may still emit are padding."""
+        """Return the draft of the best candidates of all levels; nodes deeper than a row's limit are padding."""
         tokens_BJ, score_BJ, parent_BJ = (torch.cat(x, 1) for x in zip(*self.candidates, strict=True))
         depths = [level for level, (tokens, _, _) in enumerate(self.candidates, 1) for _ in range(tokens.shape[1])]
         depth_J = torch.tensor(depths, device=tokens_BJ.device)
         score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
         kept = min(self.tree.total_tokens - 1, len(depths))
         place_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
-        # Parents' numbers among all candidates become numbers among the kept ones; 0 is the root.
+        # From parents' numbers among all candidates to numbers among the kept ones; 0 is the root.
         node_BJ = torch.zeros_like(parent_BJ).scatter(
             1, place_BN, torch.arange(1, kept + 1, device=place_BN.device).expand_as(place_BN)
         )

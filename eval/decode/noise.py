@@ -1,7 +1,8 @@
-"""Random numbers that depend on what they are for, not on when or where they are drawn.
+"""Counter-based random numbers: every uniform is a hash of (row key, counter, stream, index).
 
-Every uniform is a hash of (row key, counter, stream, index), so a row's text is the same alone, in a
-batch, after an interruption, and on another device. B rows, n numbers per row.
+So a row's text is the same alone, in a batch, after an interruption, and on another device.
+
+Shapes: B rows, n numbers per row.
 """
 
 import hashlib
@@ -10,8 +11,8 @@ import torch
 from torch import Tensor
 
 DRAFT, ACCEPT, EMIT, NOISE, SAMPLE, DROP = 0, 1, 2, 3, 4, 5
-"""Streams: drawing draft tokens, accepting them, and emitting the correction or bonus token; in training the noise on
-hidden states, the sample of rows to learn from, and what dropout leaves out."""
+"""Streams. In decoding: draft tokens, their acceptance, and the correction or bonus token. In training: noise on hidden
+states, the sample of rows to learn from, and dropout."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _FACTORS = (-4658895280553007687, -7723592293110705685)
@@ -26,7 +27,7 @@ def row_key(seed: int, *names: object) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Shift right without copying the sign (torch shifts int64 arithmetically)."""
+    """Shift right and fill with zeros (torch shifts int64 with the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -49,10 +50,11 @@ def uniforms(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tens
 
 
 def kept(keys_B: Tensor, counter_B: Tensor, stream: int, first: int, count: int, rate: float) -> Tensor:
-    """Return [B, count] bool, each False with probability `rate` (to 16 bits), for (key, counter, stream, first + index).
+    """Return [B, count] bool, each False with probability `rate` (to 16 bits), for (key, counter, stream, first +
+    index).
 
-    One hash is good for four numbers: dropout needs many of them, and no more of each. Different calls of one stream
-    must not overlap in `first` .. `first` + count, rounded up to fours; first: a multiple of four.
+    One hash gives four numbers of 16 bits, enough for dropout. Different calls of one stream must not overlap in
+    `first` .. `first` + count, rounded up to fours; first: a multiple of four.
     """
     assert first % 4 == 0, "four numbers come from one hash"
     state_B = _mix(_mix(_mix(keys_B) + counter_B) + stream)
@@ -62,7 +64,7 @@ def kept(keys_B: Tensor, counter_B: Tensor, stream: int, first: int, count: int,
 
 
 def _many(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tensor:
-    """As `uniforms`, in tensor operations."""
+    """Compute `uniforms` in tensor operations."""
     state_B = _mix(_mix(_mix(keys_B) + counter_B) + stream)
     index = torch.arange(count, device=keys_B.device)
     bits_Bn = _mix(state_B[:, None] + index)
@@ -70,13 +72,13 @@ def _many(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tensor:
 
 
 def _few(key: int, counter: int, stream: int, count: int) -> list[float]:
-    """As `uniforms` for one row, in Python's integers."""
+    """Compute `uniforms` of one row in Python integers."""
     state = _mix_word(_mix_word(_mix_word(key) + counter) + stream)
     return [(_mix_word(state + index) >> 11) * 2.0**-53 for index in range(count)]
 
 
 def _mix_word(x: int) -> int:
-    """As `_mix`, on an unsigned word."""
+    """Compute `_mix` of an unsigned 64-bit word."""
     x = (x + _GOLDEN) & _WORD
     x = ((x ^ (x >> 30)) * _FACTORS[0]) & _WORD
     x = ((x ^ (x >> 27)) * _FACTORS[1]) & _WORD

@@ -1,7 +1,9 @@
-"""Rejection sampling at one node: a drafted token x ~ q is kept with probability min(1, p(x) / q(x)).
+"""Rejection sampling at one node: accept a drafted token x ~ q with probability min(1, p(x) / q(x)).
 
-One child: Leviathan et al. 2023 and Chen et al. 2023. Several, drawn without replacement: the same rule for one after
-the other, with what the rejections before have left of p and q (Jeon et al., "Recursive Speculative Decoding", 2024).
+One child: Leviathan et al. 2023 and Chen et al. 2023. Several children, drawn without replacement: the same rule for
+each in turn, with the p and q that the rejections before have left (Jeon et al., "Recursive Speculative Decoding",
+2024).
+
 Shapes: B rows, C children, V target vocab, W draft vocab.
 """
 
@@ -15,17 +17,17 @@ from draftsmith.eval.decode.sampling import without
 
 
 class Children(NamedTuple):
-    """The children of one node per row, in the order they were drawn: node numbers (-1 pads), tokens, and a uniform
-    each for accepting them; all [B, C]."""
+    """The children of one node per row, in the order they were drawn: node numbers (-1 pads), tokens, and the uniforms
+    that decide on them; all [B, C]."""
 
     node_BC: Tensor
     token_BC: Tensor
     uniform_BC: Tensor
 
 
-class Tried(NamedTuple):
-    """child_B: the accepted node, -1 for none. p_BV: the distribution of the next token where none was. broken_B: the draft's distribution
-    is none (see `is_broken`)."""
+class ChildChoice(NamedTuple):
+    """child_B: the accepted child, -1 for none. p_BV: the distribution of the next token where none was accepted.
+    broken_B: whether the draft's distribution is broken (see `is_broken`)."""
 
     child_B: Tensor
     p_BV: Tensor
@@ -33,8 +35,8 @@ class Tried(NamedTuple):
 
 
 class Drafted(NamedTuple):
-    """Where a token stands in a draft distribution: its column, and its probability, 0 outside the draft vocabulary (whose column
-    means nothing)."""
+    """A token in a draft distribution: its column and its probability q; known: whether the draft vocabulary holds it
+    (if not, q is 0 and the column means nothing)."""
 
     column: Tensor
     q: Tensor
@@ -42,7 +44,7 @@ class Drafted(NamedTuple):
 
 
 def look_up(probs: Tensor, token: Tensor, vocab_W: Tensor | None) -> Drafted:
-    """Return the columns and probabilities of tokens [...] in `distribution` [..., W]."""
+    """Look up tokens [...] in draft distributions `probs` [..., W]."""
     if vocab_W is None:
         column, known = token, torch.ones_like(token, dtype=torch.bool)
     else:
@@ -53,16 +55,17 @@ def look_up(probs: Tensor, token: Tensor, vocab_W: Tensor | None) -> Drafted:
 
 
 def is_broken(drafted: Drafted, first: bool) -> Tensor:
-    """Where tokens were drafted that `distribution` cannot give: NaN or infinite, or 0 for the first child of a node. Later ones
-    may have 0: they were drawn when no mass was left, and are skipped."""
+    """Return where the probability of a drafted token is impossible: NaN, infinite, or 0 for the first child of a node.
+    Later children may have 0: they were drawn when no mass was left, and are skipped."""
     possible = drafted.q > 0 if first else drafted.q >= 0
     return drafted.known & ~(possible & (drafted.q < torch.inf))
 
 
 def refuse_broken(depth_B: Tensor) -> None:
-    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first one in each row, 0 where none is.
+    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first one in each row, 0 where none
+    is.
 
-    Going on would be silent and wrong: every comparison with NaN is false, and so would the residual be.
+    Decoding on would be silently wrong: every comparison with NaN is false, and the residual would be NaN too.
     """
     if bool((depth_B > 0).any()):
         raise UserError(
@@ -72,9 +75,10 @@ def refuse_broken(depth_B: Tensor) -> None:
 
 
 def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
-    """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; NaN everywhere if q has any.
+    """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; NaN everywhere if q has
+    any.
 
-    p == q up to rounding leaves nothing; then the rejection itself had probability ~0, and p stays as it was.
+    p == q up to rounding leaves nothing; such a rejection has probability ~0, and p stays as it was.
     """
     if vocab_W is None:
         left_BV = (p_BV - q_BW).clamp(min=0)
@@ -85,28 +89,28 @@ def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
 
 
 def reject(p_BV: Tensor, q_BW: Tensor, column_B: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return p and q after the rejection of the token in `column_B`. The residual comes first, with the q that the token
-    was drawn from; only then does the token leave q."""
+    """Return p and q after the rejection of the token in `column_B`: the residual with the q that the token was drawn
+    from, and then q without the token."""
     return residual(p_BV, q_BW, vocab_W), without(q_BW, column_B)
 
 
-def try_children(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: Children) -> Tried:
-    """Try the children one by one until one is accepted."""
+def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: Children) -> ChildChoice:
+    """Accept or reject the children one by one, until one is accepted."""
     child_B = torch.full_like(p_BV[:, 0], -1, dtype=torch.long)
     broken_B = torch.zeros_like(child_B, dtype=torch.bool)
     for i in range(children.node_BC.shape[1]):
         node_B, token_B, uniform_B = (x[:, i] for x in children)
-        trying_B = (child_B < 0) & (node_B >= 0)
-        if not bool(trying_B.any()):
+        open_B = (child_B < 0) & (node_B >= 0)
+        if not bool(open_B.any()):
             break
         drafted = look_up(q_BW, token_B, vocab_W)
-        broken_B |= trying_B & is_broken(drafted, first=i == 0)
-        trying_B &= drafted.q > 0
-        accepted_B = trying_B & (uniform_B * drafted.q < p_BV.gather(1, token_B[:, None])[:, 0])
+        broken_B |= open_B & is_broken(drafted, first=i == 0)
+        open_B &= drafted.q > 0
+        accepted_B = open_B & (uniform_B * drafted.q < p_BV.gather(1, token_B[:, None])[:, 0])
         child_B = torch.where(accepted_B, node_B, child_B)
-        rejected_B1 = (trying_B & ~accepted_B)[:, None]
+        rejected_B1 = (open_B & ~accepted_B)[:, None]
         if bool(rejected_B1.any()):
             left_BV, rest_BW = reject(p_BV, q_BW, drafted.column, vocab_W)
             p_BV, q_BW = torch.where(rejected_B1, left_BV, p_BV), torch.where(rejected_B1, rest_BW, q_BW)
             broken_B |= p_BV[:, 0].isnan()
-    return Tried(child_B, p_BV, broken_B)
+    return ChildChoice(child_B, p_BV, broken_B)

@@ -1,6 +1,6 @@
-"""From logits to the distribution that tokens are drawn from.
+"""Sampling settings: from logits to the distribution that tokens are drawn from, and drawing from it.
 
-Shapes: B rows, V vocabulary (of target or draft).
+Shapes: B rows, V vocabulary (of target or draft), W draft vocabulary, C children of a node.
 """
 
 import math
@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 
 _BLOCK = 64
 _LARGE = 1 << 14
-"""Fewer logits than this are searched at once."""
+"""Fewer logits than this are searched without blocks."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Sampling:
 
     repetition_penalty: logits of tokens that the prompt or the output holds already are divided by it where they are
     positive and multiplied where they are negative (Keskar et al., "CTRL", 2019, section 4.1); 1 changes nothing.
-    It is for the target alone: drafts are made without it.
+    It applies to the target alone: drafts are made without it.
     """
 
     temperature: float = 0.0
@@ -57,12 +57,13 @@ def penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def weaken(logits: Tensor, penalty: float) -> Tensor:
-    """Return `logits` as they are once their tokens were seen."""
+    """Return `logits` with the repetition penalty on all of them."""
     return torch.where(logits < 0, logits * penalty, logits / penalty)
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the float32 distribution [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this order.
+    """Return the float32 distribution [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this
+    order.
 
     Ties at the k-th place are all kept; top-p keeps the smallest set of most likely tokens whose
     mass reaches top_p; min-p keeps those at least min_p times as likely as the most likely one. Needs temperature > 0:
@@ -90,10 +91,9 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def top1(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest of `logits` [..., V] and its place (the first one's, of equals), [...] each.
+    """Return the largest of `logits` [..., V] and its index (of equals the first), [...] each.
 
-    On a CPU a search for the place of the largest number is many times slower than one for the number alone, so that is
-    done per block first.
+    On a CPU an argmax takes many times as long as a maximum, so the maximum of each block is found first.
     """
     size, blocks = logits.shape[-1], logits.shape[-1] // _BLOCK
     if logits.device.type != "cpu" or size % _BLOCK or logits.numel() < _LARGE:
@@ -113,17 +113,18 @@ def draw(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def without(probs: Tensor, index: Tensor) -> Tensor:
-    """Return `distribution` [..., W] once `index` [...] is drawn from it and not put back; all zeros when no mass is left."""
+    """Return the distribution `probs` [..., W] without the entry `index` [...]; all zeros when no mass is left."""
     rest = probs.scatter(-1, index[..., None], 0)
     mass = rest.sum(-1, keepdim=True)
     return rest / mass.where(mass != 0, 1)
 
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw indices [..., C] from `distribution` [..., W] one after the other and without replacement, one uniform [..., C] each.
+    """Draw indices [..., C] from `probs` [..., W] one after the other and without replacement, with one uniform [...,
+    C] each.
 
-    The order is part of the result: the verifier tries the children in it, and only the last ones may be dropped. Once
-    no mass is left an index means nothing, and the verifier skips it.
+    The order is part of the result: the verifier accepts or rejects the children in it, and only the last ones may be
+    dropped. Once no mass is left an index means nothing, and the verifier skips it.
     """
     rest, uniform = probs.reshape(-1, probs.shape[-1]), uniforms.reshape(-1, uniforms.shape[-1])
     drawn = [draw(rest, uniform[:, 0])]

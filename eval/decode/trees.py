@@ -1,7 +1,9 @@
-"""Static draft trees: which ranks of each head's prediction are tried, the same in every round.
+"""Shapes of draft trees: static trees, which are the same in every round, and the settings of dynamic ones.
 
-A node is named by its path: (0, 2) is the third most likely token of head 1 after the most likely token of head 0
-(Cai et al., "Medusa", 2024, section 2.1.2). Shapes: N nodes, node 0 is the root; D depth.
+A node of a static tree is named by its path of ranks: (0, 2) is the third most likely token of head 1 after the most
+likely token of head 0 (Cai et al., "Medusa", 2024, section 2.1.2).
+
+Shapes: N nodes, node 0 is the root.
 """
 
 import json
@@ -22,8 +24,8 @@ Choice = tuple[int, ...]
 
 @dataclass(frozen=True)
 class TreeTensors:
-    """A tree on a device: parents_N (-1 for the root), depth_N, rank_N (0 for the root), and the bool
-    ancestors_NN, true at (i, j) where node j is node i or above it."""
+    """A static tree on a device: parents_N (-1 for the root), depth_N, rank_N (0 for the root), and the bool
+    ancestors_NN, True at (i, j) where node j is node i or above it."""
 
     parents_N: Tensor
     depth_N: Tensor
@@ -33,11 +35,11 @@ class TreeTensors:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that follows the draft's own confidence (Li et al., "EAGLE-2", 2024, section 4): from each of the
-    `branching` best nodes of a level its `branching` most likely tokens are tried, `depth` levels deep, and of all these
-    the `total_tokens` - 1 of the largest probability under the draft are kept; the root counts as one.
+    """The settings of a tree that follows the draft's own confidence (Li et al., "EAGLE-2", 2024, section 4).
 
-    EAGLE's own setting depth=d is depth d + 1 here.
+    Each of the `branching` best nodes of a level gets its `branching` most likely tokens as children, `depth` levels
+    deep; of all these the `total_tokens` - 1 with the largest probability under the draft are kept (the root counts as
+    one). EAGLE's own setting depth=d is depth d + 1 here.
     """
 
     depth: int
@@ -51,7 +53,7 @@ class DynamicTree:
 
     @property
     def name(self) -> str:
-        """Its settings, for tables."""
+        """The settings, for tables."""
         return f"dynamic {self.depth}x{self.branching}, {self.total_tokens} tokens"
 
     @property
@@ -63,7 +65,7 @@ class DynamicTree:
 
 @dataclass(frozen=True)
 class StaticTree:
-    """A tree of drafts. choices: the path of ranks to each node but the root, by depth and then by rank."""
+    """A draft tree of fixed ranks. choices: the path of ranks to each node but the root, by depth and then by rank."""
 
     name: str
     choices: tuple[Choice, ...]
@@ -91,7 +93,7 @@ class StaticTree:
 
     @cached_property
     def ranks(self) -> int:
-        """How many of each head's most likely tokens the tree looks at."""
+        """The number of most likely tokens per head that the tree needs."""
         return 1 + max(path[-1] for path in self.choices)
 
     @cached_property
@@ -100,7 +102,7 @@ class StaticTree:
         return tuple(sum(len(path) == d for path in self.choices) for d in range(1, self.depth + 1))
 
     def cut(self, depth: int) -> "StaticTree":
-        """Return the tree without the nodes deeper than `depth`; its own depth or more leaves it whole."""
+        """Return the tree without the nodes deeper than `depth`."""
         return self if depth >= self.depth else _cut(self, depth)
 
     def on(self, device: torch.device) -> TreeTensors:
@@ -161,13 +163,13 @@ def load_tree(name: str) -> StaticTree | None:
 
 
 def save_tree(path: Path, tree: StaticTree, origin: dict[str, Any]) -> None:
-    """Write `tree` as the JSON object that `load_tree` reads, with what it was made from under `origin`."""
+    """Write `tree` as the JSON object that `load_tree` reads; `origin` says what it was made from."""
     choices = json.dumps([list(choice) for choice in tree.choices])
     write_text(path, f'{{\n  "choices": {choices},\n  "origin": {_lines(origin, "  ")}\n}}\n')
 
 
 def _lines(value: Any, margin: str) -> str:
-    """Return `value` as JSON whose short parts stay on one line: a line per number would hide the rest."""
+    """Return `value` as JSON with short parts on one line, for readers."""
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if len(margin + line) <= 160 or not isinstance(value, dict | list):
         return line
@@ -181,7 +183,7 @@ def _lines(value: Any, margin: str) -> str:
 
 
 def read_origin(path: Path) -> dict[str, Any] | None:
-    """Return what a file of `save_tree` says about its tree; None for any other file."""
+    """Return the origin in a file of `save_tree`; None for any other file."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -191,7 +193,7 @@ def read_origin(path: Path) -> dict[str, Any] | None:
 
 
 def _medusa_63() -> StaticTree:
-    """The tree that Medusa publishes for 7B models with 63 nodes beside the root (`mc_sim_7b_63`)."""
+    """The tree that Medusa publishes for 7B models with 63 nodes besides the root (`mc_sim_7b_63`)."""
     after = {
         (): 10,
         (0,): 10,

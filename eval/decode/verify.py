@@ -1,10 +1,12 @@
-"""Which drafted tokens the target accepts, as a pure function of tensors.
+"""Verify a draft: decide which of its tokens the target accepts, as a pure function of tensors.
 
-One way for every draft: decide at a node which child is the target's token, follow it, and emit a token of the target's
-own where no child is. Children that were chosen deterministically need no distribution: draw t ~ p, descend if a child holds t.
-Children that were drawn from a distribution are accepted or rejected by it (rejection.py). Both leave the target's distribution unchanged.
-Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
-Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D depth levels, V target vocab, W draft vocab.
+One rule for every draft: at a node, decide which child holds the target's token and follow it; where none does, emit a
+token of the target's own. Where children were chosen deterministically, draw t ~ p and follow the child that holds t.
+Where they were drawn from a distribution, accept or reject them one by one (rejection.py). Both leave the target's
+distribution unchanged. Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
+
+Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D nodes of a path, s tokens seen, V target
+vocab, W draft vocab.
 """
 
 from dataclasses import dataclass
@@ -17,13 +19,13 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.draft import Draft, numbers
 from draftsmith.eval.decode.noise import ACCEPT, EMIT, uniforms
-from draftsmith.eval.decode.penalty import penalize_nodes
-from draftsmith.eval.decode.rejection import Children, is_broken, look_up, refuse_broken, residual, try_children
-from draftsmith.eval.decode.sampling import Sampling, draw, penalize, probs, top1
+from draftsmith.eval.decode.rejection import Children, accept_child, is_broken, look_up, refuse_broken, residual
+from draftsmith.eval.decode.sampling import Sampling, draw, penalize, probs, top1, weaken
 
 
-class NotFinite(UserError):  # noqa: N818 - what was found, not what was done wrong
-    """The target's logits at a node hold NaN or infinity, or nothing but -inf. row, node: where in the draft."""
+class NotFinite(UserError):  # noqa: N818 - it names a finding
+    """Raised for target logits at a node that hold NaN or infinity, or nothing but -inf. row, node: where in the
+    draft."""
 
     def __init__(self, row: int, node: int) -> None:
         super().__init__(
@@ -34,7 +36,7 @@ class NotFinite(UserError):  # noqa: N818 - what was found, not what was done wr
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a round emits: the accepted tokens, then one token of the target's own.
+    """The tokens that a round emits: the accepted ones, then one of the target's own.
 
     path_BD: nodes from the root (node 0) down the accepted path, padded with -1.
     accepted_B: number of accepted draft tokens. next_B: the correction or bonus token.
@@ -47,7 +49,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Noise:
-    """Which random numbers a round uses: one key per row, and a counter that no later round repeats."""
+    """A round's random numbers: one key per row, and a counter that no later round repeats."""
 
     keys_B: Tensor
     counter_B: Tensor
@@ -79,12 +81,12 @@ def verify(
     typical: Typical | None = None,
     seen_BV: Tensor | None = None,
 ) -> Verdict:
-    """Verify a draft against the target's logits at every node (the distribution of the token after the node).
+    """Verify a draft against the target's logits at every node (of the token after the node).
 
-    typical: accept by this rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root among
-    them; needed for a repetition penalty, which also sees the tokens on the path to each node.
-    Raises NotFinite at any node of the draft, also one that would not be accepted, and UserError where the draft's distributions are
-    none.
+    typical: accept by this lossy rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root
+    included; a repetition penalty needs them, and adds those on the path to each node. Raises NotFinite for logits at
+    any node of the draft, accepted or not, and UserError where a distribution of the draft holds NaN, infinity or 0 for
+    its own token.
     """
     penalty = sampling.repetition_penalty
     if sampling.greedy and penalty == 1:
@@ -109,6 +111,22 @@ def verify(
     return _sampled_chain(draft, logits_BNV, sampling, noise)
 
 
+def penalize_nodes(draft: Draft, logits_BNV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
+    """Return `logits_BNV` with the penalty at every node on the tokens `seen_BV` (the root's among them) and on those
+    of the path to the node, its own included.
+
+    Few of V tokens are seen, so only their logits are worked out: `penalize` at every node takes five times as long.
+    """
+    row_s, token_s = seen_BV.nonzero(as_tuple=True)
+    penalized_BNV = logits_BNV.clone()
+    penalized_BNV[row_s, :, token_s] = weaken(logits_BNV[row_s, :, token_s], penalty)
+    if draft.tokens_BN.shape[1] == 1:
+        return penalized_BNV
+    # The root's token stands in for those that are not on the path.
+    path_BNN = torch.where(draft.ancestors_BNN, draft.tokens_BN[:, None], draft.tokens_BN[:, :1, None])
+    return penalized_BNV.scatter_(2, path_BNN, weaken(logits_BNV.gather(2, path_BNN), penalty))
+
+
 def _check_finite(draft: Draft, largest_BN: Tensor) -> None:
     """Raise NotFinite at the first node whose largest logit is no number; NaN counts as larger than any."""
     finite_BN = largest_BN.isfinite()
@@ -118,15 +136,16 @@ def _check_finite(draft: Draft, largest_BN: Tensor) -> None:
 
 
 def _choose(logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
-    """Draw the target's token at every node at once."""
+    """Draw the target's token after every node."""
     uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
     return draw(probs(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten()).view(uniform_BN.shape)
 
 
 def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
-    """Accept a node if it holds what the target chose after its parent, all at once.
+    """Accept nodes that hold the token which the target chose after their parent; all nodes at once.
 
-    For greedy drafts and deterministic chains. Where a greedy tree repeats a token the longer path is taken.
+    For greedy drafts and deterministic chains. Of equal siblings in a greedy tree, the one with the longer path is
+    accepted.
     """
     if draft.is_chain:
         match_BN = F.pad(draft.tokens_BN[:, 1:] == choice_BN[:, :-1], (1, 0))
@@ -166,7 +185,7 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
 def _sampled_tree(
     draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, seen_BV: Tensor | None
 ) -> Verdict:
-    """Walk down from the root, one level of all rows at a time, so that distributions are made of the nodes on the way alone."""
+    """Walk down from the root, a level of all rows at a time; only nodes on the way need their distributions."""
     rows, nodes = draft.tokens_BN.shape
     row = torch.arange(rows, device=logits_BNV.device)
     node_B = torch.zeros_like(row)
@@ -185,9 +204,9 @@ def _sampled_tree(
             child_B = _holder(draft, child_BN, token_B)
         else:
             q_BW = draft.draft_probs_BMW[row, node_B.clamp(max=draft.draft_probs_BMW.shape[1] - 1)]
-            tried = try_children(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
-            child_B, token_B = tried.child_B, draw(tried.p_BV, emit_BN[:, 0])
-            broken_B = torch.where(tried.broken_B & (broken_B == 0), depth, broken_B)
+            choice = accept_child(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
+            child_B, token_B = choice.child_B, draw(choice.p_BV, emit_BN[:, 0])
+            broken_B = torch.where(choice.broken_B & (broken_B == 0), depth, broken_B)
         next_B = torch.where(walking_B, token_B, next_B)
         walking_B = child_B >= 0
         if not bool(walking_B.any()):
@@ -217,7 +236,8 @@ def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor) -> Children:
 
 
 def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical) -> Verdict:
-    """Take the longest path of typical tokens, of equals the one with the largest sum of log p; then the argmax."""
+    """Accept the longest path of typical tokens, of equals the one with the largest sum of log p; then emit the
+    argmax."""
     row = torch.arange(len(logits_BNV), device=logits_BNV.device)
     p_BNV = probs(logits_BNV, sampling)
     entropy_BN = torch.special.entr(p_BNV).sum(-1)
@@ -232,7 +252,7 @@ def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical
 
 
 class _End(NamedTuple):
-    """A path in full, its drafted tokens, and its last node."""
+    """An accepted path: its nodes, its number of draft tokens, and its last node."""
 
     path_BD: Tensor
     accepted_B: Tensor
@@ -240,7 +260,8 @@ class _End(NamedTuple):
 
 
 def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> _End:
-    """Follow the nodes that are fine and no padding as deep as they go; of equals take the one with the best score."""
+    """Return the longest path from the root of nodes that are fine and not padding; of equals the one with the best
+    score."""
     nodes = fine_BN.shape[1]
     node_N = numbers(0, nodes, fine_BN.device)
     fine_BN = fine_BN & draft.valid_BN

@@ -1,1 +1,1 @@
-"""What drafts beside trained heads, and what is measured of any drafter."""
+"""Drafters that are not trained heads, and the description of any drafter for an evaluation."""

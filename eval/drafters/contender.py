@@ -1,4 +1,5 @@
-"""A drafter as an evaluation sees it: how it drafts, which rule accepts, and how its acceptance is simulated.
+"""Describe a drafter for an evaluation: how it drafts, which rule accepts its tokens, and how its acceptance is
+simulated.
 
 K: num_speculative_tokens.
 """
@@ -21,10 +22,10 @@ from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target
 
 DrafterFactory = Callable[[int], Drafter]
-"""Draft length -> drafter."""
+"""From a draft length to a drafter."""
 
 Simulate = Callable[[Target, Sequence[Generation], Sampling, int], Simulation]
-"""Target, its answers, the settings they were made with, max_k -> tallies for drafts of 1..max_k tokens."""
+"""From target, its answers, their sampling settings and max_k to tallies for drafts of 1..max_k tokens."""
 
 Tree = StaticTree | DynamicTree
 
@@ -35,8 +36,8 @@ class DraftInfo:
 
     method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
     of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
-    target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that
-    was tuned with it verifies its drafts, so that its texts follow the distribution of that one.
+    target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a
+    target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one.
     """
 
     method: str
@@ -54,11 +55,12 @@ class Contender:
 
     method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
     num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
-    the head's distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be
-    computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a round costs.
-    parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model. head: None for
-    a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the evaluation's own.
-    threshold: a draft ends before the first token that the head thinks less likely to be accepted, None for never.
+    the head's distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance
+    cannot be computed from the text alone. steady: every round drafts as many tokens as fit, so that K tells what a
+    round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft model.
+    head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
+    evaluation's own. threshold: a draft ends before the first token that the head thinks less likely to be accepted,
+    None for never.
     """
 
     name: str
@@ -79,8 +81,8 @@ class Contender:
 
     @property
     def counts_drafts(self) -> bool:
-        """Whether a simulation tells how many tokens are drafted: not where drafts end by what they hold themselves, which
-        behind a rejected token is not the text."""
+        """Whether a simulation knows how many tokens are drafted. With a threshold it does not: where a draft ends
+        depends on its own tokens, which behind a rejected one are not the text's."""
         return self.threshold is None
 
     @property
@@ -94,7 +96,7 @@ class Contender:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The draft lengths that are of interest: all up to max_k where each can be simulated, else that of the run."""
+        """The draft lengths to report: all up to max_k where each can be simulated, else that of the run."""
         return tuple(range(1, self.max_k + 1)) if self.simulate is not None else (self.num_speculative_tokens,)
 
     def nodes(self, k: int) -> int:
@@ -106,7 +108,7 @@ class Contender:
 
     @property
     def info(self) -> DraftInfo:
-        """How it drafts, for result.json."""
+        """The drafter's entry in result.json."""
         return DraftInfo(
             method=self.method,
             num_speculative_tokens=self.num_speculative_tokens,
@@ -124,7 +126,7 @@ def cut_tree(tree: Tree, depth: int) -> Tree:
 
 
 def tree_name(tree: Tree, drawn: bool) -> str:
-    """Return a tree's name with the way its children are chosen."""
+    """Return a tree's name, and whether its children are drawn."""
     return f"{tree.name}, drawn" if drawn else tree.name
 
 
@@ -140,10 +142,10 @@ def make_contender(
     verifier: Target | None = None,
     threshold: float | None = None,
 ) -> Contender:
-    """Return the drafter that `head` makes; its name says how it drafts. verifier, threshold: see `Contender`.
+    """Return the drafter of `head`; its name says how it drafts. verifier, threshold: see `Contender`.
 
-    A head that cannot draft as far as asked drafts as far as it can, and a tree decides its own depth. Raises
-    UserError for a tree that the head cannot draft.
+    Draft lengths are clamped to the head's longest draft, and a tree has its own depth. Raises UserError for a tree
+    that the head cannot draft.
     """
     method, limit = find_method(head.method), head.within_reach(max_k)
     own, head = head, head if threshold is None else head.until(threshold)
@@ -191,7 +193,7 @@ def make_contender(
 
 
 def tree_kind(tree: Tree, drawn: bool) -> str:
-    """Return what a method's `trees` calls this way to draft."""
+    """Return the name that a method's `trees` has for this kind of tree."""
     return "dynamic" if isinstance(tree, DynamicTree) else "drawn" if drawn else "static"
 
 
@@ -206,7 +208,7 @@ def _simulate_head(head: DraftHead, tree: Tree | None) -> Simulate:
 def prompt_lookup_contender(
     name: str, num_speculative_tokens: int, max_k: int, *, max_ngram: int = MAX_NGRAM
 ) -> Contender:
-    """Return prompt lookup, which trains nothing."""
+    """Return prompt lookup, a drafter without training."""
     return Contender(
         name,
         "prompt_lookup",

@@ -1,7 +1,8 @@
-"""A separate, smaller language model as the drafter, with a key-value cache of its own; nothing is trained.
+"""Draft with a separate, smaller language model, which has a KV cache of its own; nothing is trained.
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Both models read the same ids, so
 they must have the same tokens (draftsmith.heads.target.tokens).
+
 Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R supervised rows, K drafted tokens,
 D hidden, W ids of the distribution, V target vocab.
 """
@@ -28,8 +29,8 @@ from draftsmith.heads.target.target import Target
 class DraftModel:
     """Drafts chains of `num_speculative_tokens` tokens, sampled under the target's sampling settings.
 
-    vocab_size: V of the target. Where the two models pad their vocabularies differently, the draft's distribution is that over
-    the ids which both have. greedy_drafts: draft the argmax at every temperature.
+    vocab_size: V of the target. Where the two models pad their vocabularies differently, tokens are drawn from the ids
+    that both have. greedy_drafts: draft the argmax at every temperature.
     """
 
     name = "draft model"
@@ -55,11 +56,10 @@ class DraftModel:
         self._cache = KVCache.for_target(self.model, rows, capacity + self.num_speculative_tokens)
 
     def admit(self, prompts: Prompts) -> None:
-        """Read the prompts; their first emitted tokens come with the rows' next proposal."""
-        cache, rows_b = self.cache, prompts.rows_b
-        cache.lengths_B = cache.lengths_B.index_fill(0, rows_b, 0)
-        self._pass(prompts.ids_bL, rows_b)
-        cache.lengths_B = cache.lengths_B.index_copy(0, rows_b, prompts.length_b)
+        """Read the prompts; their first emitted tokens are read with the rows' next proposal."""
+        self.cache.rollback(torch.zeros_like(prompts.length_b), prompts.rows_b)
+        self._pass(prompts.ids_bL, prompts.rows_b)
+        self.cache.append(prompts.length_b, prompts.rows_b)
 
     def select(self, rows: Tensor) -> None:
         """Keep only these batch rows."""
@@ -67,8 +67,8 @@ class DraftModel:
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
-        """Read what the cache lacks, then draft as many tokens as any row may still emit, at most K."""
-        length = min(self.num_speculative_tokens, state.room)
+        """Read the tokens that the cache lacks, then draft at most K tokens, and no more than a row may still emit."""
+        length = min(self.num_speculative_tokens, state.tokens_left)
         greedy = self.greedy_drafts or state.sampling.greedy
         uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
         last_BD = self._read(state)
@@ -82,7 +82,7 @@ class DraftModel:
                 tokens.append(draw(draft_probs[-1], uniform_BK[:, k]))
             if k + 1 < length:
                 last_BD = self._pass(tokens[-1][:, None])[:, 0]
-                self.cache.lengths_B = self.cache.lengths_B + 1
+                self.cache.append(1)
         return Draft.chain(
             state.root_B,
             torch.stack(tokens, 1),
@@ -94,29 +94,30 @@ class DraftModel:
     def _read(self, state: DecodeState) -> Tensor:
         """Read the tokens up to the root; return the state [B, D] at the root.
 
-        Accepted drafts are in the cache already, except for the last of a draft that was accepted to its end; what was
-        rejected is forgotten. So every row lacks the root and at most one token before it.
+        Accepted draft tokens are in the cache already, except for the last one of a draft that was accepted whole;
+        rejected ones are rolled back. So every row lacks the root and at most one token before it.
         """
         cache, new_tokens = self.cache, state.new_tokens
-        # A row that has finished may be longer than a text can be; whatever it drafts is ignored.
+        # A finished row may be longer than the capacity; its drafts are ignored.
         length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
         cache.rollback(length_B)
         lacks_B = length_B + 1 - cache.lengths_B
         place_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
-        # NewTokens tokens end with the root.
+        # New tokens end with the root.
         place_Bn = ((new_tokens.count_B - lacks_B)[:, None] + place_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
         states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, place_Bn))
-        cache.lengths_B = length_B + 1
+        cache.append(lacks_B)
         return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
 
     def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None) -> Tensor:
-        """One pass of the draft model behind its committed tokens, of all rows or of `rows_b`: states [B, n, D]."""
+        """Run the draft model over tokens behind its committed ones, in all rows or in `rows_b`; return the states [B,
+        n, D]."""
         known_Bn = readable(self.model, tokens_Bn)
         return run_draft(self.model, self.cache, Draft.chain(known_Bn[:, 0], known_Bn[:, 1:]), rows_b=rows_b).last
 
     @property
     def cache(self) -> KVCache:
-        """The draft model's cache of the batch at work."""
+        """Keys and values of the batch at work."""
         assert self._cache is not None, "start() begins a batch"
         return self._cache
 
@@ -133,8 +134,8 @@ def simulate_draft_model(
     """Simulate chains of 1..max_k drafts of `model` on finished answers of `target`, exactly (see
     `draftsmith.eval.simulate.texts`).
 
-    What is drafted depends on the text before it alone, not on where the round began: one pass of the draft model gives
-    the acceptance of every token, and position k of a round is that of the token k further on.
+    A draft token depends only on the text before it, not on where the round began. So one pass of the draft model gives
+    the acceptance of every token, and position k of a round has that of the token k positions on.
     """
 
     def accept(batch: TrainBatch) -> Acceptance:
@@ -156,8 +157,8 @@ def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:
 
 
 def readable(model: Target, tokens: Tensor) -> Tensor:
-    """Return token ids that a draft model can read: for one that stands for padding in the target and is beyond its own
-    vocabulary, its last one. That costs acceptance at most, as any distribution may be drafted from."""
+    """Return token ids that a draft model can read: ids beyond its vocabulary, which the target has for padding, become
+    its last one. That can only cost acceptance, since any distribution may be drafted from."""
     return tokens.clamp(max=model.vocab_size - 1)
 
 

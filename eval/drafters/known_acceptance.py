@@ -1,7 +1,8 @@
-"""A drafter of known acceptance, for tests and benchmarks: it proposes the target's own next tokens, some of them spoiled.
+"""A drafter of known acceptance, for tests and benchmarks: it proposes the target's own next tokens and spoils some.
 
-What a decoder makes of drafts can so be measured apart from how good a head is. Shapes: B rows, L tokens of a text,
-K drafted tokens.
+So the decoder can be measured apart from the quality of a head.
+
+Shapes: B rows, L tokens of a text, K drafted tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +44,12 @@ class KnownAcceptance:
         self._length_B = torch.zeros(0, dtype=torch.long)
 
     def start(self, rows: int, capacity: int) -> None:
-        """Make room for the texts and for what may be read past their ends."""
+        """Allocate the texts, with padding that may be read past their ends."""
         self._texts_BL = torch.zeros(rows, capacity + self.max_nodes, dtype=torch.long)
         self._length_B = torch.zeros(rows, dtype=torch.long)
 
     def admit(self, prompts: Prompts) -> None:
-        """Look the prompts' answers up. Raises UserError for a prompt without one."""
+        """Look up the prompts' answers. Raises UserError for a prompt without one."""
         device = prompts.ids_bL.device
         self._texts_BL, self._length_B = self._texts_BL.to(device), self._length_B.to(device)
         pairs = zip(prompts.ids_bL.tolist(), prompts.length_b.tolist(), strict=True)
@@ -65,7 +66,7 @@ class KnownAcceptance:
         self._texts_BL, self._length_B = self._texts_BL[rows], self._length_B[rows]
 
     def propose(self, state: DecodeState) -> Draft:
-        """Propose what the known answers hold after the roots, spoiled by chance."""
+        """Propose the tokens of the known answers after the roots, some of them spoiled at random."""
         length = self.num_speculative_tokens
         place_BK = state.length_B[:, None] + torch.arange(1, length + 1, device=state.length_B.device)
         known_BK = self._texts_BL.gather(1, place_BK.clamp(max=self._texts_BL.shape[1] - 1))

@@ -1,9 +1,9 @@
-"""Prompt lookup: what followed the last few tokens when they occurred before is proposed again; nothing is trained.
+"""Prompt lookup: propose the tokens that followed the last few tokens where they occurred before; nothing is trained.
 
-Saxena, "Prompt Lookup Decoding" (2023). Of several occurrences the first is taken, as transformers
-(`prompt_lookup_num_tokens`) and vLLM (method "ngram") do, so that a result carries over to them.
+Saxena, "Prompt Lookup Decoding" (2023). The first of several occurrences is taken, as in transformers
+(`prompt_lookup_num_tokens`) and vLLM (method "ngram"), so that results carry over to them.
 
-Shapes: B rows, n fresh tokens, L tokens of a text, T roots, K drafted tokens.
+Shapes: B rows, n new tokens, L tokens of a text, T roots, K drafted tokens.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,10 @@ MAX_NGRAM = 3
 
 
 def find_continuation(ids_L: np.ndarray, max_ngram: int = MAX_NGRAM) -> int:
-    """Return where the text goes on after the first earlier occurrence of its longest suffix of at most `max_ngram`
-    tokens; the text's length where not even its last token occurred before.
+    """Return the position behind the first earlier occurrence of the text's longest suffix of at most `max_ngram`
+    tokens, or the text's length where not even its last token occurred before.
 
-    Every occurrence of a suffix is one of all shorter suffixes, so the places that end in the last token are narrowed
-    down token by token.
+    An occurrence of a suffix is one of all shorter suffixes too, so candidates are narrowed down token by token.
     """
     last = len(ids_L) - 1
     ends = np.flatnonzero(ids_L[:last] == ids_L[last])
@@ -54,11 +53,11 @@ class PromptLookup:
         self._texts_BL = np.zeros((0, 0), dtype=np.int64)
 
     def start(self, rows: int, capacity: int) -> None:
-        """Make room for the texts; position p of a text is its token p."""
+        """Allocate the texts; position p of a text is its token p."""
         self._texts_BL = np.zeros((rows, capacity + self.max_nodes), dtype=np.int64)
 
     def admit(self, prompts: Prompts) -> None:
-        """Write the prompts down; the token after each comes with the row's next proposal."""
+        """Store the prompts; the token after each comes with the row's next proposal."""
         rows = prompts.rows_b.cpu().numpy()
         self._texts_BL[rows, : prompts.ids_bL.shape[1]] = prompts.ids_bL.cpu().numpy()
 
@@ -67,11 +66,11 @@ class PromptLookup:
         self._texts_BL = self._texts_BL[rows.cpu().numpy()]
 
     def propose(self, state: DecodeState) -> Draft:
-        """Look up every row's last tokens; a row in which they are new drafts nothing."""
+        """Look up every row's last tokens; a row in which they have not occurred before drafts nothing."""
         new_tokens = state.new_tokens
-        facts_B3 = torch.stack([state.length_B, new_tokens.count_B, state.limit_B], 1)
-        facts = torch.cat([facts_B3, new_tokens.tokens_Bn], 1).cpu().numpy()
-        found = [self._look_up(text_L, row) for text_L, row in zip(self._texts_BL, facts, strict=True)]
+        counts_B3 = torch.stack([state.length_B, new_tokens.count_B, state.limit_B], 1)
+        host = torch.cat([counts_B3, new_tokens.tokens_Bn], 1).cpu().numpy()
+        found = [self._look_up(text_L, row) for text_L, row in zip(self._texts_BL, host, strict=True)]
         drafted_BK = np.zeros((len(found), max(map(len, found))), dtype=np.int64)
         for row_K, tokens in zip(drafted_BK, found, strict=True):
             row_K[: len(tokens)] = tokens
@@ -79,11 +78,12 @@ class PromptLookup:
         count_B = torch.tensor([len(tokens) for tokens in found], device=device)
         return Draft.chain(state.root_B, torch.from_numpy(drafted_BK).to(device), count_B)
 
-    def _look_up(self, text_L: np.ndarray, facts: np.ndarray) -> np.ndarray:
-        """Write a row's fresh tokens down and return what is proposed after them."""
-        length, new_tokens, limit = facts[:3]
-        # The last fresh token is the root, at position `length`.
-        text_L[length + 1 - new_tokens : length + 1] = facts[3 : 3 + new_tokens]
+    def _look_up(self, text_L: np.ndarray, host: np.ndarray) -> np.ndarray:
+        """Store a row's new tokens and return the proposal. host: its length, number of new tokens, limit, and new
+        tokens."""
+        length, new_tokens, limit = host[:3]
+        # The last new token is the root, at position `length`.
+        text_L[length + 1 - new_tokens : length + 1] = host[3 : 3 + new_tokens]
         most = min(self.num_speculative_tokens, limit)
         if not new_tokens or most <= 0:
             return text_L[:0]
@@ -93,7 +93,7 @@ class PromptLookup:
 
 
 def simulate_prompt_lookup(generations: Sequence[Generation], max_k: int, *, max_ngram: int = MAX_NGRAM) -> Simulation:
-    """Simulate drafts of at most 1..max_k tokens on finished answers, at any temperature: given the text it is certain what
+    """Simulate drafts of at most 1..max_k tokens on finished answers; the text alone decides, at any temperature, what
     was proposed and what was accepted."""
     tallies = []
     for generation in generations:

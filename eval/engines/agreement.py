@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.decode.decode import Request
+from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.engines.traces import EngineAnswer
 from draftsmith.heads.target.target import Target
 

@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.eval.decode.decode import Generation, Request, Round
-from draftsmith.eval.decode.tally import Tally
+from draftsmith.eval.decode.answers import Generation, Request, Round, Tally
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 
 CLOSE = 1e-4

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, Prompts
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.heads.target.target import Target

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request
+from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draftsmith.eval.decode.decode import Generation
-from draftsmith.eval.decode.tally import Tally
+from draftsmith.eval.decode.answers import Generation, Tally
 
 
 @dataclass(frozen=True)

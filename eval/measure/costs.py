@@ -63,7 +63,7 @@ def _prefill(
     """Read the context into every row of the cache; return it as prompts for a drafter."""
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
     output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
-    cache.lengths_B = torch.full_like(cache.lengths_B, ids_BL.shape[1])
+    cache.append(ids_BL.shape[1])
     new_tokens = NewTokens(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
     return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, new_tokens)
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.answers import Generation, Request, Tally, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling, penalize
-from draftsmith.eval.decode.tally import Tally, tally_generation, total
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure.result import Divergence, Lossless
 from draftsmith.heads.target.target import Target

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.decode.answers import Decoded, Generation, Request
+from draftsmith.eval.decode.answers import Decoded, Generation, Request, Tally, tally_generation, total
 from draftsmith.eval.decode.clock import peak_memory
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally, tally_generation, total
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.decode import Generation
+from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.simulate.texts import to_sample
 from draftsmith.heads.target.target import Target
 

@@ -1,1 +1,1 @@
-"""Exact acceptance from one teacher-forced pass."""
+"""Simulation: the exact acceptance of a drafter from one teacher-forced pass over finished answers."""

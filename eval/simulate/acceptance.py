@@ -1,8 +1,11 @@
-"""Exact acceptance from one teacher-forced pass (docs/algorithms.md, "Exact acceptance").
+"""Compute exact acceptance from one teacher-forced pass over finished answers (docs/algorithms.md, "Exact acceptance").
 
-Given text that the target produced under the same sampling settings, drafted token x was accepted with
-probability min(1, q(x) / p(x)), independently at every position; the recursion below turns these
-probabilities into expected rounds. Shapes: S answers, T roots, K speculative tokens, B rows, L tokens.
+Given text that the target produced under the same sampling settings, the draft of its token x was accepted with
+probability min(1, q(x) / p(x)), independently at every position. `expected_tallies` turns these probabilities into
+expected rounds.
+
+Shapes: S answers, T roots, K speculative tokens, B rows, L tokens, R rows of the flat [B*L] that are looked at, N tree
+nodes, V target vocab, W draft vocab.
 """
 
 from collections.abc import Sequence
@@ -16,9 +19,8 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.penalty import seen_in_text
+from draftsmith.eval.decode.answers import Tally
 from draftsmith.eval.decode.sampling import Sampling, penalize, probs
-from draftsmith.eval.decode.tally import Tally
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.target.target import TargetHead
@@ -26,8 +28,9 @@ from draftsmith.heads.target.target import TargetHead
 _CHUNK_ROWS = 1024
 
 
-class _TextLaw(NamedTuple):
-    """p: [B*L] float64 probability of each token given those before it, NaN where not asked for; None when greedy."""
+class _TextProbs(NamedTuple):
+    """The text's own probabilities p [B*L] (float64, NaN where not needed; None when greedy), and
+    `Acceptance.off_text`."""
 
     p: Tensor | None
     off_text: int
@@ -35,11 +38,11 @@ class _TextLaw(NamedTuple):
 
 @dataclass(frozen=True)
 class Acceptance:
-    """c_BLK: probability that row t's draft of x_{t+2+k} was accepted given the text; NaN where none is drafted.
+    """Acceptance probabilities of a text's drafts.
 
-    off_text: supervised tokens that are not the target's choice in this pass: at temperature 0 not its
-    argmax, above it outside its top-k, top-p or min-p set. A few come from rounding; many mean that the text is
-    not the target's.
+    c_BLK: probability that row t's draft of x_{t+2+k} was accepted given the text; NaN where none is drafted.
+    off_text: supervised tokens that the target would not choose in this pass: at temperature 0 not its argmax, above it
+    outside its top-k, top-p or min-p set. A few come from rounding; many mean that the text is not the target's.
     """
 
     c_BLK: Tensor
@@ -57,7 +60,7 @@ def acceptance(
     tree: StaticTree | None = None,
     greedy_drafts: bool = False,
 ) -> Acceptance:
-    """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
+    """Return the acceptance probabilities of the batch's text from the logits of a head's training pass.
 
     tree: a static tree instead of a chain; c[t, k] is then 1 where the text follows the tree from row t's root down
     to depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature.
@@ -77,9 +80,9 @@ def tree_acceptance(
     sampling: Sampling,
     tree: StaticTree,
 ) -> Acceptance:
-    """Follow the text down a static tree whose nodes are ranks of each head's logits (see `acceptance`).
+    """Follow the text down a static tree whose nodes are ranks of each step's logits (see `acceptance`).
 
-    The children of a node are tried at any temperature, and given the text it is certain which one was accepted.
+    Its children are chosen deterministically, so the text decides at any temperature which one was accepted.
     """
     ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
     _, off_text = _text_probs(batch, target_head, output.steps[0].rows + 1, sampling)
@@ -100,7 +103,7 @@ def tree_acceptance(
 
 
 def _children(tree: StaticTree, device: torch.device) -> Tensor:
-    """Return [N + 1, ranks + 1]: the node below a node at a rank, -1 for none; row -1 is for -1 itself."""
+    """Return the table [N + 1, ranks + 1] of the child of a node at a rank, -1 for none; row -1 is for node -1."""
     shape = tree.on(device)
     child_NR = torch.full((len(shape.parents_N) + 1, tree.ranks + 1), -1, device=device)
     nodes = torch.arange(1, len(shape.parents_N), device=device)
@@ -108,26 +111,41 @@ def _children(tree: StaticTree, device: torch.device) -> Tensor:
     return child_NR
 
 
-def _text_probs(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
-    """Return the text's own probabilities where they are needed (None when greedy), and the tokens off the target's choice."""
+def _text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:
+    """Return the text's own probabilities at the flat positions `positions`, and count the tokens that the target would
+    not choose."""
     if not sampling.greedy:
-        return _text_probabilities(batch, target_head, places, sampling)
-    ids, choice = batch.ids.flatten(), batch.top1.flatten()[places]
+        return _text_probabilities(batch, target_head, positions, sampling)
+    ids, choice = batch.ids.flatten(), batch.top1.flatten()[positions]
     if sampling.repetition_penalty != 1:
-        pieces = places.split(_CHUNK_ROWS)
+        pieces = positions.split(_CHUNK_ROWS)
         choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
-    return _TextLaw(None, int((choice != ids[places + 1]).sum()))
+    return _TextProbs(None, int((choice != ids[positions + 1]).sum()))
 
 
 def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
-    """Return the target's logits [R, V] at flat positions of [B*L], with the penalty on what its document holds so far."""
+    """Return the target's logits [R, V] at flat positions of [B*L], after the repetition penalty."""
     return _penalized(batch, target_head.logits(batch.last.flatten(0, 1)[at_R]), at_R, sampling)
 
 
 def _penalized(batch: TrainBatch, logits_RV: Tensor, at_R: Tensor, sampling: Sampling) -> Tensor:
+    """Return logits with the repetition penalty on the tokens that their document holds so far."""
     if sampling.repetition_penalty == 1:
         return logits_RV
     return penalize(logits_RV, seen_in_text(batch, at_R, logits_RV.shape[1]), sampling.repetition_penalty)
+
+
+def seen_in_text(batch: TrainBatch, at_R: Tensor, vocab_size: int) -> Tensor:
+    """Return bool [R, V]: the tokens of a position's document up to and including it; `at_R` are flat positions of
+    [B*L]."""
+    length = batch.ids.shape[1]
+    row_R, column_R1 = at_R // length, (at_R % length)[:, None]
+    document_RL, ids_RL = batch.document[row_R], batch.ids[row_R]
+    before_RL = document_RL == document_RL.gather(1, column_R1)
+    before_RL &= torch.arange(length, device=at_R.device) <= column_R1
+    # The position's own token stands in for those that do not count.
+    ids_RL = torch.where(before_RL, ids_RL, ids_RL.gather(1, column_R1))
+    return torch.zeros(len(at_R), vocab_size, dtype=torch.bool, device=at_R.device).scatter_(1, ids_RL, True)
 
 
 @torch.no_grad()
@@ -140,7 +158,7 @@ def chain_acceptance(
     *,
     greedy_drafts: bool = False,
 ) -> Acceptance:
-    """Turn the logits of a head's training pass into acceptance probabilities of the batch's text.
+    """Return the acceptance probabilities of chains (see `acceptance`).
 
     greedy_drafts: the draft proposes its argmax at every temperature (as vLLM does by default).
     Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
@@ -151,8 +169,8 @@ def chain_acceptance(
     ids, drafted = batch.ids.flatten(), len(output.steps)
     c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
-    places = output.steps[0].rows + 1
-    p, off_text = _text_probs(batch, target_head, places, sampling)
+    positions = output.steps[0].rows + 1
+    p, off_text = _text_probs(batch, target_head, positions, sampling)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
@@ -171,14 +189,17 @@ def chain_acceptance(
 
 
 def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:
-    """Hold drafts against the distribution p of the target that is tuned with the head and will verify them. The text is the original's,
-    so its tokens decide nothing: a draft is accepted with sum_x min(p(x), q(x)), exact place by place, not along the text."""
+    """Return the acceptance of drafts under the target that is tuned with the head and will verify them.
+
+    The text is the original target's, so its tokens decide nothing: a draft is accepted with sum_x min(p(x), q(x)),
+    which is exact at each position but not along the text.
+    """
     tuned, shape = cast(StepOutput, output.tuned), (*batch.ids.shape, len(output.steps))
     c = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.ids.device).flatten(0, 1)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=c.device).split(_CHUNK_ROWS):
-            places, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
-            p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, places)), places, sampling)
+            positions, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
+            p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, positions)), positions, sampling)
             p_RV = _certain(p_RV) if sampling.greedy else probs(p_RV, sampling)
             q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else probs(q_RV, sampling)
             c[step.rows[piece], step.offset] = torch.minimum(p_RV, q_RV).sum(-1).double()
@@ -186,7 +207,7 @@ def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling,
 
 
 def _certain(logits_RV: Tensor) -> Tensor:
-    """Return the distribution that always says the likeliest token."""
+    """Return the distribution with all mass on the likeliest token."""
     return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
 
 
@@ -198,12 +219,14 @@ def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | No
     return q_RW.gather(1, column_R[:, None])[:, 0] * (draft_vocab_W[column_R] == token_R)
 
 
-def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tensor, sampling: Sampling) -> "_TextLaw":
-    """Return p(x_{i+1} | x_{<=i}) at the flat positions `places` of [B*L] (float64, NaN elsewhere), and the
-    tokens outside their top-k, top-p or min-p set.
+def _text_probabilities(
+    batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling
+) -> _TextProbs:
+    """Return p(x_{i+1} | x_{<=i}) at the flat positions `positions` of [B*L] (float64, NaN elsewhere), and count
+    the tokens outside their top-k, top-p or min-p set.
 
-    Decoding rounds differently from one long pass, so a token at the edge of the set may fall out of it here:
-    within a margin of the set's smallest logit it keeps the share it had just inside.
+    Decoding rounds differently from one long pass, so a token at the edge of the set may fall out of it here. Within a
+    margin of the set's smallest logit it keeps the probability that it would have just inside.
     """
     ids = batch.ids.flatten()
     p = torch.full(ids.shape, torch.nan, dtype=torch.float64, device=ids.device)
@@ -211,7 +234,7 @@ def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tens
     # A penalty stretches logits, and their rounding with them.
     margin = (0.01 if exact else 0.5) * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty)
     off_text = 0
-    for at in places.split(_CHUNK_ROWS):
+    for at in positions.split(_CHUNK_ROWS):
         logits_RV = _text_logits(batch, target_head, at, sampling)
         token_R1 = ids[at + 1][:, None]
         p_RV = probs(logits_RV, sampling)
@@ -231,18 +254,19 @@ def _text_probabilities(batch: TrainBatch, target_head: TargetHead, places: Tens
             p_R = torch.where(out_R, share_R.double(), p_R)
             off_text += int(out_R.sum())
         p[at] = p_R
-    return _TextLaw(p, off_text)
+    return _TextProbs(p, off_text)
 
 
 def expected_tallies(
     c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_tokens: int, levels: Sequence[int] | None = None
 ) -> list[Tally]:
-    """Run the recursion for S answers at once.
+    """Return each answer's expected tally: run every root's expected rounds forward through the answer, S answers at
+    once.
 
-    c_STK[s, i, k]: acceptance probability of the k-th draft of a round whose root is the i-th token of
-    answer s, NaN where a round drafts no k-th token. tokens_S: n = E - P, tokens after the first. levels: tokens
-    proposed at each depth, one each by default. Returns one Tally per answer. Drafts stop at the answer's end: K_r is at
-    most the tokens left.
+    c_STK[s, i, k]: acceptance probability of the k-th draft of a round whose root is the i-th token of answer s, NaN
+    where a round drafts no k-th token. tokens_S: n = E - P, tokens after the first. levels: tokens proposed at each
+    depth, one each by default. Returns one Tally per answer. Drafts stop at the answer's end: K_r is at most the tokens
+    left.
     """
     proposed_K = np.concatenate([[0], np.cumsum(levels or [1] * num_speculative_tokens)])
     drafted_ST = (~np.isnan(c_STK[..., :num_speculative_tokens])).cumprod(2).sum(2)
@@ -278,7 +302,7 @@ def expected_tallies(
 
 @dataclass(frozen=True)
 class Answer:
-    """Where an answer sits in a batch: its row, its document number, and its first and last token."""
+    """An answer's place in a batch: its row, its document number, and its first and last token."""
 
     row: int
     document: int
@@ -287,7 +311,7 @@ class Answer:
 
 
 def find_answers(batch: TrainBatch) -> list[Answer]:
-    """Return the runs of supervised tokens within one document, in reading order."""
+    """Return the answers of a batch (runs of supervised tokens within one document), in reading order."""
     mask_BL = batch.mask.cpu().numpy() & (batch.document.cpu().numpy() >= 0)
     document_BL = batch.document.cpu().numpy()
     answers = []

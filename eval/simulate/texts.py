@@ -1,6 +1,6 @@
-"""Simulated acceptance of a head on finished answers: one pass of the target, one of the head (or of what else drafts).
+"""Simulate a drafter on finished answers: one pass of the target and one of the head give its expected tallies.
 
-Shapes: K speculative tokens.
+Shapes: B answers of a pass, L tokens, K speculative tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,8 @@ import torch
 from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.decode import Generation
+from draftsmith.eval.decode.answers import Generation, Tally
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, drafting
@@ -24,14 +23,14 @@ _ANSWERS_PER_PASS = 8
 
 @dataclass(frozen=True)
 class Simulation:
-    """tallies: per generation its expected tallies for K = 1..max_k (entry K-1). off_text: see Acceptance."""
+    """Expected tallies of each generation for K = 1..max_k (entry K-1). off_text: see `Acceptance`."""
 
     tallies: list[list[Tally]]
     off_text: int
 
 
 def to_sample(generation: Generation) -> Tokenized:
-    """Return an answer as ids and mask."""
+    """Return an answer as ids and a mask of its output tokens."""
     prompt, output = generation.request.prompt_ids, generation.output_ids
     mask = torch.zeros(len(prompt) + len(output), dtype=torch.bool)
     mask[len(prompt) :] = True
@@ -73,25 +72,26 @@ def simulate_texts(
     layer_ids: tuple[int, ...] = (),
     levels: tuple[int, ...] | None = None,
 ) -> Simulation:
-    """Let the target read finished answers, an answer per row, and turn what `accept` says of them into tallies.
+    """Run the target over finished answers, one per row, and turn the acceptance that `accept` computes into tallies.
 
-    accept: acceptance of max_k drafts. layer_ids: the aux layers it reads. levels: tokens proposed at each depth.
+    accept: returns the acceptance of max_k drafts. layer_ids: the aux layers it reads. levels: tokens proposed at each
+    depth.
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
     found: dict[int, list[Tally]] = {}
     off_text = 0
     for start in range(0, len(order), _ANSWERS_PER_PASS):
-        places = order[start : start + _ANSWERS_PER_PASS]
-        samples = [to_sample(generations[i]) for i in places]
+        chosen = order[start : start + _ANSWERS_PER_PASS]
+        samples = [to_sample(generations[i]) for i in chosen]
         features = compute_features(target, samples, layer_ids, target.dtype)
         batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
         found_c = accept(batch)
         off_text += found_c.off_text
         answers = find_answers(batch)
-        assert len(answers) == len(places)
+        assert len(answers) == len(chosen)
         by_k = [
             simulate(found_c.c_BLK, answers, k, None if levels is None else levels[:k]) for k in range(1, max_k + 1)
         ]
-        for place, tallies in zip(places, zip(*by_k, strict=True), strict=True):
-            found[place] = list(tallies)
+        for i, tallies in zip(chosen, zip(*by_k, strict=True), strict=True):
+            found[i] = list(tallies)
     return Simulation([found[i] for i in range(len(generations))], off_text)

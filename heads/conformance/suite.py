@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead, agree, supervised_rows
 from draftsmith.heads.checkpoint import save_head

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftsmith.eval.decode.answers import Tally
 from draftsmith.eval.decode.sampling import Sampling, probs
-from draftsmith.eval.decode.tally import Tally
 from draftsmith.heads.conformance.recorded_drafts import Drafted, Draw
 from draftsmith.heads.conformance.spec import Spec, pack
 

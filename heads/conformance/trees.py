@@ -2,9 +2,9 @@
 
 import torch
 
+from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.heads.conformance.recorded_drafts import record_trees

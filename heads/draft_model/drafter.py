@@ -1,4 +1,4 @@
-"""How a trained draft model proposes: as any draft model does, with the head's own weights."""
+"""Draft with a trained draft model: as with any draft model, with the head's own weights."""
 
 import torch
 from transformers import LlamaForCausalLM

@@ -1,4 +1,4 @@
-"""How DSpark proposes: the slots' logits are there at once, and each token's choice shifts those of the next.
+"""Draft with DSpark: one pass gives every slot's logits, and each chosen token adds a bias to those of the next.
 
 Shapes: B rows, K drafted tokens, H hidden, r rank, W draft vocab.
 """
@@ -16,13 +16,14 @@ from draftsmith.heads.dspark.head import DSparkHead
 class DSparkDrafter(BlockDrafter):
     """Drafts a chain from left to right, which ends early where the head's threshold says so.
 
-    Whether a token is proposed depends on those before it, never on itself: the distribution of what is emitted stays the target's.
+    Whether a token is proposed depends on those before it, never on itself: the distribution of what is emitted stays
+    the target's.
     """
 
     head: DSparkHead
 
     def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
-        """The states of the slots that draft -> a chain."""
+        """Turn the states of the slots that draft into a chain."""
         head, depth = self.head, states_BKH.shape[1]
         base_BKW = head.logits(states_BKH)
         greedy = self.greedy_drafts or state.sampling.greedy

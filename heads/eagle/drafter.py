@@ -1,10 +1,12 @@
-"""How EAGLE heads propose: the decode side of their training pass, for chains, static trees and dynamic trees.
+"""Draft with an EAGLE head: chains, static trees and dynamic trees, through a KV cache of the head's own layers.
 
-Row t pairs token x_{t+1} with a hidden state of position t. Before drafting, the rows of the newly committed tokens are
-run with the target's true states (they overwrite the keys that drafting left there); the last of them gives the first
-drafts. A drafted token of depth d becomes row t + d, with its parent's output as hidden state, and sees the committed
-rows and the drafted ones above it. Shapes: B rows, n fresh rows, m nodes of one level that are run, T drafted rows
-so far, K drafted tokens, C children of a node, H hidden, W draft vocab, S slots.
+Entry t of a sequence pairs token x_{t+1} with a hidden state of position t. A proposal first runs the new tokens with
+the target's states and appends them to the head's cache; the output at the last one gives the first draft tokens. A
+draft token of depth d becomes entry t + d, with its parent's output as hidden state, and sees the committed entries and
+its ancestors in the draft. Entries of a draft are never committed: the next proposal overwrites them.
+
+Shapes: B rows, n new tokens, m nodes of one level that are run, T draft tokens run so far, K drafted tokens, C children
+of a node, H hidden, W draft vocab.
 """
 
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import WriteRange, build_mask
+from draftsmith.eval.decode.cache import KVCache, WriteRange, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
 from draftsmith.eval.decode.growth import child_uniforms, growth, start_beam
 from draftsmith.eval.decode.noise import DRAFT, uniforms
@@ -24,9 +26,9 @@ from draftsmith.heads.eagle.base import EagleHead
 class EagleDrafter:
     """Drafts a chain of `num_speculative_tokens` tokens sampled under the target's settings, or a tree.
 
-    tree: a static one, its nodes the most likely tokens of each distribution, or (drawn) sampled from it without replacement; or a
-    dynamic one. greedy_drafts: a chain of argmaxes at every temperature (as vLLM does by default); lossless too, but
-    accepted less often above temperature 0.
+    tree: a static one, its nodes the most likely tokens of each distribution, or (drawn) sampled from it without
+    replacement; or a dynamic one. greedy_drafts: a chain of argmaxes at every temperature (as vLLM does by default);
+    lossless too, but accepted less often above temperature 0.
     """
 
     def __init__(
@@ -45,19 +47,19 @@ class EagleDrafter:
         # A tree has its own depth.
         self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
         self.tree, self.drawn, self.greedy_drafts = tree, drawn, greedy_drafts
-        self.max_nodes, self._drafted_rows = self._sizes()
-        self._keys: list[Tensor] = []
-        self._values: list[Tensor] = []
-        self._table: tuple[Tensor, Tensor] | None = None
-        self._turns: list[tuple[Tensor, Tensor]] | None = None
-        self._steps: tuple[Tensor, ...] = ()
-        self._every = torch.empty(0)
+        self.max_nodes, self._draft_entries = self._sizes()
+        self._cache: KVCache | None = None
+        # Cosines and sines of every position, and those of this round's drafts by depth.
+        self._cos_sin_table: tuple[Tensor, Tensor] | None = None
+        self._draft_cos_sin: list[tuple[Tensor, Tensor]] | None = None
+        self._draft_positions: tuple[Tensor, ...] = ()
+        self._every_position = torch.empty(0)
         self._longest = 0
-        # How far below the root each drafted row is; of use where the head has a window alone.
-        self._below: list[int] = []
+        # The depth of each draft token that was run, which masks of a sliding window need.
+        self._draft_depths: list[int] = []
 
     def _sizes(self) -> tuple[int, int]:
-        """Nodes of a draft, the root included; and rows that drafting adds."""
+        """Return the most nodes of a draft, the root included, and the most entries that a draft writes."""
         if self.tree is None:
             return self.num_speculative_tokens + 1, self.num_speculative_tokens
         if isinstance(self.tree, StaticTree):
@@ -65,35 +67,37 @@ class EagleDrafter:
         return self.tree.max_nodes, self.tree.depth * self.tree.branching
 
     def start(self, rows: int, capacity: int) -> None:
-        """Allocate the draft's own keys and values, those of each layer."""
-        weight, config = self.head.fc.weight, self.head.config
-        # Rows that have been committed or drafted, and one more for padding behind the fresh ones.
-        slots = capacity + self._drafted_rows + 1
-        shape = (rows, config.num_key_value_heads, slots, config.head_dim)
-        self._keys, self._values = (
-            [torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in self.head.layers] for _ in range(2)
-        )
-        self._table = self.head.rotary_emb.table(slots, weight)
-        self._every = torch.arange(slots, device=weight.device)
+        """Allocate the cache of the head's layers."""
+        weight = self.head.fc.weight
+        # Committed and drafted entries, and one more for padding behind the new ones.
+        slots = capacity + self._draft_entries + 1
+        shapes = llama_layer_shapes(self.head.config, len(self.head.layers), weight.dtype)
+        self._cache = KVCache(shapes, rows, slots, weight.device)
+        self._cos_sin_table = self.head.rotary_emb.table(slots, weight)
+        self._every_position = torch.arange(slots, device=weight.device)
+
+    @property
+    def cache(self) -> KVCache:
+        """Keys and values of the batch at work."""
+        assert self._cache is not None, "start() begins a batch"
+        return self._cache
 
     def select(self, rows: Tensor) -> None:
         """Keep only these batch rows."""
-        self._keys, self._values = [x[rows] for x in self._keys], [x[rows] for x in self._values]
+        self.cache.select(rows)
 
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
-        """Run the rows of new prompts; the next proposal runs the last one again, to draft from it."""
+        """Run new prompts; the next proposal runs their last entry again, to draft from it."""
         if prompts.new_tokens.tokens_Bn.shape[1] > 1:
             self._read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
-        """Read the fresh tokens, then draft no deeper than any row may still emit."""
+        """Run the new tokens, then draft at most as many tokens as a row may still emit."""
         self._longest = state.longest
-        rows, count = state.new_tokens.tokens_Bn.shape
-        # A single row has no padding, so it begins where its fresh tokens fit; of several that is no more than a bound.
-        out_BH = self._read(state.new_tokens, state.length_B, state.longest - count if rows == 1 else state.longest)
-        depth = min(self.num_speculative_tokens, state.room)
+        out_BH = self._read(state.new_tokens, state.length_B, state.longest_before)
+        depth = min(self.num_speculative_tokens, state.tokens_left)
         if self.tree is None:
             return self._chain(state, out_BH, depth)
         if isinstance(self.tree, StaticTree):
@@ -120,7 +124,7 @@ class EagleDrafter:
                     if len(out_BH) == 1 and self.head.window is None
                     else chain_above(k + 1, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
                 )
-                out_BH = self._grow(state.length_B, tokens[-1][:, None], hidden_B1H, k, above_B1T)[:, 0]
+                out_BH = self._grow(tokens[-1][:, None], hidden_B1H, k, above_B1T)[:, 0]
         return Draft.chain(
             state.root_B,
             torch.stack(tokens, 1),
@@ -151,7 +155,7 @@ class EagleDrafter:
             if len(level.inner_m):
                 hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
                 above_BmT = level.ancestors_mT.expand(rows, -1, -1)
-                out_BmH = self._grow(state.length_B, tokens[-1][:, level.inner_m], hidden_BmH, step, above_BmT)
+                out_BmH = self._grow(tokens[-1][:, level.inner_m], hidden_BmH, step, above_BmT)
         draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
         return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], self.head.draft_vocab) if drawn else draft
 
@@ -164,52 +168,55 @@ class EagleDrafter:
                 hidden_BmH = self.head.feedback(out_BmH).gather(
                     1, beam.parent_Bm[..., None].expand(-1, -1, out_BmH.shape[-1])
                 )
-                out_BmH = self._grow(state.length_B, beam.tokens_Bm, hidden_BmH, level, beam.ancestors_BmT)
+                out_BmH = self._grow(beam.tokens_Bm, hidden_BmH, level, beam.ancestors_BmT)
         return beam.draft()
 
-    def _read(self, new_tokens: NewTokens, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
-        """Run the rows of fresh tokens, none of which begins behind slot `first`; return the output [B, H] of each
-        sequence's last row."""
+    def _read(self, new_tokens: NewTokens, length_B: Tensor, longest: int, rows_b: Tensor | None = None) -> Tensor:
+        """Run new tokens, the last of which makes a row `length_B` long, and append them; return the output [B, H] at
+        each row's last one. longest: an upper bound of where a row's new tokens begin, exact for a single row."""
         rows, count = new_tokens.tokens_Bn.shape
-        base_B = length_B - new_tokens.count_B
-        at = WriteRange(base_B, count, first, rows_b)
-        above_BnT, below = None, range(count)
+        self.cache.rollback(length_B - new_tokens.count_B, rows_b)
+        at = self.cache.stage(count, rows_b, longest)
+        above_BnT = None
         if count > 1 or not at.single or self.head.window is not None:
-            above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
-        position_Bn, turn = self._positions(base_B, first, count)
+            above_BnT = chain_above(count, length_B.device).expand(rows, -1, -1)
+        position_Bn, cos_sin = self._positions(at.lengths_B, longest, count)
         out_BnH = self.forward(
-            new_tokens.tokens_Bn, self.head.begin(new_tokens), position_Bn, turn, at, above_BnT, below
+            new_tokens.tokens_Bn, self.head.begin(new_tokens), position_Bn, cos_sin, at, above_BnT, range(count)
         )
+        self.cache.append(new_tokens.count_B, rows_b)
         if rows == 1:
             return out_BnH[:, -1]
         last_B = (new_tokens.count_B - 1).clamp(min=0)
         return out_BnH[numbers(0, rows, last_B.device), last_B]
 
-    def _grow(
-        self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None
-    ) -> Tensor:
-        """Run drafted tokens of one depth (0 for children of the root) behind the T - m drafted rows before them.
+    def _grow(self, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None) -> Tensor:
+        """Run draft tokens of one depth (0 for children of the root) behind the T - m draft tokens that were run
+        before.
 
-        above_BmT: None where a single token sees all of them, and all that is committed."""
+        above_BmT: which of the T each sees; None where a single one sees them all."""
         if depth == 0:
-            steps, turns = self._positions(length_B, self._longest, self.num_speculative_tokens)
-            self._steps = steps.split(1, 1)
-            self._turns = None if turns is None else list(zip(turns[0].split(1, 1), turns[1].split(1, 1), strict=True))
+            positions, cos_sin = self._positions(self.cache.lengths_B, self._longest, self.num_speculative_tokens)
+            self._draft_positions = positions.split(1, 1)
+            self._draft_cos_sin = None
+            if cos_sin is not None:
+                self._draft_cos_sin = list(zip(cos_sin[0].split(1, 1), cos_sin[1].split(1, 1), strict=True))
         new, total = (1, depth + 1) if above_BmT is None else above_BmT.shape[1:]
-        at = WriteRange(length_B, new, self._longest + total - new, skip=total - new)
-        turn = None if self._turns is None else self._turns[depth]
-        below = self._below = [*self._below[: total - new], *[depth] * new]
-        return self.forward(tokens_Bm, hidden_BmH, self._steps[depth].expand_as(tokens_Bm), turn, at, above_BmT, below)
+        at = self.cache.stage(new, longest=self._longest, skip=total - new)
+        cos_sin = None if self._draft_cos_sin is None else self._draft_cos_sin[depth]
+        depths = self._draft_depths = [*self._draft_depths[: total - new], *[depth] * new]
+        position_Bm = self._draft_positions[depth].expand_as(tokens_Bm)
+        return self.forward(tokens_Bm, hidden_BmH, position_Bm, cos_sin, at, above_BmT, depths)
 
     def _positions(self, base_B: Tensor, first: int, count: int) -> "tuple[Tensor, tuple[Tensor, Tensor] | None]":
         """Return `count` positions per row from `base_B` on, and their cosines and sines if these are in a table.
 
         first: where a single row begins, whose positions are then one slice."""
-        if len(base_B) == 1 and self._table is not None:
+        table = self._cos_sin_table
+        if len(base_B) == 1 and table is not None:
             here = slice(first, first + count)
-            return self._every[None, here], (self._table[0][None, here], self._table[1][None, here])
+            return self._every_position[None, here], (table[0][None, here], table[1][None, here])
         position_Bn = base_B[:, None] + numbers(0, count, base_B.device)
-        table = self._table
         return position_Bn, None if table is None else (table[0][position_Bn], table[1][position_Bn])
 
     def forward(
@@ -217,22 +224,19 @@ class EagleDrafter:
         tokens_Bm: Tensor,
         hidden_BmH: Tensor,
         position_Bm: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
+        cos_sin: tuple[Tensor, Tensor] | None,
         at: WriteRange,
         above_BmT: Tensor | None,
-        below: Sequence[int],
+        depths: Sequence[int],
     ) -> Tensor:
-        """One pass of the head's layers over the last m of T rows that follow the committed ones.
+        """Run the head's layers over the last m of T entries that follow the committed ones; return their outputs [B,
+        m, H].
 
-        turn: cosines and sines of the positions, where they are known. below: how many positions each of the T rows is
-        behind the first of them."""
+        cos_sin: of the positions, None to compute them. above_BmT: which of the T each entry sees, None for all.
+        depths: each of the T entries' distance from the first position behind the committed ones."""
         mask, window = None, self.head.window
         if above_BmT is not None:
-            depth_BT = None if window is None else torch.tensor([below], device=at.lengths_B.device)
+            depth_BT = None if window is None else torch.tensor([depths], device=at.lengths_B.device)
             depth_BT = None if depth_BT is None else depth_BT.expand(len(above_BmT), -1)
             mask = build_mask(at.lengths_B, above_BmT, at.visible, depth_BT, window)
-
-        def update(layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return at.store(self._keys[layer], keys), at.store(self._values[layer], values)
-
-        return self.head.layer(tokens_Bm, hidden_BmH, position_Bm, update, mask, turn)
+        return self.head.layer(tokens_Bm, hidden_BmH, position_Bm, self.cache.write, mask, cos_sin)

@@ -1,10 +1,10 @@
-"""How Hydra's heads propose: each drafted token is appended to what the next head reads, along its own path of the tree.
+"""Draft with Hydra's heads: each head reads the path of draft tokens that leads to it.
 
-The heads themselves keep nothing between two rounds. The prefix layer of Hydra++ keeps the keys and values of committed
-tokens: before drafting it runs over the states that the target has computed of the newly accepted ones.
+The heads keep nothing between two rounds. The prefix layer of Hydra++ has a KV cache of committed tokens, to which
+every proposal appends the new ones.
 
-Shapes: B rows, m nodes of one level with children, K drafted tokens, H target hidden, V target vocab; C the width of what
-a head reads.
+Shapes: B rows, m nodes of one level with children, K drafted tokens, H target hidden, V target vocab; C the width of
+what a head reads.
 """
 
 from typing import Any
@@ -34,13 +34,13 @@ class HydraDrafter(StaticDrafter):
         self._cache: PrefixCache | None = None
 
     def start(self, rows: int, capacity: int) -> None:
-        """Allocate the prefix layer's keys and values, if there is one."""
+        """Allocate the prefix layer's cache, if there is one."""
         prefix = self.head.prefix_embedding_layer
         self._cache = None if prefix is None else PrefixCache(prefix, rows, capacity, self.num_speculative_tokens + 1)
 
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
-        """Let the prefix layer read new prompts; the next proposal runs the last state again, to draft from it."""
+        """Run new prompts through the prefix layer; the next proposal runs their last state again, to draft from it."""
         if self._cache is not None and prompts.new_tokens.tokens_Bn.shape[1] > 1:
             self._cache.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
@@ -51,19 +51,17 @@ class HydraDrafter(StaticDrafter):
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
-        """Read the fresh states, then draft no deeper than any row may still emit."""
+        """Run the new states, then draft at most as many tokens as a row may still emit."""
         depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
-        depth = min(depth, state.room)
+        depth = min(depth, state.tokens_left)
         path_BC = self.head.extend(self._state(state), state.root_B)
         return self._chain(state, path_BC, depth) if self.tree is None else self._tree(state, path_BC, self.tree, depth)
 
     def _state(self, state: DecodeState) -> Tensor:
         """Return [B, H]: what the heads read of the text before the root."""
-        new_tokens, (rows, count) = state.new_tokens, state.new_tokens.tokens_Bn.shape
         if self._cache is None:
-            return _last(new_tokens).to(self.head.dtype)
-        # A single row has no padding, so it begins where its fresh tokens fit; of several that is no more than a bound.
-        return self._cache.read(new_tokens, state.length_B, state.longest - count if rows == 1 else state.longest)
+            return _last(state.new_tokens).to(self.head.dtype)
+        return self._cache.read(state.new_tokens, state.length_B, state.longest_before)
 
     def _chain(self, state: DecodeState, path_BC: Tensor, depth: int) -> Draft:
         greedy = self.greedy_drafts or state.sampling.greedy

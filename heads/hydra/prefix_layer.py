@@ -1,20 +1,22 @@
-"""One decoder layer over the target's last states, with a final norm: what Hydra++ reads in place of a single state.
+"""Hydra++'s prefix layer: one decoder layer over the target's last states, with a final norm.
 
-Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), section 4. The state of position t
-sees those of its own document up to t, which the target has all computed: nothing that is drafted passes through here.
+Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), section 4. The state of position
+t sees those of its own document up to t, which the target has all computed: nothing that is drafted passes through
+here.
 
 Shapes: B rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H hidden, N query heads,
 G key/value heads, D head size, S slots.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.cache import WriteRange, build_mask
+from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.draft import NewTokens, chain_above, numbers
 from draftsmith.heads.layers.decoder_layer import PlainLayer, RMSNorm, Rotary, attend, rotate
 from draftsmith.heads.layers.row_plan import plan_rows
@@ -35,8 +37,8 @@ class PrefixLayer(nn.Module):
 
     @torch.no_grad()
     def start(self, size: float) -> None:
-        """Let a new layer give its states back, but for their norm: the layer adds nothing at first, and its outputs have the
-        root mean square `size`, that of the target's states."""
+        """Let a new layer give its states back, but for their norm: the layer adds nothing at first, and its outputs
+        have the root mean square `size`, that of the target's states."""
         for last in (self._layer.self_attn.o_proj, self._layer.mlp.down_proj):
             nn.init.zeros_(last.weight)
         nn.init.constant_(self.norm.weight, size)
@@ -74,40 +76,31 @@ class PrefixLayer(nn.Module):
         return layer
 
 
-class PrefixCache:
-    """The keys and values of a prefix layer for a batch of sequences that are decoded.
+class PrefixCache(KVCache):
+    """The keys and values of a prefix layer for the sequences of a batch.
 
-    They are all of states that the target has computed, so no draft is ever taken back.
+    Its entries are made of states that the target has computed, so no draft ever enters it.
     """
 
     def __init__(self, layer: PrefixLayer, rows: int, capacity: int, new_tokens: int) -> None:
-        """rows, capacity: sequences and their most tokens. fresh: most tokens that a round of several rows brings."""
-        weight, config = layer.norm.weight, layer.config
-        # Behind the fresh tokens of the longest row there is padding, where those of another row are more.
-        shape = (rows, config.num_key_value_heads, capacity + new_tokens, config.head_dim)
-        self._layer = layer
-        self._keys, self._values = (torch.zeros(shape, dtype=weight.dtype, device=weight.device) for _ in range(2))
+        """capacity: most tokens of a sequence. new_tokens: most tokens that a round of several rows commits per row."""
+        weight = layer.norm.weight
+        # Behind the new tokens of the longest row there is padding, where another row has more of them.
+        super().__init__(llama_layer_shapes(layer.config, 1, weight.dtype), rows, capacity + new_tokens, weight.device)
+        self.prefix = layer
 
-    def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows."""
-        self._keys, self._values = self._keys[rows], self._values[rows]
-
-    def read(self, new_tokens: NewTokens, length_B: Tensor, first: int, rows_b: Tensor | None = None) -> Tensor:
-        """Run the states of fresh tokens, the last of which belong to position length - 1; return the outputs [B, H] there.
-
-        first: no row's fresh tokens begin behind this slot; a single row's begin there. rows_b: the rows that are read,
-        None for all."""
+    def read(self, new_tokens: NewTokens, length_B: Tensor, longest: int, rows_b: Tensor | None = None) -> Tensor:
+        """Run and append the states of new tokens, the last of which make a row `length_B` long; return the outputs [B,
+        H] there. longest: an upper bound of where a row's new tokens begin, exact for a single row. rows_b: the rows
+        that are read, None for all."""
         rows, count = new_tokens.tokens_Bn.shape
-        base_B = length_B - new_tokens.count_B
-        at = WriteRange(base_B, count, first, rows_b)
+        self.rollback(length_B - new_tokens.count_B, rows_b)
+        at = self.stage(count, rows_b, longest)
         mask = None
         if count > 1 or not at.single:
-            above_BnT = chain_above(count, base_B.device).expand(rows, -1, -1)
+            above_BnT = chain_above(count, length_B.device).expand(rows, -1, -1)
             mask = build_mask(at.lengths_B, above_BnT, at.visible)
-        position_Bn = base_B[:, None] + numbers(0, count, base_B.device)
-
-        def update(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-            return at.store(self._keys, keys), at.store(self._values, values)
-
-        out_BnH = self._layer.step(new_tokens.last_BnD, position_Bn, update, mask)
-        return out_BnH[numbers(0, rows, base_B.device), (new_tokens.count_B - 1).clamp(min=0)]
+        position_Bn = at.lengths_B[:, None] + numbers(0, count, length_B.device)
+        out_BnH = self.prefix.step(new_tokens.last_BnD, position_Bn, partial(self.write, 0), mask)
+        self.append(new_tokens.count_B, rows_b)
+        return out_BnH[numbers(0, rows, length_B.device), (new_tokens.count_B - 1).clamp(min=0)]

@@ -1,5 +1,4 @@
-"""How Medusa's heads propose: all of them read the target's state at the last token, so there is nothing to run
-between two drafted tokens and nothing to keep between two rounds.
+"""Draft with Medusa's heads: all read the target's state at the last token, so a round is one pass and keeps nothing.
 
 Shapes: B rows, K drafted tokens (heads used), H target hidden, V target vocab.
 """
@@ -20,9 +19,9 @@ class MedusaDrafter(StaticDrafter):
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
-        """Draft no deeper than any row may still emit."""
+        """Draft at most as many tokens as a row may still emit."""
         depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
-        depth = min(depth, state.room)
+        depth = min(depth, state.tokens_left)
         rows = torch.arange(len(state.root_B), device=state.root_B.device)
         last_BH = state.new_tokens.last_BnD[rows, (state.new_tokens.count_B - 1).clamp(min=0)]
         logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)

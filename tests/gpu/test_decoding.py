@@ -5,12 +5,12 @@ from functools import cache
 import pytest
 import torch
 
-from draftsmith.eval.decode.decode import Generation, Request, decode_batch
+from draftsmith.eval.decode.answers import Generation, Request, tally_generation, total
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.selfcheck import check_decoding
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead

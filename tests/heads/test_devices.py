@@ -5,7 +5,8 @@ import torch
 
 from draftsmith.data.features.extract import compute_features, summarise_logits
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draftsmith.data.conversations.load import load_conversations
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.selfcheck import check_decoding

@@ -12,11 +12,10 @@ import yaml
 
 from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
-from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.answers import Request, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import total
 from draftsmith.eval.decode.trees import StaticTree, load_tree, read_origin
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.result import Costs, read_result

@@ -23,11 +23,10 @@ from tqdm import tqdm
 
 from draftsmith.cli.arguments import require_recipe, take
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Decoded, Request
+from draftsmith.eval.decode.answers import Decoded, Request, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.drafters.contender import Contender, DrafterFactory
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 from draftsmith.eval.measure.costs import measure_costs

@@ -14,12 +14,11 @@ from typing import Any
 
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch
-from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.answers import Generation, Request, Tally, total
 from draftsmith.eval.decode.decode import decode
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.drafters.contender import Contender, make_contender
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau
 from draftsmith.files import fingerprint, write_json

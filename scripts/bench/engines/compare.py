@@ -7,10 +7,10 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from draftsmith.eval.decode.decode import Generation, decode
+from draftsmith.eval.decode.answers import Generation, Tally, total
+from draftsmith.eval.decode.decode import decode
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally, total
 from draftsmith.eval.engines.agreement import compare_answers, logit_gaps
 from draftsmith.eval.engines.rows import (
     CLOSE,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request
+from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.measure.machine import available_cores
 from draftsmith.files import fingerprint
 from draftsmith.heads.base import DraftHead

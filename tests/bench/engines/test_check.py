@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.tally import Tally
+from draftsmith.eval.decode.answers import Tally
 from draftsmith.eval.engines.rows import AgreementRow, Counts
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe

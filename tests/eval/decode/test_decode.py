@@ -13,10 +13,10 @@ from torch import Tensor
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request, tally_generation, total
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
@@ -139,8 +139,8 @@ class WrongRotation(EagleDrafter):
 class LostFeedback(EagleDrafter):
     """Draft steps see no hidden state."""
 
-    def _grow(self, length_B: Tensor, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor) -> Tensor:
-        return super()._grow(length_B, tokens_Bm, hidden_BmH * 0, depth, above_BmT)
+    def _grow(self, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None) -> Tensor:
+        return super()._grow(tokens_Bm, hidden_BmH * 0, depth, above_BmT)
 
 
 @pytest.mark.parametrize("mutant", [WrongRotation, LostFeedback])

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.growth import start_beam
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree

@@ -9,8 +9,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode import loop
-from draftsmith.eval.decode.cache import KVCache, build_mask, run_draft
-from draftsmith.eval.decode.decode import Request, decode, decode_batch
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.cache import KVCache, run_draft
+from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.draft import Draft, Drafter, TargetAlone
 from draftsmith.eval.decode.loop import Loop
 from draftsmith.eval.decode.sampling import Sampling
@@ -75,7 +76,7 @@ def test_cache_equals_a_fresh_prefill_after_every_round(kind: str, branching: bo
     while run.fill():
         run.round()
         rounds += 1
-        for row, answer in enumerate(run.places):
+        for row, answer in enumerate(run.rows):
             accepted += answer.rounds[-1].accepted
             text = [*answer.request.prompt_ids, *answer.output_ids][: int(run.cache.lengths_B[row])]
             if not answer.finish_reason:
@@ -95,14 +96,8 @@ def check_row(target: Target, run: Loop, row: int, text: list[int]) -> None:
             buffer[:, row, :, : len(text)], fresh_cache.buffers[kind][:, 0], atol=2e-5, rtol=1e-4
         )
     count = int(run.state.new_tokens.count_B[row])
-    if not run.places[row].finish_reason:
+    if not run.rows[row].finish_reason:
         torch.testing.assert_close(run.state.new_tokens.last_BnD[row, :count], states[-count:], atol=2e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_shapes_share_one_buffer(kind: str) -> None:
-    cache = KVCache.for_target(make_target(kind), 2, 10)
-    assert [buffer.shape[:2] for buffer in cache.buffers.values()] == [(16, 2)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -139,33 +134,6 @@ def test_more_rows_than_requests_and_none_at_all() -> None:
     target = make_target()
     assert len(decode_batch(target, TargetAlone(), make_requests(2), GREEDY, rows=8).generations) == 2
     assert decode_batch(target, TargetAlone(), [], GREEDY).generations == []
-
-
-def slow_mask(lengths: list[int], ancestors: Tensor, visible: int, depth: Tensor, window: int | None) -> Tensor:
-    """Entry by entry."""
-    rows, queries, nodes = ancestors.shape
-    mask = torch.zeros(rows, 1, queries, visible, dtype=torch.bool)
-    for b in range(rows):
-        for i in range(queries):
-            for slot in range(visible):
-                j = slot - lengths[b]
-                sees = j < 0 or (j < nodes and bool(ancestors[b, i, j]))
-                key = slot if j < 0 else lengths[b] + int(depth[b, min(j, nodes - 1)])
-                query = lengths[b] + int(depth[b, nodes - queries + i])
-                mask[b, 0, i, slot] = sees and (window is None or key > query - window)
-    return mask
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("lengths", [[6], [6, 3]], ids=str)
-@pytest.mark.parametrize("queries", [5, 2])
-def test_masks_equal_the_slow_rule(lengths: list[int], queries: int, window: int | None) -> None:
-    """Whole trees, and the last nodes of one (a level that a draft head runs)."""
-    draft = Draft(torch.zeros(1, 5, dtype=torch.long), torch.tensor([[-1, 0, 0, 1, 2]]), torch.tensor([5]))
-    ancestors = draft.ancestors_BNN[:, 5 - queries :].expand(len(lengths), -1, -1)
-    depth = draft.depth_BN.expand(len(lengths), -1)
-    found = build_mask(torch.tensor(lengths), ancestors, max(lengths) + 5, depth, window)
-    assert torch.equal(found, slow_mask(lengths, ancestors, max(lengths) + 5, depth, window))
 
 
 def test_a_tree_larger_than_the_context_is_refused() -> None:

@@ -12,11 +12,17 @@ import torch
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.draft import Draft
-from draftsmith.eval.decode.penalty import penalize_nodes, seen_in_text
 from draftsmith.eval.decode.sampling import Sampling, penalize
 from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.decode.verify import penalize_nodes
 from draftsmith.eval.simulate import acceptance as simulator
-from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate, tree_acceptance
+from draftsmith.eval.simulate.acceptance import (
+    chain_acceptance,
+    find_answers,
+    seen_in_text,
+    simulate,
+    tree_acceptance,
+)
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.target.target import TargetHead
 from tests.eval.decode.plain_rule import Coin, Weights, outcomes, plain_probs, verify_plainly

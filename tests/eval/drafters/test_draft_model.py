@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.answers import Request, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.decode.noise import DRAFT, uniforms
 from draftsmith.eval.decode.sampling import Sampling, draw, probs
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import check_same_tokens

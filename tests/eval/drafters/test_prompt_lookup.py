@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.answers import Request, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.drafters.prompt_lookup import PromptLookup, find_continuation, simulate_prompt_lookup
 from draftsmith.heads.target.target import Target
 from tests.eval.decode.spies import KnowsTexts

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request
+from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.engines import vllm_runner
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 from draftsmith.eval.engines.vllm_client import VllmSettings, run_vllm

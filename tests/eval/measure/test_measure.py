@@ -6,12 +6,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from draftsmith.eval.decode.answers import Decoded, Generation, Request, Round, Tally, tally_generation
 from draftsmith.eval.decode.cache import KVCache, build_mask, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.decode import Decoded, Generation, Request, Round, decode_batch
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Draft, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import Tally, tally_generation
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.contender import Contender
 from draftsmith.eval.measure import measure

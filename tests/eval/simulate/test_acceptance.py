@@ -10,9 +10,8 @@ import torch
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Generation, Request, Round
+from draftsmith.eval.decode.answers import Generation, Request, Round, tally_generation, total
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.simulate.acceptance import Answer, chain_acceptance, expected_tallies, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.target.target import TargetHead

@@ -11,8 +11,8 @@ import torch
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import total
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import total
 from draftsmith.eval.decode.trees import PUBLISHED, Choice, StaticTree, load_tree, read_origin, save_tree
 from draftsmith.eval.measure.result import Costs
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate

@@ -130,15 +130,15 @@ def wrong_rotary(patch: pytest.MonkeyPatch) -> None:
     """Drafted rows stand one position further on than in training."""
     real = EagleDrafter._grow
 
-    def grow(self: Any, length_B: Any, tokens: Any, hidden: Any, depth: int, above: Any) -> Any:
+    def grow(self: Any, tokens: Any, hidden: Any, depth: int, above: Any) -> Any:
         if depth == 0:
             positions = self._positions
             self._positions = lambda base_B, first, count: positions(base_B - 1, first - 1, count)
             try:
-                return real(self, length_B, tokens, hidden, depth, above)
+                return real(self, tokens, hidden, depth, above)
             finally:
                 del self._positions
-        return real(self, length_B, tokens, hidden, depth, above)
+        return real(self, tokens, hidden, depth, above)
 
     patch.setattr(EagleDrafter, "_grow", grow)
 

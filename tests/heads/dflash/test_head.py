@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.noise import SAMPLE, uniforms
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.eval.simulate.texts import simulate_generations

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.eval.simulate.texts import simulate_generations

@@ -12,9 +12,9 @@ from torch import Tensor
 from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import StoppedError, UserError
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request, tally_generation, total
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import drafting
 from draftsmith.heads.eagle.drafter import EagleDrafter

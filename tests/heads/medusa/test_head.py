@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request, tally_generation, total
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.decode.trees import PUBLISHED, StaticTree
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.contender import make_contender

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request, total
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling, probs
-from draftsmith.eval.decode.tally import total
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.eval.measure.lossless import check_lossless

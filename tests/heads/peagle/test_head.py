@@ -9,10 +9,10 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.decode import Request, decode_batch
+from draftsmith.eval.decode.answers import Request, tally_generation, total
+from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.tally import tally_generation, total
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.eval.simulate.texts import simulate_generations

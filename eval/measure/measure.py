@@ -102,7 +102,7 @@ class Texts:
 
 def collect_texts(target: Target, contender: Contender, timings: Mapping[str, Timings], sampling: Sampling) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them; those that do not follow the distribution of `target` are judged by it, too."""
+    verifies them; those that do not follow the distribution of `target` are judged by it as well."""
     c = contender
     generations = _distinct(timings[c.name], sampling)
     tallies = [tally_generation(g, c.num_speculative_tokens) for g in generations]

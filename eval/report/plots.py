@@ -69,8 +69,8 @@ def line_panel(
         parts.append(_text(x(i), height - bottom + 16, label, "tick", "middle"))
     parts.append(_text((left + width - right) / 2, height - 6, x_title, "tick", "middle"))
     parts += [_line(one, x, y, x_labels, show) for one in series]
-    told = "; ".join(f"{one.label}: " + ", ".join(_told(v, show) for v in one.values) for one in series)
-    return _svg(width, height, f"{title}, by {x_title} {', '.join(x_labels)}. {told}", parts)
+    alternative = "; ".join(f"{one.label}: " + ", ".join(_spoken(v, show) for v in one.values) for one in series)
+    return _svg(width, height, f"{title}, by {x_title} {', '.join(x_labels)}. {alternative}", parts)
 
 
 def _line(
@@ -113,12 +113,12 @@ def bar_panel(
     def x(value: float) -> float:
         return left + (width - left - right) * value / high
 
-    parts, y, told = [_text(0, 16, title, "title")], float(top), []
+    parts, y, alternative = [_text(0, 16, title, "title")], float(top), []
     for name, bars in groups:
         parts.append(_text(left - 8, y + bar * len(bars) / 2 + 4, _short(name, 13), "label", "end", tooltip=name))
         for one in bars:
             parts.append(_bar(one, x, y, bar, left, show))
-            told.append(f"{name}, {one.label}: {_told(one.value, show)}")
+            alternative.append(f"{name}, {one.label}: {_spoken(one.value, show)}")
             y += bar
         y += gap
     if reference:
@@ -126,7 +126,7 @@ def bar_panel(
         parts.insert(0, f'<line class="reference" x1="{at}" x2="{at}" y1="{top - 4}" y2="{_n(y - gap + 4)}"/>')
         parts.append(_text(x(reference[0]), y + 6, reference[1], "tick", "middle"))
         y += 14
-    return _svg(width, y, f"{title}. {'; '.join(told)}", parts)
+    return _svg(width, y, f"{title}. {'; '.join(alternative)}", parts)
 
 
 def _bar(one: Bar, x: Callable[[float], float], y: float, height: int, left: float, show: Callable) -> str:
@@ -153,7 +153,7 @@ def stack_panel(
     def x(value: float) -> float:
         return left + (width - left - right) * value / max(high, 1e-9)
 
-    parts, told = [_text(0, 16, title, "title")], []
+    parts, alternative = [_text(0, 16, title, "title")], []
     for row, stack in enumerate(stacks):
         y, start = top + row * pitch, 0.0
         parts.append(_text(left - 8, y + bar - 4, _short(stack.label, 13), "label", "end", tooltip=stack.label))
@@ -165,8 +165,8 @@ def stack_panel(
             start += value
         parts.append(_text(x(start) + 5, y + bar - 4, show(start), "value"))
         shares = ", ".join(f"{name} {show(v)}" for name, v in zip(part_names, stack.values, strict=True))
-        told.append(f"{stack.label}: {shares}")
-    return _svg(width, top + len(stacks) * pitch, f"{title}. {'; '.join(told)}", parts)
+        alternative.append(f"{stack.label}: {shares}")
+    return _svg(width, top + len(stacks) * pitch, f"{title}. {'; '.join(alternative)}", parts)
 
 
 def marker(index: int, x: float, y: float) -> str:
@@ -198,9 +198,9 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
     return first * step, last * step, [i * step for i in range(first, last + 1)]
 
 
-def _svg(width: float, height: float, told: str, parts: Sequence[str]) -> str:
+def _svg(width: float, height: float, alternative: str, parts: Sequence[str]) -> str:
     size = f'viewBox="0 0 {_n(width)} {_n(height)}"'
-    return f'<svg class="plot" {size} role="img" aria-label={quoteattr(told)}>{"".join(parts)}</svg>'
+    return f'<svg class="plot" {size} role="img" aria-label={quoteattr(alternative)}>{"".join(parts)}</svg>'
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "start", tooltip: str = "") -> str:
@@ -214,7 +214,7 @@ def _short(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 1 - keep]}…{text[-keep:]}"
 
 
-def _told(value: float | None, show: Callable[[float], str]) -> str:
+def _spoken(value: float | None, show: Callable[[float], str]) -> str:
     return "not measured" if value is None else show(value)
 
 

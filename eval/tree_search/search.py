@@ -76,7 +76,7 @@ def _folds(texts: TextRanks) -> np.ndarray:
 
 
 def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[list[Choice]], np.ndarray]:
-    """Return the best tree of every size, its nodes in the order of their worth, and its rounds [B, S]; the sizes that
+    """Return the best tree of every size, its nodes by descending gain in tau, and its rounds [B, S]; the sizes that
     exist, at least one."""
     roots_ST = texts.roots_ST
     ranks_RD, weight_R = texts.ranks_STD[roots_ST], np.ones(roots_ST.sum())
@@ -96,7 +96,7 @@ def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[
 
 
 def grow(ranks_RD: np.ndarray, weight_R: np.ndarray, nodes: int, most: int, prior: float) -> list[Choice]:
-    """Return the paths of the best tree with `nodes` nodes in the order of their worth: the first n are the best with n.
+    """Return the paths of the best tree with `nodes` nodes by descending gain in tau: the first n are the best with n.
 
     weight_R: how often rounds begin at each root. prior: the pseudo-count of the product rule, by which a rank's chance
     depends on the depth alone: the share of a path is that of its parent times
@@ -139,7 +139,7 @@ def _chances(ranks_R: np.ndarray, weight_R: np.ndarray, overall_M: np.ndarray, p
     """Return the chance of each rank after a path, from the roots that follow it."""
     if prior == math.inf:
         return overall_M
-    # Where no root follows the path and no prior speaks for it, its children are worth nothing.
+    # Where no root follows the path and no prior speaks for it, its children gain nothing.
     total = max(float(weight_R.sum()) + prior, 1e-9)
     return (_counts(ranks_R, weight_R, len(overall_M)) + prior * overall_M) / total
 

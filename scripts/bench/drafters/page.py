@@ -85,12 +85,12 @@ def _exceptions(entries: Sequence[Entry]) -> str:
         "Trained on other answers of the target than": lambda entry: answers_of(entry["row"]),
         "Measured on other prompts than": lambda entry: entry["row"]["inputs"],
     }
-    told = ""
+    found = ""
     for reason, of in reasons.items():
         odd = [entry["name"] for entry in entries if of(entry) != of(entries[0])]
         if odd:
-            told += f"\n**{reason} {entries[0]['name']}: {', '.join(odd)}.**\n"
-    return told
+            found += f"\n**{reason} {entries[0]['name']}: {', '.join(odd)}.**\n"
+    return found
 
 
 def _compared_at(run: dict[str, Any]) -> str:

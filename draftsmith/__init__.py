@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from draftsmith.errors import UserError
-    from draftsmith.eval.decode.answers import Generation, Request
+    from draftsmith.eval.decode.answers import Generation, Request, Tally
     from draftsmith.eval.decode.sampling import Sampling
-    from draftsmith.eval.decode.tally import Tally
     from draftsmith.eval.drafters.contender import Contender
     from draftsmith.heads.base import DraftHead
     from draftsmith.heads.registry import Method
@@ -149,8 +148,8 @@ def simulate(
     `decode`. Raises UserError for a tree whose acceptance the text alone does not tell.
     """
     from draftsmith.errors import UserError
+    from draftsmith.eval.decode.answers import total
     from draftsmith.eval.decode.sampling import Sampling
-    from draftsmith.eval.decode.tally import total
 
     drafts = _drafts(target, head, num_speculative_tokens, tree)
     if drafts.simulate is None:

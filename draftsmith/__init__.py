@@ -46,7 +46,7 @@ _MODULES = {
     "Recipe": "recipe.schema",
     "Request": "eval.decode.answers",
     "Sampling": "eval.decode.sampling",
-    "Tally": "eval.decode.tally",
+    "Tally": "eval.decode.answers",
     "Target": "heads.target.target",
     "UserError": "errors",
 }
@@ -180,7 +180,7 @@ def export(
     from draftsmith.errors import UserError
     from draftsmith.heads.export.export import export_head
 
-    if head.tunes:
+    if head.trains.tunes_target:
         raise UserError(
             f"{head.method} heads draft for a target that was tuned with them, which is exported beside them: use the "
             "command `draftsmith export`."

@@ -286,7 +286,7 @@ def test_tree_nodes_equal_their_paths_and_commit_keeps_the_path(kind: str) -> No
     lengths = torch.tensor([11, 7])
     cache = KVCache.for_target(target, 2, 24)
     run_draft(target, cache, Draft.chain(context[:, 0], context[:, 1:]))
-    cache.lengths_B = lengths
+    cache.append(lengths)
     tokens = torch.tensor([[50, 51, 52, 53, 54], [60, 61, 62, 63, 64]])
     parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 0, 3]])
     draft = Draft(tokens, parents, torch.tensor([5, 5]))

@@ -45,7 +45,7 @@ find_python() {
 }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install --disable-pip-version-check -c constraints.txt "$@" ||
+    "$VENV/bin/python" -m pip install -qq --disable-pip-version-check -c constraints.txt "$@" ||
         die "pip could not finish (its own message is above); check the network, the index and the disk," \
             "then run the same command again."
 }
@@ -71,7 +71,7 @@ install_torch() {
     if [ -n "$2" ]; then
         say "Installing $1 from $2"
         pip_install --no-deps --index-url "$2" "$1"
-        pip_install --quiet --extra-index-url "$2" "$1"
+        pip_install --extra-index-url "$2" "$1"
     else
         warn_before_cuda "$1"
         say "Installing $1"
@@ -136,7 +136,7 @@ ensure_environment() {
 
     rm -f "$STATE"
     say "Installing draftsmith${extra:+ with the extra \"$extra\"} and the packages of constraints.txt"
-    pip_install --quiet --editable ".${extra:+[$extra]}"
+    pip_install --editable ".${extra:+[$extra]}"
     printf '%s\n' "base=$base" "index=$index" "packages=$packages" "extra=$extra" >"$STATE.new"
     mv "$STATE.new" "$STATE"
     say "Installation took $((SECONDS - started)) s; the next run reuses $VENV."

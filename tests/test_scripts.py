@@ -97,7 +97,7 @@ def ensure(folder: Path, *extra: str, **changes: str) -> tuple[str, list[str]]:
 
 def test_first_run_installs_the_pinned_torch_and_the_second_reuses(repository: Path) -> None:
     _, calls = ensure(repository)
-    assert calls == ["venv", "pip torch==2.13.0", "pip --quiet --editable ."]
+    assert calls == ["venv", "pip torch==2.13.0", "pip --editable ."]
     printed, calls = ensure(repository)
     assert printed.startswith("Reusing .venv (Python 3.")
     assert not calls
@@ -107,7 +107,7 @@ def test_extra_is_added_once_and_kept(repository: Path) -> None:
     ensure(repository)
     printed, calls = ensure(repository, "dev")
     assert printed.startswith("Updating .venv")
-    assert calls == ["pip --quiet --editable .[dev]"]
+    assert calls == ["pip --editable .[dev]"]
     assert not ensure(repository, "dev")[1]
     assert not ensure(repository)[1]  # quickstart after test takes nothing away
 
@@ -117,7 +117,7 @@ def test_changed_packages_are_installed_over(name: str, repository: Path) -> Non
     ensure(repository)
     with (repository / name).open("a", encoding="utf-8") as file:
         file.write("# changed\n")
-    assert ensure(repository)[1] == ["pip --quiet --editable ."]
+    assert ensure(repository)[1] == ["pip --editable ."]
 
 
 def test_another_torch_or_place_makes_a_new_environment(repository: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_killed_update_is_not_taken_for_a_finished_one(repository: Path) -> No
 def test_chosen_index_serves_torch_only_and_is_remembered(repository: Path) -> None:
     _, calls = ensure(repository, TORCH_INDEX=CPU_INDEX)
     assert calls[1] == f"pip --no-deps --index-url {CPU_INDEX} torch==2.13.0"
-    assert calls[-1] == "pip --quiet --editable ."
+    assert calls[-1] == "pip --editable ."
     assert not ensure(repository)[1]
     assert not ensure(repository, TORCH_INDEX=CPU_INDEX)[1]
     assert ensure(repository, TORCH_INDEX="https://example.org/cu130")[1][0] == "venv"
@@ -315,12 +315,24 @@ def test_quickstart_passes_its_arguments_on(repository: Path, tmp_path: Path) ->
     give_tools(repository)
     result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"), "--train.steps", "3 4")
     assert result.returncode == 0, result.stderr
-    log = (repository / "log").read_text(encoding="utf-8")
-    assert log == (
-        "draftsmith train --recipe recipes/medusa/tiny.yaml\n"
+    first, *both, last = (repository / "log").read_text(encoding="utf-8").splitlines()
+    assert first == "draftsmith extract --recipe recipes/eagle3/tiny.yaml --train.steps 3 4"
+    assert sorted(both) == [  # at the same time
+        "draftsmith train --recipe recipes/eagle3/tiny.yaml --train.steps 3 4",
+        "draftsmith train --recipe recipes/medusa/tiny.yaml",
+    ]
+    assert last == (
         "draftsmith run --recipe recipes/eagle3/tiny.yaml --evaluate.beside.medusa runs/medusa-tiny "
-        "--evaluate.drafts [{tree: chain}, {tree: medusa_63, heads: [medusa]}] --train.steps 3 4\n"
+        "--evaluate.drafts [{tree: chain}, {tree: medusa_63, heads: [medusa]}] --train.steps 3 4"
     )
+
+
+def test_quickstart_says_where_the_other_training_went_wrong(repository: Path, tmp_path: Path) -> None:
+    give_tools(repository, failing="draftsmith train --recipe recipes/medusa")
+    result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"))
+    assert result.returncode == 1
+    assert "the Medusa heads could not be trained: runs/medusa-tiny.log says why." in result.stderr
+    assert "draftsmith run" not in (repository / "log").read_text(encoding="utf-8")
 
 
 def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_path: Path) -> None:

@@ -152,10 +152,8 @@ class Stale(Spy):
 
     def _read(self, state: DecodeState) -> Tensor:
         lengths_B = self.cache.lengths_B
-        self.cache.lengths_B = torch.minimum(lengths_B, state.length_B)
-        behind_B = self.cache.lengths_B
         out = super()._read(state)
-        self.cache.lengths_B = torch.where(lengths_B > behind_B, lengths_B, self.cache.lengths_B)
+        self.cache.append((lengths_B - self.cache.lengths_B).clamp(min=0))
         return out
 
 
@@ -163,7 +161,8 @@ class Unread(Spy):
     """A draft that was accepted to its end leaves a hole."""
 
     def _read(self, state: DecodeState) -> Tensor:
-        self.cache.lengths_B = torch.minimum(self.cache.lengths_B + 1, state.length_B)
+        self.cache.append(1)
+        self.cache.rollback(state.length_B)
         return super()._read(state)
 
 

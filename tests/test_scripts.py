@@ -345,7 +345,7 @@ def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_pat
         "ruff check .",
         "ruff format --check .",
         "mypy ",
-        "pytest -n auto --maxprocesses 2 --dist loadfile -k eagle 1 1",
+        "pytest -n auto --maxprocesses 2 --dist loadfile -m not slow -k eagle 1 1",
     ]
     assert re.search(r"Seconds: environment \d+, ruff check \d+", result.stdout)
 

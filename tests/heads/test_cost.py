@@ -212,7 +212,10 @@ def test_flops_of_attention(target: Target) -> None:
     assert cost.attention_flops(texts * length, length) == 4 * pairs / 2
 
 
-@pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.parametrize(
+    "kind",
+    [kind if kind in ("kl", "hard_ce", "jsd") else pytest.param(kind, marks=pytest.mark.slow) for kind in LOSSES],
+)
 def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target: Target, kind: Any) -> None:
     """Allocations as the profiler sees them, minus the bf16 copies of the weights, which parameter_bytes counts."""
     head, cost = case
@@ -228,7 +231,7 @@ def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target
     assert peak - copies == pytest.approx(activation_bytes(cost, B * L, rows(cost), loss), rel=0.1)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.slow), "muon"])
 def test_weights_gradients_and_optimizer(case: tuple[DraftHead, HeadCost], target: Target, optimizer: Any) -> None:
     """Real tensors, exact but for the step counters; the bf16 copies (2 bytes) exist during a pass only."""
     head, cost = case

@@ -77,12 +77,16 @@ def make_requests() -> list[Request]:
 
 def answer(target: Target, head: DraftHead, tree: StaticTree | None, sampling: Sampling, rule: Typical | None = None):
     method = methods()[head.method]
-    drafter = method.drafter(head, 3) if tree is None else method.drafter(head, 3, tree=tree)
+    drafter = method.make_drafter(head, 3) if tree is None else method.make_drafter(head, 3, tree=tree)
     decoded = decode_batch(target, drafter, make_requests(), sampling, rule)
     return [(g.output_ids, [(r.drafted, r.accepted) for r in g.rounds]) for g in decoded.generations]
 
 
-@pytest.mark.parametrize(("method", "tree", "sampling"), WAYS, ids=str)
+@pytest.mark.parametrize(
+    ("method", "tree", "sampling"),
+    [pytest.param(*way, marks=pytest.mark.slow) if way[2].greedy else way for way in WAYS],
+    ids=str,
+)
 def test_decoding(method, tree, sampling):
     target = make_target()
     here = answer(target, make_head(target, method), tree, sampling)
@@ -116,7 +120,13 @@ def test_simulation(method, tree, sampling):
 
 @pytest.mark.parametrize("method", HEADS)
 @pytest.mark.parametrize(
-    "spec", [LossSpec(), LossSpec("lk_hybrid", normalize="sequence"), LossSpec("hard_ce")], ids=str
+    "spec",
+    [
+        LossSpec("lk_hybrid", normalize="sequence"),
+        pytest.param(LossSpec(), marks=pytest.mark.slow),
+        pytest.param(LossSpec("hard_ce"), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_training_step(method, spec):
     target = make_target()

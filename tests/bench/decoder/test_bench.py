@@ -35,6 +35,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baselines = [{"kind": "prompt_lookup"}, {"kind": "draft_model", "path": str(workplace / "small")}]
     drafts = [{"tree": "chain"}, {"tree": "dynamic", "depth": 3, "branching": 2, "total_tokens": 8}]

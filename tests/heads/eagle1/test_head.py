@@ -400,7 +400,7 @@ def test_safetensors_are_read_before_a_pickle(tmp_path):
 
 def test_registry_and_mistakes(tmp_path):
     method, target = find_method("eagle1"), make_target()
-    assert (method.options, method.build, method.launcher) == (Eagle1Options, build, "eagle.py")
+    assert (method.options_class, method.build, method.launcher) == (Eagle1Options, build, "eagle.py")
     with pytest.raises(UserError, match="holds eagle3 heads, not eagle1: choose one of eagle1, eagle1_sglang"):
         export_head(make_head(target), target, tmp_path / "out", layout="eagle3")
     with pytest.raises(UserError, match="head_dim is 0"):

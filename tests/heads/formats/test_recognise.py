@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
@@ -354,4 +355,4 @@ def test_an_eagle1_head_is_no_target(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     with pytest.raises(UserError, match="is a draft head"):
-        load_target(str(tmp_path / "out"))
+        draftsmith.load_target(str(tmp_path / "out"))

@@ -244,5 +244,7 @@ def test_the_docs_show_the_table():
 
 
 def test_help_names_every_loss():
-    shown = next(one.help for one in recipe_parser("eagle3", "draftsmith train")._actions if one.dest == "train.loss.kind")
+    shown = next(
+        one.help for one in recipe_parser("eagle3", "draftsmith train")._actions if one.dest == "train.loss.kind"
+    )
     assert all(f"{loss.name}: {loss.summary}" in shown for loss in LOSSES.values())

@@ -400,7 +400,7 @@ def test_the_tuned_target_and_the_adapter_are_exported(tmp_path: Path) -> None:
     merged = load_target(str(tmp_path / "target"))
     torch.testing.assert_close(merged.model(input_ids=ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
     assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
-    export_head(deployed, tuned, tmp_path / "heads", layout="medusa_vllm", made_for=made_for, beside="Beside it.")
+    export_head(deployed, tuned, tmp_path / "heads", layout="medusa_vllm", made_for=made_for, target_note="Beside it.")
     assert "Beside it." in (tmp_path / "heads" / "README.md").read_text()
     assert load_head(tmp_path / "heads", merged).method == "medusa"
     with pytest.raises(UserError, match=r"weights of the target .* are not those the head"):

@@ -140,7 +140,7 @@ def check_packing(spec: Spec) -> None:
 
 
 def check_supervised_rows(spec: Spec) -> None:
-    """Check that the logits of every step asked for belong to the rows of rule 1, in ascending order; in training to
+    """Check that the logits of every step asked for belong to the rows of docs/algorithms.md, rule 1, in ascending order; in training to
     the rows that `supervised` samples from them, which are the same at every call."""
     head, batch = spec.head.train(), pack(spec, [spec.samples[:2], spec.samples[2:3]])
     with torch.no_grad():
@@ -151,7 +151,10 @@ def check_supervised_rows(spec: Spec) -> None:
         rows = mask_BL.flatten().nonzero().flatten()
         told = f"step {step.offset} of training gives logits of other rows"
         require(equal(step.rows, rows), f"{told} than `supervised` names")
-        require(not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()), f"{told} than rule 1 allows")
+        require(
+            not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()),
+            f"{told} than docs/algorithms.md, rule 1, allows",
+        )
     offsets = [step.offset for step in steps]
     require(
         offsets == list(range(spec.length)),
@@ -160,7 +163,10 @@ def check_supervised_rows(spec: Spec) -> None:
     width = spec.target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     for step in steps:
         expected = supervised_rows(batch, step.offset).flatten().nonzero().flatten()
-        require(equal(step.rows, expected), f"step {step.offset} gives logits of other rows than those of rule 1")
+        require(
+            equal(step.rows, expected),
+            f"step {step.offset} gives logits of other rows than those of docs/algorithms.md, rule 1",
+        )
         shape = (len(expected), width)
         require(tuple(step.logits.shape) == shape, f"step {step.offset} has logits of shape {tuple(step.logits.shape)}")
 

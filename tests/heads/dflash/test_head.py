@@ -250,7 +250,9 @@ def test_a_wrong_drafter_is_found(
     mutant(monkeypatch)
     options = DFlashOptions([0, 1], block_size=4, num_layers=1, mask_token_id=0)
     with pytest.raises(AssertionError, match="training"):
-        CHECKS["decoding has the probabilities of training"](Spec("dflash", options, tiny_target(), loss=LOSSES["dflash"]))
+        CHECKS["decoding has the probabilities of training"](
+            Spec("dflash", options, tiny_target(), loss=LOSSES["dflash"])
+        )
 
 
 def test_a_draft_is_no_longer_than_its_block() -> None:

@@ -132,7 +132,7 @@ def test_a_gradient_that_is_no_number_ends_the_training_before_it_is_used(target
 def test_a_step_without_a_supervised_row_changes_nothing(target: Target, tmp_path: Path) -> None:
     """An answer of one token has a root and nothing to draft behind it."""
     data = make_data(target)
-    texts = [data.source.get(place, LAYERS) for place in range(24)]
+    texts = [data.source.get_many([place], LAYERS)[0] for place in range(24)]
     cut = [
         Tokenized(x.ids, x.mask & (torch.arange(len(x.ids)) == 3) if i < 16 else x.mask, x.sample_id, x.slice)
         for i, x in enumerate(texts)
@@ -152,7 +152,7 @@ def test_a_step_without_a_supervised_row_changes_nothing(target: Target, tmp_pat
 def test_a_step_whose_rows_all_weigh_nothing_changes_nothing(target: Target, tmp_path: Path) -> None:
     """An answer of two tokens has a row at the first step alone, which weighs nothing here."""
     data = make_data(target)
-    texts = [data.source.get(place, LAYERS) for place in range(24)]
+    texts = [data.source.get_many([place], LAYERS)[0] for place in range(24)]
     two = [Tokenized(x.ids, (torch.arange(len(x.ids)) // 2 == 2), x.sample_id, x.slice) for x in texts]
     some = TrainData(OnlineSource(target, two, LAYERS), data.train, data.heldout)
     head = make_head(target)

@@ -19,6 +19,8 @@ from draftsmith.heads.eagle3.options import Eagle3Options
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 

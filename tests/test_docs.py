@@ -43,6 +43,8 @@ from draftsmith.stages.options import GgufOptions
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 # One documents a run on input that is not part of the repository, the other is a table of contents.
 PAGES = [path for path in sorted((ROOT / "docs").glob("*.md")) if path.name not in ("shared-target.md", "README.md")]

@@ -22,6 +22,8 @@ from draftsmith.heads.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ("head", "sizes", "config", "embeddings", "lm_head", "weights", "tokenizer", "template", "eos")
 

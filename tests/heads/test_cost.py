@@ -38,6 +38,8 @@ from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.optimizers import build_optimizers
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 B, L, PROMPT, DOCUMENTS = 2, 264, 60, 2
 #: No two dimensions are equal, so that a formula with the wrong one fails.
 SIZES = {

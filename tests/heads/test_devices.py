@@ -26,6 +26,8 @@ from tests.far_device import far_device, move_module
 from tests.gpu.support import OPTIONS, make_data, make_texts
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 LAYERS = (2, 4, 6)
 TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 HEADS = {

@@ -26,6 +26,8 @@ from draftsmith.recipe.parse import parse_recipe
 from tests.toy_drafter import METHOD, BigramOptions
 from tests.workplace import make_workplace
 
+pytestmark = pytest.mark.full
+
 TOY = "tests.toy_drafter:METHOD"
 
 

@@ -23,6 +23,8 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
 
+pytestmark = pytest.mark.full
+
 VOCAB = torch.arange(0, 160, 2)
 
 

@@ -33,6 +33,8 @@ from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from tests.batches import documents_of, pack
 
+pytestmark = pytest.mark.full
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 CONFIGS = Path(__file__).resolve().parents[1] / "fixtures" / "configs"
 MODELS = sorted(path.stem for path in CONFIGS.glob("*.json"))

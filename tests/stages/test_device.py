@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 PROGRAM = """
 import resource, sys
 import torch

@@ -11,6 +11,8 @@ from draftsmith.eval.measure.result import read_result
 from draftsmith.heads.target.target import load_target
 from tests.workplace import make_workplace
 
+pytestmark = pytest.mark.full
+
 NAME = "medusa2, tuned target"
 # With a penalty, so that it must be the same wherever texts are compared.
 ANSWERS = ["--evaluate.max_new_tokens", "12", "--evaluate.repetition_penalty", "1.5"]

@@ -22,6 +22,8 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -10,6 +10,8 @@ from draftsmith.data.answers.split import split_heldout
 from draftsmith.errors import UserError
 from draftsmith.stages.run import DATA_STAGES, FOLLOWERS, STAGES, RunDirectory
 
+pytestmark = pytest.mark.full
+
 
 def test_split_is_stable_and_keeps_turns_together() -> None:
     ids = [f"c#{i}" for i in range(30) for turn in (1, 2, 3)]

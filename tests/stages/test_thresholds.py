@@ -18,6 +18,8 @@ from draftsmith.heads.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:

@@ -29,6 +29,8 @@ from draftsmith.heads.target.target import load_target
 from draftsmith.stages.tree_search import _of_any_depth, answer_start
 from tests.workplace import digests, make_workplace
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:

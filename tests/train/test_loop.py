@@ -23,6 +23,8 @@ from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 LAYERS = (2, 4, 6)
 
 

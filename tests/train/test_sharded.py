@@ -11,6 +11,8 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 
 from tests.train.runs import ROOT, make_run
 
+pytestmark = pytest.mark.full
+
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
 

@@ -7,6 +7,8 @@ import pytest
 from draftsmith.heads.registry import methods
 from tests.train.runs import ROOT, TinyRun, launch_two, make_run
 
+pytestmark = pytest.mark.full
+
 IN_ONE_PAIR = sorted(set(methods()) - {"eagle3"})
 
 

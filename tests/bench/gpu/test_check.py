@@ -13,6 +13,8 @@ from draftsmith.errors import UserError
 from scripts.bench.gpu import check as gpu_check
 from scripts.bench.gpu.check import GpuCheck, Step, install_wheels, main, read_stages, read_tests, run_step
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

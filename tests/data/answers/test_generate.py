@@ -14,6 +14,8 @@ from draftsmith.heads.target.target import Target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 TALK = [
     Conversation(f"c{i}", "chat", ({"role": "user", "content": "why " * (1 + i % 5) + f"{i}?"},)) for i in range(11)
 ]

@@ -13,6 +13,8 @@ from draftsmith.data.embedded.corpus import generate_conversations
 from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedDefault:

@@ -19,6 +19,8 @@ from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
 
+pytestmark = pytest.mark.full
+
 LAYERS = (0, 2, 5)
 SMALL = {"layer_ids": LAYERS, "batch_tokens": 64, "shard_bytes": 60_000, "progress": False}
 

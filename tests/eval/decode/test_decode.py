@@ -26,6 +26,8 @@ from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.target.target import Target
 from tests.models import KINDS, tiny_model
 
+pytestmark = pytest.mark.full
+
 NEW_TOKENS = 24
 GREEDY = Sampling()
 

@@ -17,6 +17,8 @@ from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.target.target import load_target
 
+pytestmark = pytest.mark.full
+
 FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures" / "eagle_dynamic_tree"
 
 

@@ -22,6 +22,8 @@ from draftsmith.heads.target.target import Target
 from tests.eval.decode.test_decode import GREEDY, known, make_requests, make_target, trained
 from tests.models import KINDS
 
+pytestmark = pytest.mark.full
+
 TREE = StaticTree.of("small", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]])
 SHAPES = {
     "chain": {},

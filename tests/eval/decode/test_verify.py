@@ -18,6 +18,8 @@ from draftsmith.eval.decode.sampling import Sampling, draw, draw_children, penal
 from draftsmith.eval.decode.verify import Noise, NotFinite, Typical, Verdict, verify
 from tests.eval.decode.plain_rule import plain_probs
 
+pytestmark = pytest.mark.full
+
 ROUNDS, V, ROOT, PROMPT = 200_000, 5, 2, 4
 SETTINGS = [Sampling(0.8, top_k=4, top_p=0.9), Sampling(1.2, min_p=0.1, repetition_penalty=1.7)]
 SHAPES = {"chain": (-1, 0, 1), "tree": (-1, 0, 0, 0, 1, 1, 2)}

@@ -17,6 +17,8 @@ from draftsmith.heads.target.target import Target
 from tests.far_device import far_device, move_module
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 V = 160
 SAMPLINGS = [Sampling(), Sampling(0.8, top_k=30, top_p=0.9)]
 

@@ -20,6 +20,8 @@ from tests.eval.decode.spies import KnowsTexts
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 V = 160
 LAYERS = 2
 

@@ -15,6 +15,8 @@ from draftsmith.heads.target.target import Target
 from tests.eval.decode.spies import KnowsTexts
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 
 def slow_continuation(ids: list[int], max_ngram: int) -> int:
     """What the paper says: the longest suffix first, its occurrences from the left."""

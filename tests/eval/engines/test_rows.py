@@ -17,6 +17,8 @@ from scripts.bench.engines.compare import SAMPLED, OurSide, greedy_row, sampled_
 from scripts.bench.engines.served import Candidate, ServedTarget
 from tests.exports import make_draft_model, make_medusa, make_target
 
+pytestmark = pytest.mark.full
+
 K = 4
 
 

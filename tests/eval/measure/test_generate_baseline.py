@@ -14,6 +14,8 @@ from draftsmith.eval.measure.generate_baseline import GenerateSystem, assisted, 
 from draftsmith.heads.target.target import Target
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def target() -> Target:

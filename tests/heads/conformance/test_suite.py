@@ -36,6 +36,8 @@ from draftsmith.heads.registry import methods
 from draftsmith.heads.static_drafts import StaticDrafter
 from tests.exports import replace_layout
 
+pytestmark = pytest.mark.full
+
 VOCAB = torch.arange(0, 96, 2)
 SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
     "dflash": (

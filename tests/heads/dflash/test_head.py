@@ -33,6 +33,8 @@ from draftsmith.heads.target.tokens import choose_mask_token
 from tests.decoding import assert_same, decode_like_alone
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
 
+pytestmark = pytest.mark.full
+
 VOCAB = torch.arange(0, 160, 3)
 KINDS: dict[str, dict[str, Any]] = {
     "two layers": {},

@@ -30,6 +30,8 @@ from draftsmith.stages.drafters import at_temperature, select_drafters
 from tests.decoding import assert_same, decode_like_alone
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
 
+pytestmark = pytest.mark.full
+
 VOCAB = torch.arange(0, 160, 3)
 
 

@@ -30,6 +30,8 @@ from tests.exports import make_peagle
 from tests.heads import llama_oracle as oracle
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 LAYERS = (1, 3, 5)
 VOCAB = torch.arange(0, 160, 2)
 EMBEDDING = "embed_tokens.weight"

@@ -27,6 +27,8 @@ from draftsmith.heads.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures" / "eagle_dynamic_tree"
 LAYER = "layers.0."
 STEPS = 4

@@ -33,6 +33,8 @@ from tests.batches import documents_of, pack
 from tests.heads.eagle1.test_head import LAYER, SlowEagle1, documents, make_head
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 PAPER = LossSpec(kind="soft_ce", decay=1.0)
 GREEDY = Sampling(0.0)
 

@@ -27,6 +27,8 @@ from tests.gpu.support import OPTIONS
 from tests.heads.losses.oracles import ORACLES, Row
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 SPECS = [LossSpec(kind=kind) for kind in LOSSES]
 SPECS += [
     LossSpec(kind="jsd", beta=0.1),

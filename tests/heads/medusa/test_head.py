@@ -30,6 +30,8 @@ from tests.batches import documents_of, pack
 from tests.decoding import assert_same, decode_like_alone
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 BUSH = StaticTree.of("bush", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]])
 
 

@@ -45,6 +45,8 @@ from draftsmith.train.parallel import WrappedHead, run_pass
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 
 def make_target(kind: str = "llama", **overrides: object) -> Target:
     return Target(tiny_model(kind, **overrides), path="tiny", fingerprint="0")

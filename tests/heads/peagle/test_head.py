@@ -35,6 +35,8 @@ from tests.batches import documents_of, pack
 from tests.heads import llama_oracle as oracle
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 LAYERS = (1, 4, 6)
 DEPTHS = 5
 SHAPES = {

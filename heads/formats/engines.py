@@ -84,7 +84,8 @@ def _tgi(files: ModelFiles, gpus: int) -> Iterator[str]:
         )
 
 
-def _one_gpu(_: ModelFiles, gpus: int) -> Iterator[str]:
+def one_gpu(_: ModelFiles, gpus: int) -> Iterator[str]:
+    """The split of a program that runs on one GPU."""
     yield "knows no tensor parallelism: leave export.tensor_parallel at 1"
 
 
@@ -135,7 +136,7 @@ ENGINES: dict[str, Engine] = {
         "main",
         "read",
         "its command line shows the text as it grows, several tokens a step",
-        split=_one_gpu,
+        split=one_gpu,
         serves_adapters=False,
     ),
     "transformers": Engine(
@@ -151,7 +152,7 @@ ENGINES: dict[str, Engine] = {
         "main",
         "read",
         "its command line shows the text as it grows, several tokens a step",
-        split=_one_gpu,
+        split=one_gpu,
         serves_adapters=False,
     ),
     "speculators": Engine(

@@ -11,7 +11,7 @@ import yaml
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.formats.engines import ENGINES
+from draftsmith.heads.formats.engines import ENGINES, one_gpu
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.start import Serving
 from tests.exports import (
@@ -66,7 +66,8 @@ def write(folder: Path, layout: str, **options) -> str:
 @pytest.mark.parametrize("layout", layouts())
 def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
     place, target = tmp_path / "an export's", str(tmp_path / "my target")
-    text = write(place, layout, tensor_parallel=1 if layout in ("hydra", "medusa") else 2)
+    splits = {ENGINES[engine].split for engine in layouts()[layout].engines}
+    text = write(place, layout, tensor_parallel=1 if one_gpu in splits else 2)
     assert not text.startswith("---"), "converters would read it as metadata"
     found = commands(text)
     for engine in layouts()[layout].engines:

@@ -49,7 +49,9 @@ def files_for(layout: str) -> ModelFiles:
     if layouts()[layout].method == "peagle":
         head = make_peagle(target, norm_before_residual=True, sliding_window=9, fc_norm=layout == "peagle")
         return convert_head(head, target, layout=layout, include_embeddings=True, num_speculative_tokens=4)
-    flags = {} if layout == "eagle3_llama_cpp" else {"fc_norm": True, "norm_output": True}
+    rules = [rule for served in layouts()[layout].engines.values() for rule in served.rules if rule.refused]
+    refused = {rule.what for rule in rules}
+    flags = {flag: True for flag in ("fc_norm", "norm_output") if f"head.{flag}" not in refused}
     head = make_eagle3(target, norm_before_residual=True, **flags)
     return convert_head(head, target, layout=layout, include_embeddings=True, num_speculative_tokens=4)
 

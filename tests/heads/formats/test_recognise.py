@@ -18,7 +18,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import all_weights_files
-from draftsmith.heads.formats.layout import layouts
+from draftsmith.heads.formats.layout import Layout, layouts
 from draftsmith.heads.formats.recognise import is_head_config, load_head, recognise
 from draftsmith.heads.target.target import Target, load_target
 from tests.batches import documents_of, pack
@@ -56,15 +56,21 @@ HEADS: dict[str, tuple[str, Callable[[Target], DraftHead]]] = {
     "eagle1": ("eagle1", make_eagle1),
     "eagle1 biases": ("eagle1", lambda target: make_eagle1(target, qkv_bias=True)),
 }
-NOT_THERE = {
-    ("eagle3_llama_cpp", "eagle3 flags"): "llama.cpp serves none of these",
-    ("medusa", "medusa deep"): "the original code would use the last block only",
-}
+REFUSED_FOR = {"eagle3 flags": "head.norm_output", "medusa deep": "head.num_layers above 1"}
+"""What a layout's rules call a head that they refuse."""
+
+
+def holds(layout: Layout, name: str) -> bool:
+    """Whether the layout takes the head of that name."""
+    rules = [rule for served in layout.engines.values() for rule in served.rules if rule.refused]
+    return REFUSED_FOR.get(name) not in {rule.what for rule in rules}
+
+
 CASES = [
     pytest.param(layout, name, id=f"{layout}, {name}")
     for layout, one in layouts().items()
     for name, (method, _) in HEADS.items()
-    if one.method == method and (layout, name) not in NOT_THERE
+    if one.method == method and holds(one, name)
 ]
 
 

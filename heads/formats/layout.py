@@ -14,7 +14,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.contracts import Contract, ExportRequest, ModelFiles
 from draftsmith.heads.formats.engines import ENGINES
 from draftsmith.heads.formats.start import Serving, Snippet
-from draftsmith.heads.registry import find_method, methods, served_method
+from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.heads.target.target import Target
 
 
@@ -97,13 +97,12 @@ def layouts() -> dict[str, Layout]:
 def layouts_of(method: str) -> dict[str, Layout]:
     """Return the layouts that hold heads of `method` by name, its default first; none for an unknown method.
 
-    Raises UserError where a package brings one under a name of ours.
+    Raises UserError where a package brings one under a name of ours, or cannot be imported.
     """
     served = served_method(method)
-    try:
-        found = {layout.name: layout for layout in find_method(served).layouts}
-    except UserError:
+    if not is_known(served):
         return {}
+    found = {layout.name: layout for layout in find_method(served).layouts}
     if served not in methods() and (taken := sorted(found.keys() & layouts().keys())):
         raise UserError(f"The method {served!r} brings a layout named {taken[0]!r}, which draftsmith has: rename it.")
     return found

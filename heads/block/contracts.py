@@ -19,7 +19,7 @@ from draftsmith.heads.formats.contracts import (
     broken,
     check_torch_dtype,
 )
-from draftsmith.heads.formats.engine_rules import LLAMA_CPP_SILENT, biased_target, more_than_a_matrix
+from draftsmith.heads.formats.engine_rules import LLAMA_CPP_SILENT, more_than_a_matrix
 from draftsmith.heads.formats.layout import Rule
 
 SECTION = "dflash_config"
@@ -44,10 +44,6 @@ def block_sizes(config: Config) -> dict[str, int]:
 
 def _reduced(config: Config) -> bool:
     return config["draft_vocab_size"] != config["vocab_size"]
-
-
-def _confident(config: Config) -> bool:
-    return bool(config["enable_confidence_head"])
 
 
 def _check_section(contract: Contract, files: ModelFiles) -> None:
@@ -125,7 +121,7 @@ BLOCK_LENGTH_VLLM = (
 BLOCK_LENGTH_LLAMA_CPP = (
     f"{LLAMA_CPP_SILENT} With fewer tokens than the trained block has it fills in a shorter one, which accepts less."
 )
-_MEASURE = "train it with draftsmith train and export.layout null, and measure it with draftsmith evaluate"
+MEASURE_ALONE = "train it with draftsmith train and export.layout null, and measure it with draftsmith evaluate"
 
 
 def scaled_rope(method: str, title: str) -> Rule:
@@ -143,16 +139,6 @@ def bare_matrix(title: str) -> Rule:
     return Rule(
         f"a target whose output projection has a bias, a scale or a softcap, for {title}",
         "takes the bare matrix for the drafts",
-        _MEASURE,
+        MEASURE_ALONE,
         more_than_a_matrix,
     )
-
-
-BIASED_TARGET = Rule(
-    "a target whose output projection has a bias, for DFlash",
-    "takes the bare matrix for the drafts",
-    _MEASURE,
-    # A scale or a softcap leaves the most likely token what it is, which is all that vLLM takes of DFlash's logits unless
-    # it is told to sample its drafts.
-    biased_target,
-)

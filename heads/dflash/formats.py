@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.heads.block.contracts import (
-    BIASED_TARGET,
     BLOCK_LENGTH_LLAMA_CPP,
     BLOCK_LENGTH_VLLM,
     CHECKS,
     FORBIDDEN,
     KEYS,
+    MEASURE_ALONE,
     TENSORS,
     bare_matrix,
     block_sizes,
@@ -32,6 +32,7 @@ from draftsmith.heads.formats.contracts import (
     KeyRule,
     ModelFiles,
 )
+from draftsmith.heads.formats.engine_rules import biased_target
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.start import start_llama_cpp, start_vllm
@@ -74,6 +75,16 @@ DFLASH_LLAMA_CPP = replace(
 )
 
 
+_BIASED_TARGET = Rule(
+    "a target whose output projection has a bias, for DFlash",
+    "takes the bare matrix for the drafts",
+    MEASURE_ALONE,
+    # A scale or a softcap leaves the most likely token what it is, which is all that vLLM takes of DFlash's logits unless
+    # it is told to sample its drafts.
+    biased_target,
+)
+
+
 LAYOUTS = (
     Layout(
         "dflash",
@@ -83,7 +94,7 @@ LAYOUTS = (
         {
             "vllm": Served(
                 start_vllm("dflash"),
-                rules=(BIASED_TARGET,),
+                rules=(_BIASED_TARGET,),
                 caveats=(
                     BLOCK_LENGTH_VLLM,
                     "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers (its "

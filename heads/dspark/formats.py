@@ -13,7 +13,6 @@ from draftsmith.heads.block.contracts import (
     FORBIDDEN,
     KEYS,
     TENSORS,
-    _confident,
     bare_matrix,
     block_sizes,
     scaled_rope,
@@ -31,6 +30,7 @@ from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats.contracts import (
+    Config,
     Contract,
     ExportRequest,
     KeyRule,
@@ -79,6 +79,10 @@ def load_dspark_directory(path: Path | str, target: Target) -> DSparkHead:
                 raise ValueError(f"{len(head.temperatures)} numbers above 0 are needed, one for each slot")
             head.temperatures.copy_(temperatures)
     return head
+
+
+def _confident(config: Config) -> bool:
+    return bool(config["enable_confidence_head"])
 
 
 DSPARK = Contract(

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import draftsmith
 from draftsmith.data.conversations.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.selfcheck import check_decoding
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.contender import (
     Contender,
@@ -27,7 +27,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.target import Target, load_target
+from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import check_same_tokens
 from draftsmith.stages.heads import find_head, head_digest, load_best
 from draftsmith.stages.session import Session
@@ -214,16 +214,14 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
     try:
         refuse_head(path)  # which has no tokenizer
         check_same_tokens(session.tokenizer, read_tokenizer(path), path)
-        model = load_target(
+        return draftsmith.load_target(
             path,
             dtype=target.dtype_name,
             device=session.device,
             attn_implementation=session.recipe.target.attn_implementation,
         )
-        check_decoding(model)
     except UserError as error:
         raise UserError(f"evaluate.baselines names a draft model that cannot be used: {error}") from error
-    return model
 
 
 def check_draft_model_path(path: str) -> None:

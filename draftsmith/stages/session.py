@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
+import draftsmith
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import check_template_keys, check_tokenizer, load_tokenizer
 from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.selfcheck import check_decoding
 from draftsmith.files import fingerprint
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.fingerprint import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import weights_directory
-from draftsmith.heads.target.target import Target, load_target
+from draftsmith.heads.target.target import Target
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
@@ -78,16 +78,13 @@ class Session:
     def load_target(self, dtype: str, path: str | None = None) -> Target:
         """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
         spec, path = self.recipe.target, path or self.target_path
-        refuse_head(path)
-        target = load_target(
+        return draftsmith.load_target(
             path,
             dtype=dtype,
             device=self.device,
             attn_implementation=spec.attn_implementation,
             trust_remote_code=spec.trust_remote_code,
         )
-        check_decoding(target)
-        return target
 
     @cached_property
     def target(self) -> Target:

@@ -41,6 +41,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_says_how_far_the_target_has_moved(workplace: Path) -> None:
     lines = (workplace / "medusa2" / "train" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]

@@ -61,6 +61,7 @@ def finished(workplace: Path, eagle: Path) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_answers_and_hidden_states_are_shared(workplace: Path, eagle: Path, finished: Path) -> None:
     made = sorted(path.name for path in finished.iterdir() if not path.name.startswith("."))
     assert made == ["evaluation", "export", "run.json", "train"]

@@ -243,7 +243,7 @@ def test_redo_of_what_the_command_does_not_make_is_refused(
     assert digests(finished) == before
 
 
-@pytest.mark.parametrize(("command", "redo"), [("run", False), ("train", True)])
+@pytest.mark.parametrize(("command", "redo"), [pytest.param("run", False, marks=pytest.mark.slow), ("train", True)])
 def test_training_is_launched_in_processes_of_their_own(
     command: str, redo: bool, workplace: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,8 +301,8 @@ def test_accumulation_and_batch_size_give_one_trajectory(workplace: Path, finish
     ("stage", "trigger"),
     [
         ("regenerate", "answers.jsonl.partial"),
-        ("extract", "features/shard-00000.safetensors"),
-        ("train", "train/step_*/DONE"),
+        pytest.param("extract", "features/shard-00000.safetensors", marks=pytest.mark.slow),
+        pytest.param("train", "train/step_*/DONE", marks=pytest.mark.slow),
     ],
 )
 def test_kill_9_then_resume_gives_the_same_files(workplace: Path, finished: Path, stage: str, trigger: str) -> None:

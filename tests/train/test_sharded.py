@@ -37,11 +37,12 @@ def _told(args: argparse.Namespace, deepspeed_fields: list[str]) -> dict[str, st
 WAYS = [
     ("eagle3", "fsdp2-8gpu", "FSDP2"),
     pytest.param("medusa2", "zero2-8gpu", "DeepSpeed on 2 processes", marks=needs_deepspeed),
-    pytest.param("medusa2", "fsdp2-8gpu", "FSDP2", marks=pytest.mark.slow),
-    pytest.param("eagle3", "zero2-8gpu", "DeepSpeed on 2 processes", marks=[needs_deepspeed, pytest.mark.slow]),
+    ("medusa2", "fsdp2-8gpu", "FSDP2"),
+    pytest.param("eagle3", "zero2-8gpu", "DeepSpeed on 2 processes", marks=needs_deepspeed),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "name", "layout"), WAYS)
 def test_interrupted_and_resumed_shards_train_as_one_process(
     method: str, name: str, layout: str, tmp_path: Path

@@ -7,7 +7,7 @@ import pytest
 from draftsmith.heads.registry import methods
 from tests.train.runs import ROOT, TinyRun, launch_two, make_run
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 IN_ONE_PAIR = sorted(set(methods()) - {"eagle3"})
 

@@ -21,7 +21,7 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baselines = [{"kind": "prompt_lookup"}, {"kind": "draft_model", "path": str(workplace / "small")}]
     drafts = [{"tree": "chain"}, {"tree": "dynamic", "depth": 3, "branching": 2, "total_tokens": 8}]

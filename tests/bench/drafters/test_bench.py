@@ -23,7 +23,7 @@ from scripts.bench.rivals.speculators_eagle3 import Store, final_norm, identify_
 from scripts.bench.rivals.speculators_eagle3 import train as train_rival
 from tests.workplace import make_workplace
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 RIVAL = ComparedDrafter("rival", rates=(0.1, 0.2))
 TINY = (

@@ -16,7 +16,7 @@ from scripts.bench.embedded import training as embedded_training
 from scripts.bench.embedded.make import EmbeddedSettings, make_target
 from scripts.bench.embedded.training import TrainingSettings, batches, build_model, grow, packed_loss
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 MINI = EmbeddedSettings(
     conversations=300,

@@ -26,7 +26,7 @@ from scripts.bench.engines.compare import OurSide, greedy_row
 from scripts.bench.engines.served import PLANS, Candidate, HeadPlan, ServedTarget, slug
 from tests.exports import make_medusa, make_target
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 COUNTS = Counts(tokens=30, rounds=10, drafted=50, accepted=20)

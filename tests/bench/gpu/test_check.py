@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 from scripts.bench.gpu import check as gpu_check
 from scripts.bench.gpu.check import GpuCheck, Step, install_wheels, main, read_stages, read_tests, run_step
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -144,7 +144,6 @@ def test_measures_of_every_result_are_in_the_one_file(tmp_path):
     assert json.loads((tmp_path / "out" / "gpu_check.json").read_text())["results"] == {"eagle3-t0": result}
 
 
-@pytest.mark.slow
 def test_the_whole_check_runs_on_a_cpu(tmp_path):
     command = [
         "bash",

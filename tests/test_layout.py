@@ -159,11 +159,13 @@ def import_all(files: list[Path], blocked: tuple[str, ...] = ()) -> dict[str, st
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.full
 def test_heads_and_eval_import_where_heavy_libraries_are_absent() -> None:
     loaded = import_all(sources(*LIGHT_ROOMS), blocked=HEAVY)
     assert "draftsmith.heads.base" in loaded
 
 
+@pytest.mark.full
 def test_every_file_is_loaded_under_one_name() -> None:
     loaded = import_all([path for path in ROOM_FILES if not is_launchable(path)])
     names: dict[Path, list[str]] = {}
@@ -239,6 +241,7 @@ def build(hook: str, source: Path, output: Path) -> Path:
     return next(output.iterdir())
 
 
+@pytest.mark.full
 def test_sdist_and_its_wheel_hold_the_rooms(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for path in tracked_files():

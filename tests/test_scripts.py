@@ -311,20 +311,37 @@ def give_tools(folder: Path, failing: str = "") -> None:
         script.chmod(0o755)
 
 
-def test_quickstart_passes_its_arguments_on(repository: Path, tmp_path: Path) -> None:
+EAGLE3, MEDUSA = "--recipe recipes/eagle3/tiny.yaml", "--recipe recipes/medusa/tiny.yaml"
+BOTH = f"{EAGLE3} --evaluate.beside.medusa runs/medusa-tiny"
+BOTH += " --evaluate.drafts [{tree: chain}, {tree: medusa_63, heads: [medusa]}]"
+
+
+@pytest.mark.parametrize(
+    ("words", "extract", "medusa", "eagle3", "run"),
+    [
+        (["--train.lr", "-1 2"], " --train.lr -1 2", "", " --train.lr -1 2", " --train.lr -1 2"),
+        (["--data.limit", "9", "--head.x=1"], *[f" --data.limit 9{more}" for more in (" --head.x=1", "")], None, None),
+        (["--redo", "train", "--fail-under", "tau=9"], "", " --redo=train", " --redo=train", " --fail-under=tau=9"),
+        (["--redo=answers", "--redo", "export"], " --redo=answers", " --redo=train", "", " --redo=export"),
+        (["--redo", "typo", "--launch", "cpu.yaml"], " --redo=typo", "", " --launch=cpu.yaml", ""),
+    ],
+)
+def test_quickstart_passes_its_arguments_to_the_steps_they_are_for(
+    words: list[str], extract: str, medusa: str, eagle3: str | None, run: str | None, repository: Path, tmp_path: Path
+) -> None:
     give_tools(repository)
-    result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"), "--train.steps", "3 4")
+    result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"), *words)
     assert result.returncode == 0, result.stderr
-    first, *both, last = (repository / "log").read_text(encoding="utf-8").splitlines()
-    assert first == "draftsmith extract --recipe recipes/eagle3/tiny.yaml --train.steps 3 4"
-    assert sorted(both) == [  # at the same time
-        "draftsmith train --recipe recipes/eagle3/tiny.yaml --train.steps 3 4",
-        "draftsmith train --recipe recipes/medusa/tiny.yaml",
-    ]
-    assert last == (
-        "draftsmith run --recipe recipes/eagle3/tiny.yaml --evaluate.beside.medusa runs/medusa-tiny "
-        "--evaluate.drafts [{tree: chain}, {tree: medusa_63, heads: [medusa]}] --train.steps 3 4"
-    )
+    first, *trained, last = (repository / "log").read_text(encoding="utf-8").splitlines()
+    assert first == f"draftsmith extract {EAGLE3}{extract}"
+    eagle3, run = (extract if told is None else told for told in (eagle3, run))
+    assert sorted(trained) == [f"draftsmith train {EAGLE3}{eagle3}", f"draftsmith train {MEDUSA}{medusa}"]  # at once
+    assert last == f"draftsmith run {BOTH}{run}"
+
+
+def test_quickstart_says_which_value_is_missing(repository: Path) -> None:
+    result = bash(repository, "scripts/quickstart.sh", "--redo")
+    assert (result.returncode, result.stderr) == (1, "scripts/quickstart.sh: --redo needs a value.\n")
 
 
 def test_quickstart_says_where_the_other_training_went_wrong(repository: Path, tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """draftsmith: train, measure and export draft heads for speculative decoding.
 
 What is named in `__all__` is what users import, and stays; everything else is internal. docs/api.md shows it at work.
-Nothing is loaded before it is asked for, so `import draftsmith` takes no time.
+Nothing is loaded before it is used, so `import draftsmith` takes no time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from draftsmith.eval.decode.sampling import Sampling
     from draftsmith.eval.drafters.contender import Contender
     from draftsmith.heads.base import DraftHead
+    from draftsmith.heads.formats.recognise import load_head
     from draftsmith.heads.registry import Method
     from draftsmith.heads.target.target import Target
     from draftsmith.recipe.schema import Recipe
@@ -49,8 +50,9 @@ _MODULES = {
     "Tally": "eval.decode.answers",
     "Target": "heads.target.target",
     "UserError": "errors",
+    "load_head": "heads.formats.recognise",
 }
-"""Where the classes of `__all__` are, which are imported when they are asked for."""
+"""Where names of `__all__` are that are not defined here: they are imported when they are used."""
 
 
 def __getattr__(name: str) -> Any:
@@ -90,18 +92,6 @@ def load_target(
     )
     check_decoding(target)
     return target
-
-
-def load_head(path: str | Path, target: "Target", *, warn: Callable[[str], None] | None = None) -> "DraftHead":
-    """Return the head in a folder, in fp32, on the target's device: a checkpoint, an export for an engine, or a head that
-    others have published.
-
-    warn: receives a sentence per difference between `target` and the one that the head was made for; None refuses other
-    weights. Raises UserError for that, for other sizes always, and for a folder that holds no head.
-    """
-    from draftsmith.heads.formats import recognise
-
-    return recognise.load_head(path, target, warn=warn)
 
 
 def decode(
@@ -182,7 +172,7 @@ def export(
 
     if head.trains.tunes_target:
         raise UserError(
-            f"{head.method} heads draft for a target that was tuned with them, which is exported beside them: use the "
+            f"{head.method} heads draft for a target that was tuned with them, which is exported with them: use the "
             "command `draftsmith export`."
         )
     return export_head(

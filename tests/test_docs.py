@@ -39,7 +39,6 @@ from draftsmith.heads.registry import methods
 from draftsmith.recipe.options import take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.options import GgufOptions
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -193,7 +192,7 @@ def check_marked(line: str) -> None:
     own, rest = take_options(rest, COMMANDS[command].options)
     parse_thresholds(getattr(own, "fail_under", []))
     if command == "export":
-        GgufOptions.asked(own.gguf, own.gguf_type, own.gguf_pre)
+        assert own.gguf or not (own.gguf_type or own.gguf_pre)
     if COMMANDS[command].takes_recipe:
         parse_recipe(rest)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from draftsmith.cli.doctor import Check, Printer, show, table
+from draftsmith.cli.doctor import Check, table
 from draftsmith.errors import UserError
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
@@ -29,7 +29,7 @@ HARMLESS = ("eos",)
 """What is worth knowing, but changes neither acceptance nor texts on the way there."""
 
 
-def run_fit(head_folder: Path, target: str, console: Printer | None = None) -> int:
+def run_fit(head_folder: Path, target: str) -> int:
     """Print a line for everything that tells targets apart; return 0 where the head fits, 1 where it does not.
 
     target: a folder or a Hub name. Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
@@ -41,15 +41,17 @@ def run_fit(head_folder: Path, target: str, console: Printer | None = None) -> i
         raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
     now = identify_directory(place, target)
     made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
-    checks = [head, *compare_lines(made_for, now)]
+    differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
+    lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
+    checks = [head, *lines]
     bad = [check.name for check in checks if check.state == "bad"]
-    if len(not_compared(made_for, now)) == len(KINDS):
+    if len(unknown) == len(KINDS):
         verdict, code = f"Nothing is recorded that says whether {folder} fits {target}: measure it.", 1
     elif bad:
         verdict, code = f"{folder} was not made for {target} as it is now: {', '.join(bad)}.", 1
     else:
         verdict, code = f"{folder} fits {target}, as far as it is recorded.", 0
-    show(f"{table(checks)}\n{verdict}", console)
+    print(f"{table(checks)}\n{verdict}")
     return code
 
 
@@ -120,28 +122,20 @@ def with_parts(made_for: TargetIdentity, now: TargetIdentity) -> TargetIdentity:
     return replace(made_for, **{kind: getattr(made_for, kind) or getattr(now, kind) for kind in CHANGES_OUTPUT})
 
 
-def compare_lines(made_for: TargetIdentity, now: TargetIdentity) -> list[Check]:
-    """Return a line per kind of difference: it fits, it differs and what that means, or it cannot be compared."""
-    differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
-    return [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
-
-
 def _line(
     kind: str, difference: Difference | None, unknown: bool, made_for: TargetIdentity, now: TargetIdentity
 ) -> Check:
+    """Return the line of a kind of difference: it fits, it differs and what that means, or it cannot be compared."""
     if difference is not None:
         state = "note" if kind in HARMLESS else "bad"
         return Check(kind, state, f"differs: the target has {difference.found}", difference.remedy)
     if not unknown:
-        return Check(kind, "ok", f"fits ({_sizes(made_for, now)})" if kind == "sizes" else "fits")
+        both = [name for name in SIZES if getattr(made_for, name) is not None and getattr(now, name) is not None]
+        sizes = ", ".join(f"{getattr(now, name)} {SIZES[name]}" for name in both)
+        return Check(kind, "ok", f"fits ({sizes})" if kind == "sizes" else "fits")
     recorded = None if kind == "sizes" else getattr(made_for, FIELDS.get(kind, kind))
     if recorded is None and not (kind == "weights" and made_for.fingerprint):
         return Check(kind, "note", "not recorded with this head")
     if getattr(now, FIELDS.get(kind, kind)) is None:
         return Check(kind, "note", "recorded, but the target's folder has no files for it")
     return Check(kind, "note", "recorded from other files than the target's folder has, which cannot be compared")
-
-
-def _sizes(made_for: TargetIdentity, now: TargetIdentity) -> str:
-    both = [name for name in SIZES if getattr(made_for, name) is not None and getattr(now, name) is not None]
-    return ", ".join(f"{getattr(now, name)} {SIZES[name]}" for name in both)

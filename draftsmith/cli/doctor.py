@@ -11,11 +11,11 @@ import re
 import shutil
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CHECKOUT = PACKAGE.parent
@@ -25,13 +25,6 @@ OLDEST_TORCH = (2, 11)
 INSTALL = 'bash scripts/quickstart.sh, or: pip install -e ".[dev]" -c constraints.txt'
 LINK_COMMAND = "for room in data heads train eval recipes; do ln -sfn ../$room draftsmith/$room; done"
 GB = 1024**3
-
-
-class Printer(Protocol):
-    """What run_doctor needs of a rich Console."""
-
-    def print(self, *objects: Any, markup: bool, highlight: bool, soft_wrap: bool) -> None:
-        """Show the objects as they are."""
 
 
 @dataclass(frozen=True)
@@ -138,13 +131,6 @@ def check_transformers() -> Iterator[Check]:
         yield Check("transformers", "bad", f"{version}, outside the tested range {tested}", INSTALL)
 
 
-def existing(folder: Path) -> Path:
-    """Return `folder` or its nearest parent that exists."""
-    while not folder.exists():
-        folder = folder.parent
-    return folder
-
-
 def caches() -> dict[str, Path]:
     """The folders that grow: here, the embedded default's cache, the Hub's cache."""
     hub = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -160,17 +146,16 @@ def check_disk() -> Iterator[Check]:
     variables = {"Embedded default's cache": "DRAFTSMITH_CACHE", "Hub cache": "HF_HOME"}
     for name, folder in caches().items():
         fix = f"set {variables[name]} to another folder" if name in variables else "work in another folder"
+        there = next(one for one in (folder, *folder.parents) if one.exists())
         try:
-            with tempfile.NamedTemporaryFile(dir=existing(folder)):
+            with tempfile.NamedTemporaryFile(dir=there):
                 pass
         except OSError as error:
             yield Check(name, "bad", f"{folder} cannot be written: {error.strerror}", fix)
             continue
-        free = shutil.disk_usage(existing(folder)).free / GB
-        state = "ok" if free >= 10 else "note" if free >= 2 else "bad"
-        yield Check(
-            name, state, f"{free:.0f} GB free in {folder}", "" if state == "ok" else f"free some space, or {fix}"
-        )
+        free = shutil.disk_usage(there).free / GB
+        state, fix = "ok" if free >= 10 else "note" if free >= 2 else "bad", f"free some space, or {fix}"
+        yield Check(name, state, f"{free:.0f} GB free in {folder}", "" if state == "ok" else fix)
 
 
 def memory_limit() -> float | None:
@@ -183,18 +168,12 @@ def memory_limit() -> float | None:
     return min(total, float(text)) if text.isdigit() else total
 
 
-def check_memory() -> Iterator[Check]:
-    """At least 4 GB, which the embedded default needs with some room."""
+def check_hardware() -> Iterator[Check]:
+    """At least 4 GB of memory, cores, and whether they multiply in bf16."""
     limit = memory_limit()
-    if limit is None:
-        yield Check("Memory", "note", "unknown on this system")
-        return
-    fix = "" if limit >= 4 * GB else "the embedded default needs about 3 GB; close other programs"
-    yield Check("Memory", "note" if fix else "ok", f"{limit / GB:.1f} GB", fix)
-
-
-def check_cpu() -> Iterator[Check]:
-    """Cores, and whether they multiply in bf16."""
+    fix = "" if limit is None or limit >= 4 * GB else "the embedded default needs about 3 GB; close other programs"
+    found = "unknown on this system" if limit is None else f"{limit / GB:.1f} GB"
+    yield Check("Memory", "note" if fix or limit is None else "ok", found, fix)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     info = Path("/proc/cpuinfo")
     flags = set(re.findall(r"\b(?:avx512_bf16|amx_bf16)\b", info.read_text())) if info.is_file() else set()
@@ -205,20 +184,15 @@ def check_cpu() -> Iterator[Check]:
 
 
 def check_hub() -> Iterator[Check]:
-    """Whether the Hugging Face libraries may use the network."""
+    """Whether the Hugging Face libraries may use the network, and what W&B would do with a run."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     on = [name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
     if on:
         yield Check("Hub", "note", f"offline ({', '.join(on)})", "unset it to fetch models or data sets by name")
     else:
         yield Check("Hub", "ok", "online; set HF_HUB_OFFLINE=1 to forbid the network")
-
-
-def check_wandb() -> Iterator[Check]:
-    """What W&B would do with a run."""
     mode = os.environ.get("WANDB_MODE")
-    found = f"WANDB_MODE={mode}" if mode else "WANDB_MODE is not set; the recipe decides"
-    yield Check("W&B", "ok", found)
+    yield Check("W&B", "ok", f"WANDB_MODE={mode}" if mode else "WANDB_MODE is not set; the recipe decides")
 
 
 def check_accelerate() -> Iterator[Check]:
@@ -254,10 +228,8 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_torch,
     check_transformers,
     check_disk,
-    check_memory,
-    check_cpu,
+    check_hardware,
     check_hub,
-    check_wandb,
     check_accelerate,
     check_optional,
 )
@@ -271,21 +243,28 @@ def table(checks: list[Check]) -> str:
     return "\n".join(line + fix for line, fix in zip(lines, fixes, strict=True))
 
 
-def run_doctor(console: Printer | None = None) -> int:
-    """Check the machine, print the table, and return the exit code: 0, or 1 if anything is bad.
+def diagnose(own: Namespace, words: list[str]) -> int:
+    """Carry out `draftsmith doctor`: check this machine, or with --head and --target whether they belong together."""
+    from draftsmith.errors import UserError
 
-    console: a rich Console; without one the table goes to standard output.
-    """
+    if words:
+        raise UserError(f"doctor takes --head and --target, or no options to check this machine, but not {words[0]}.")
+    if own.head is None and own.target is None:
+        return run_doctor()
+    if own.head is None or own.target is None:
+        lost = "--target" if own.head else "--head"
+        raise UserError(
+            f"doctor compares a head with a target, but {lost} is missing: give --head FOLDER --target PATH."
+        )
+    from draftsmith.cli.compatibility import run_fit
+
+    return run_fit(own.head, own.target)
+
+
+def run_doctor() -> int:
+    """Check the machine, print the table, and return the exit code: 0, or 1 if anything is bad."""
     checks = [check for look in CHECKS for check in look()]
     bad = sum(check.state == "bad" for check in checks)
     verdict = f"{bad} of {len(checks)} checks need a fix." if bad else f"Nothing to mend in {len(checks)} checks."
-    show(f"{table(checks)}\n{verdict}", console)
+    print(f"{table(checks)}\n{verdict}")
     return int(bad > 0)
-
-
-def show(text: str, console: Printer | None = None) -> None:
-    """Print text as it is: lines are not cut, so that a command can be copied whole."""
-    if console is None:
-        print(text)
-    else:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)

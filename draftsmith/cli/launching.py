@@ -5,26 +5,22 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+import draftsmith.train
+from draftsmith.cli.commands import LAUNCHED
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method
-
-if TYPE_CHECKING:
-    from draftsmith.recipe.schema import TrainSpec
-    from draftsmith.stages.session import Session
-
-LAUNCHED = "DRAFTSMITH_LAUNCHED"
-"""Set for the processes that --launch starts, which inherit that Ctrl-C is ignored."""
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.stages.pipeline import make_stages
+from draftsmith.stages.session import Session
+from draftsmith.train.parallel import check_launch, launch_settings
 
 
-def check_config(spec: "TrainSpec", config: str) -> None:
+def check_config(spec: TrainSpec, config: str) -> None:
     """Refuse a launch file that is missing, cannot start here or contradicts the recipe, before answers and hidden
     states are made."""
-    import torch
-
-    from draftsmith.train.parallel import check_launch, launch_settings
-
     if not Path(config).exists():
         raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
     settings = launch_settings(Path(config))
@@ -40,31 +36,23 @@ def check_config(spec: "TrainSpec", config: str) -> None:
 
 def find_script(method: str) -> Path:
     """Return the file in train/ that `accelerate launch` starts for a method."""
-    import draftsmith.train
-
     return Path(next(iter(draftsmith.train.__path__))) / find_method(method).launcher
 
 
-def train(session: "Session", config: str, words: list[str]) -> None:
-    """Make answers and hidden states here, then train in processes of their own. words: those of the recipe, again."""
-    from draftsmith.stages.pipeline import make_stages
+def train(session: Session, config: str, words: list[str]) -> None:
+    """Make answers and hidden states here, then train as `accelerate launch --config_file CONFIG train/head.py` would, in
+    processes of their own. words: those of the recipe, again.
 
+    Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
+    """
     make_stages(session, "extract")
     if "train" in session.redo:
         session.run.clear("train")
         session.redo.discard("train")
     session.drop_target()
-    launch(session.recipe.method, config, words)
-
-
-def launch(method: str, config: str, words: list[str]) -> None:
-    """Train in processes of their own, as `accelerate launch --config_file CONFIG train/head.py` would.
-
-    Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
-    """
     # Quiet: the launcher's own stack trace would bury the sentence of the training.
-    options = ["--quiet", "--config_file", config]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(find_script(method)), *words]
+    options, script = ["--quiet", "--config_file", config], find_script(session.recipe.method)
+    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script), *words]
     interrupted = []
     # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)

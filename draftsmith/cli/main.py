@@ -11,8 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from draftsmith.cli.commands import COMMANDS
-from draftsmith.cli.launching import LAUNCHED
+from draftsmith.cli.commands import COMMANDS, LAUNCHED
 from draftsmith.errors import StoppedError, UserError, did_you_mean
 from draftsmith.recipe.options import take_options
 

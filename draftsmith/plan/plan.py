@@ -20,8 +20,7 @@ from draftsmith.heads.target.pretrained import load_config
 from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
 from draftsmith.heads.target.tokens import check_mask_token
-from draftsmith.plan.devices import Device
-from draftsmith.plan.figures import BANDWIDTH_SHARE, Assumptions, Plan
+from draftsmith.plan.figures import BANDWIDTH_SHARE, Assumptions, Device, Plan
 from draftsmith.recipe.schema import Recipe
 
 

@@ -16,13 +16,13 @@ class DraftSpec:
 
     tree: str = "chain"
     """chain; medusa_63, the published tree; a JSON file with a list of paths such as [[0], [1], [0, 0]]; or dynamic,
-    EAGLE-2's tree, which grows where the draft is sure of itself."""
+    EAGLE-2's tree, which grows where the draft is confident."""
     children: Literal["likely", "drawn"] | None = field(default=None, metadata=LATER)
     """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its distribution."""
     depth: int | None = field(default=None, metadata=LATER)
     """dynamic: levels of the tree; null is 6."""
     branching: int | None = field(default=None, metadata=LATER)
-    """dynamic: nodes of a level that go on, and children that each is tried with; null is 8."""
+    """dynamic: nodes of a level that go on, and children of each; null is 8."""
     total_tokens: int | None = field(default=None, metadata=LATER)
     """dynamic: tokens that the target reads, the root included; null is 60."""
     confidence_threshold: float | None = field(default=None, metadata=LATER)
@@ -55,22 +55,19 @@ class DraftSpec:
 
     def __post_init__(self) -> None:
         Typical(self.epsilon, self.delta)
-        where = f"evaluate.drafts, tree {self.tree}"
+        where, chain, dynamic = f"evaluate.drafts, tree {self.tree}:", self.tree == "chain", self.tree == "dynamic"
         for key in ("epsilon", "delta"):
-            value = getattr(self, key)
-            needed = self.acceptance == "typical" or value == getattr(type(self), key)
-            require(needed, f"{where}: {key}", value, "only acceptance: typical takes it")
-        for key in ("depth", "branching", "total_tokens"):
-            value = getattr(self, key)
-            require(value is None or self.tree == "dynamic", f"{where}: {key}", value, "only a dynamic tree takes it")
-            least = 2 if key == "total_tokens" else 1
-            require(value is None or value >= least, f"{where}: {key}", value, f"it must be at least {least}, or null")
-        static = self.tree not in ("chain", "dynamic")
-        threshold, key = self.confidence_threshold, f"{where}: confidence_threshold"
-        require(threshold is None or self.tree == "chain", key, threshold, "only a chain takes it")
-        inside = threshold is None or 0 < threshold < 1
-        require(inside, key, threshold, "it must be above 0 and below 1, or null")
-        require(self.children is None or static, f"{where}: children", self.children, "only a static tree takes it")
+            fits = self.acceptance == "typical" or getattr(self, key) == getattr(type(self), key)
+            require(fits, f"{where} {key}", getattr(self, key), "only acceptance: typical takes it")
+        for key, least in (("depth", 1), ("branching", 1), ("total_tokens", 2)):
+            if (value := getattr(self, key)) is not None:
+                require(dynamic, f"{where} {key}", value, "only a dynamic tree takes it")
+                require(value >= least, f"{where} {key}", value, f"it must be at least {least}, or null")
+        if (value := self.confidence_threshold) is not None:
+            require(chain, f"{where} confidence_threshold", value, "only a chain takes it")
+            require(0 < value < 1, f"{where} confidence_threshold", value, "it must be above 0 and below 1, or null")
+        static = self.children is None or not (chain or dynamic)
+        require(static, f"{where} children", self.children, "only a static tree takes it")
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,9 @@ class BaselineSpec:
 
 
 @dataclass(frozen=True)
-class EvaluateSpec:
-    """Measuring a head."""
+class FilterSpec:
+    """Which tokens may be sampled, and how likely they are."""
 
-    prompts: list[str] = field(default_factory=list)
-    """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
-    per_slice: int | None = None
-    """Prompts per slice; None takes all."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
-    """One result.json per temperature."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
@@ -114,8 +105,27 @@ class EvaluateSpec:
     """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
     repetition_penalty: float = field(default=1.0, metadata=LATER)
     """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
+
+    def at(self, section: str, temperature: float) -> Sampling:
+        """Return how tokens are chosen at a temperature. Raises UserError that names the key of the section."""
+        try:
+            return Sampling(temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)
+        except UserError as error:
+            raise UserError(f"{section}.{error}") from error
+
+
+@dataclass(frozen=True)
+class EvaluateSpec(FilterSpec):
+    """Measuring a head."""
+
+    prompts: list[str] = field(default_factory=list)
+    """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
+    per_slice: int | None = None
+    """Prompts per slice; None takes all."""
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    """One result.json per temperature."""
     num_speculative_tokens: int = 5
-    """Length of the drafted chain; a head that reaches less far drafts as far as it can, a tree has its own depth."""
+    """Length of the drafted chain; a head with a shorter maximum drafts that many, a tree has its own depth."""
     max_k: int = 8
     """Largest chain length in the sweep."""
     drafts: list[DraftSpec] = field(default_factory=lambda: [DraftSpec()])
@@ -135,24 +145,23 @@ class EvaluateSpec:
     repeats: int = 3
     """Timed repeats, interleaved between target and drafters."""
     generate: bool = True
-    """Time transformers' generate beside our own baseline, where requests are decoded one at a time (batch 1)."""
+    """Time transformers' generate as well as our own baseline, where requests are decoded one at a time (batch 1)."""
     lossless: bool = True
     """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
     original: bool = field(default=True, metadata=LATER)
-    """Hold a target that was tuned with its heads and exported (Medusa-2) against the original, loaded beside it."""
+    """Compare a target that was tuned with its heads and exported (Medusa-2) with the original, which is loaded too."""
     example_slices: list[str] = field(default_factory=list)
     """Slices that worked examples come from; empty takes all."""
 
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""
-        filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-        return make_sampling("evaluate", temperature, *filters)
+        return self.at("evaluate", temperature)
 
     def __post_init__(self) -> None:
         key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens
         require(1 <= value <= self.max_k, key, value, f"it must be from 1 to evaluate.max_k ({self.max_k})")
-        require(self.repeats >= 1, "evaluate.repeats", self.repeats, "it must be at least 1")
-        require(self.batch >= 1, "evaluate.batch", self.batch, "it must be at least 1")
+        for key in ("repeats", "batch"):
+            require(getattr(self, key) >= 1, f"evaluate.{key}", getattr(self, key), "it must be at least 1")
         count = self.per_slice
         require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
         require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
@@ -179,13 +188,3 @@ class EvaluateSpec:
         )
         kinds = [baseline.kind for baseline in self.baselines]
         require(len(set(self.baselines)) == len(kinds), "evaluate.baselines", kinds, "the same one is named twice")
-
-
-def make_sampling(
-    section: str, temperature: float, top_k: int, top_p: float, min_p: float, repetition_penalty: float
-) -> Sampling:
-    """Return how tokens are chosen. Raises UserError that names the key of the section."""
-    try:
-        return Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    except UserError as error:
-        raise UserError(f"{section}.{error}") from error

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 
 @dataclass(frozen=True)
 class Option:
-    """name: such as "--launch". settings: what `add_argument` of argparse takes beside it."""
+    """name: such as "--launch". settings: what `add_argument` of argparse takes besides it."""
 
     name: str
     settings: dict[str, Any]

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
@@ -18,17 +17,7 @@ from draftsmith.heads.losses.spec import describe_kinds
 from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
 from draftsmith.recipe.options import Option
-from draftsmith.recipe.schema import (
-    AnswersSpec,
-    DataSpec,
-    EvaluateSpec,
-    ExportSpec,
-    FeaturesSpec,
-    Recipe,
-    TargetSpec,
-    TrackingSpec,
-    TrainSpec,
-)
+from draftsmith.recipe.schema import Recipe
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -43,22 +32,14 @@ _KINDS = {
 _PLURALS = {"int": "whole numbers", "float": "numbers", "str": "texts"}
 
 _SECTIONS: dict[str, type] = {
-    "target": TargetSpec,
-    "data": DataSpec,
-    "answers": AnswersSpec,
-    "features": FeaturesSpec,
-    "train": TrainSpec,
-    "evaluate": EvaluateSpec,
-    "export": ExportSpec,
-    "tracking": TrackingSpec,
+    key: kind for key, kind in get_type_hints(Recipe).items() if isinstance(kind, type) and is_dataclass(kind)
 }
+"""All but `head`, whose keys the method decides."""
 
 _ITEMS: dict[str, type] = {"evaluate.drafts": DraftSpec, "evaluate.baselines": BaselineSpec}
 """Keys whose values are lists of mappings."""
 
 _EXAMPLES = {"evaluate.drafts": "[{tree: chain}]", "evaluate.baselines": "[{kind: prompt_lookup}]"}
-
-NO_SECTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 def recipe_parser(
@@ -66,7 +47,7 @@ def recipe_parser(
 ) -> ArgumentParser:
     """Return the parser of recipes for one drafter, whose options make up the section `head`.
 
-    options: of a command beside the recipe, for its help and for completion; `take_options` is what parses them.
+    options: of a command besides the recipe, for its help and for completion; `take_options` is what parses them.
     """
     parser = ArgumentParser(
         prog=prog,
@@ -78,15 +59,7 @@ def recipe_parser(
     )
     own = parser.add_argument_group("Options of this command")
     parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
-    parser.add_argument("--name", type=str, default="run", help="Name of the run.")
-    parser.add_argument("--output_dir", type=str | None, default=None, help="Run directory; by default runs/<name>.")
-    parser.add_argument(
-        "--data_dir",
-        type=str | None,
-        default=None,
-        help="Folder of answers and hidden states, which several recipes may share; by default the run directory.",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="Seed of sampling, initialisation and shuffling.")
+    parser.add_class_arguments(Recipe, skip={*_SECTIONS, "method", "head"})
     parser.add_argument("--method", type=Literal[method_names()], default=method, help="The drafter.")
     for key, section in _SECTIONS.items():
         parser.add_class_arguments(section, key)
@@ -146,7 +119,7 @@ def parse_recipe(
     Raises UserError that names the key for unknown keys and wrong types.
     """
     path = _option(argv, "--recipe")
-    content = _tidy(_where(path), load_yaml(path), Recipe) if path else {}
+    content = _tidy(_where(path), load_yaml(path), get_type_hints(Recipe)) if path else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = method_names()
     if method not in names:
@@ -155,9 +128,7 @@ def parse_recipe(
         recipe_parser(method, prog, description, options).parse_args(["--help"])
     parser = recipe_parser(method, prog, description)
     if "head" in content:
-        content |= _tidy(
-            _where(path), {"head": content.pop("head")}, Recipe, {"head": find_method(method).options_class}
-        )
+        content |= _tidy(_where(path), {"head": content.pop("head")}, {"head": find_method(method).options_class})
     try:
         base = parser.parse_object(content) if content else parser.get_defaults()
         chosen = parser.parse_args(argv, namespace=base) if argv else base
@@ -168,12 +139,10 @@ def parse_recipe(
     return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
 
 
-def _tidy(
-    where: str, content: dict[str, Any], kind: Any, sections: Mapping[str, Any] = NO_SECTIONS, group: str = ""
-) -> dict[str, Any]:
-    """Return what a recipe says of the fields of `kind`, without sections that are empty. Raises UserError for a section that
-    is none, and for a null that a key does not take. sections: their types where the fields do not tell."""
-    hints, kept = get_type_hints(kind) | dict(sections), {}
+def _tidy(where: str, content: dict[str, Any], hints: Mapping[str, Any], group: str = "") -> dict[str, Any]:
+    """Return what a recipe says, without sections that are empty. hints: the types of the keys. Raises UserError for a section
+    that is none, and for a null that a key does not take."""
+    kept = {}
     for key, value in content.items():
         name, hint = f"{group}{key}", hints.get(key)
         if is_dataclass(hint) and value is None:
@@ -181,7 +150,7 @@ def _tidy(
         if is_dataclass(hint):
             if not isinstance(value, dict):
                 raise UserError(f"{where}{name} is {value!r}, but it is a section: indent its keys below.")
-            kept[key] = _tidy(where, value, hint, group=f"{name}.")
+            kept[key] = _tidy(where, value, get_type_hints(hint), f"{name}.")
             continue
         if value is None and hint not in (None, Any) and type(None) not in get_args(hint):
             raise UserError(f"{where}{name} is null, which it cannot be: leave the key out for its default.")

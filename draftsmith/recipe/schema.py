@@ -11,7 +11,7 @@ from typing import Any, Literal
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.fields import LATER, Dtype, require
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.recipe.evaluate import EvaluateSpec, make_sampling
+from draftsmith.recipe.evaluate import EvaluateSpec, FilterSpec
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DataSpec:
 
 
 @dataclass(frozen=True)
-class AnswersSpec:
+class AnswersSpec(FilterSpec):
     """Answers by the target."""
 
     regenerate: bool = True
@@ -66,14 +66,6 @@ class AnswersSpec:
     if the target wrote them."""
     temperature: float = 1.0
     """Sampling temperature of the answers."""
-    top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
-    """Keep the most likely tokens up to this mass."""
-    min_p: float = field(default=0.0, metadata=LATER)
-    """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
-    repetition_penalty: float = field(default=1.0, metadata=LATER)
-    """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
     max_new_tokens: int = 512
     """Most tokens per answer."""
     batch: int = 64
@@ -82,22 +74,18 @@ class AnswersSpec:
     @property
     def sampling(self) -> Sampling:
         """How the answers were sampled; answers that came with the data are taken to be plain samples."""
-        return self._chosen() if self.regenerate else Sampling(1.0)
+        return self.at("answers", self.temperature) if self.regenerate else Sampling(1.0)
 
     @property
-    def unheard(self) -> str | None:
-        """The first setting of the sampling that is not the default: answers that came with the data do not follow it."""
+    def without_effect(self) -> str | None:
+        """The first setting of the sampling that is not the default, which answers that came with the data do not follow."""
         keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return next((key for key in keys if getattr(self, key) != getattr(type(self), key)), None)
-
-    def _chosen(self) -> Sampling:
-        filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
-        return make_sampling("answers", self.temperature, *filters)
 
     def __post_init__(self) -> None:
         require(self.batch >= 1, "answers.batch", self.batch, "it must be at least 1")
         require(self.max_new_tokens >= 2, "answers.max_new_tokens", self.max_new_tokens, "a draft needs 2 tokens")
-        self._chosen()
+        self.at("answers", self.temperature)
 
 
 @dataclass(frozen=True)
@@ -199,7 +187,7 @@ class ExportSpec:
     tensor_parallel: int = field(default=1, metadata=LATER)
     """GPUs that an engine will split the draft over; the export refuses what none of the layout's engines could split."""
     adapter: Literal["merge", "keep"] | None = field(default=None, metadata=LATER)
-    """Heads that tune their target (Medusa-2), what is written beside them: merge, which null stands for, a whole model, the
+    """Heads that tune their target (Medusa-2), what is written next to them: merge, which null stands for, a whole model, the
     adapter merged into its weights; keep, the adapter alone, for the original target."""
 
     def __post_init__(self) -> None:
@@ -223,31 +211,23 @@ class Recipe:
     name: str = "run"
     """Name of the run."""
     output_dir: str | None = None
-    """Run directory; None is runs/<name>."""
+    """Run directory; null is runs/<name>."""
     data_dir: str | None = None
-    """Where answers and hidden states are kept, so that several recipes can share them; None is the run directory."""
+    """Folder of answers and hidden states, which several recipes may share; null is the run directory."""
     seed: int = 0
     """Seed of sampling, initialisation and shuffling."""
     target: TargetSpec = field(default_factory=TargetSpec)
-    """The frozen target."""
     data: DataSpec = field(default_factory=DataSpec)
-    """Conversations to learn from."""
     answers: AnswersSpec = field(default_factory=AnswersSpec)
-    """Answers by the target."""
     features: FeaturesSpec = field(default_factory=FeaturesSpec)
-    """Hidden states of the target."""
     method: str = "eagle3"
     """The drafter; it decides which keys `head` takes."""
     head: Any = None
     """Options of the drafter."""
     train: TrainSpec = field(default_factory=TrainSpec)
-    """Optimisation."""
     evaluate: EvaluateSpec = field(default_factory=EvaluateSpec)
-    """Measuring the head."""
     export: ExportSpec = field(default_factory=ExportSpec)
-    """The directory that a serving engine loads."""
     tracking: TrackingSpec = field(default_factory=TrackingSpec)
-    """Weights & Biases."""
 
     def __post_init__(self) -> None:
         require(0 <= self.seed < 2**32, "seed", self.seed, "it must be from 0 to 4294967295")

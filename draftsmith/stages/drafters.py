@@ -24,34 +24,35 @@ from draftsmith.eval.drafters.contender import (
 from draftsmith.eval.drafters.draft_model import check_context
 from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.formats.recognise import refuse_head
+from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import check_same_tokens
-from draftsmith.stages.heads import find_head, head_digest, load_best
+from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.heads import find_head, head_digest
 from draftsmith.stages.session import Session
 
 
-def load_heads(session: Session, target: Target, head_folder: Path | None) -> dict[str, DraftHead]:
+def load_heads(session: Session, target: Target) -> dict[str, DraftHead]:
     """Return the heads to measure by name, the run's own first, as they draft once trained, in the dtype of `target`.
 
     One made for another target of the same sizes is measured too, with a warning.
     """
-    own = load_fitting(session, target, head_folder)
+    own = load_fitting(session, target, session.head_folder)
     return {own.method: own.deployed(target).to(target.dtype)} | load_compared(session, target, own.method)
 
 
-def load_fitting(session: Session, target: Target, folder: Path | None) -> DraftHead:
-    """Return a head, with a warning where it was made for another target.
+def load_fitting(session: Session, target: Target, folder: Path) -> DraftHead:
+    """Return the head in a folder, with a warning where it was made for another target.
 
     Raises UserError where the head tunes its target: its adapter means nothing on other weights, such as those that it
     is merged into.
     """
     warnings: list[str] = []
-    head: DraftHead = load_best(session.recipe, target, folder, warn=warnings.append)
+    head = load_head(folder, target, warn=warnings.append)
     if head.trains.tunes_target:
-        check_made_for(find_head(session.recipe, folder), target)
+        check_made_for(folder, target)
     for text in warnings:
         session.warn(text)
     return head
@@ -59,22 +60,35 @@ def load_fitting(session: Session, target: Target, folder: Path | None) -> Draft
 
 def load_compared(session: Session, target: Target, taken: str) -> dict[str, DraftHead]:
     """Return the heads of `evaluate.beside`, with which the run's own, of the name `taken`, is compared."""
-    heads: dict[str, DraftHead] = {}
-    for name, folder in session.recipe.evaluate.beside.items():
-        if name == taken or not name.strip():
-            raise UserError(f"evaluate.beside names a head {name!r}, the name of the run's own: choose another.")
-        path = compared_folder(session, name, folder)
-        heads[name] = load_fitting(session, target, path).deployed(target).to(target.dtype)
-    return heads
+    folders = _compared_folders(session.recipe)
+    if wrong := [name for name in folders if name == taken or not name.strip()]:
+        raise UserError(f"evaluate.beside names a head {wrong[0]!r}, the name of the run's own: choose another.")
+    return {name: load_fitting(session, target, at).deployed(target).to(target.dtype) for name, at in folders.items()}
 
 
-def drafter_digests(session: Session, head_folder: Path | None, drafters: list[Contender]) -> dict[str, Any]:
+def _compared_folders(recipe: Recipe) -> dict[str, Path]:
+    """Return the folders of the heads of `evaluate.beside`, given their own or runs'. Raises UserError that names the key."""
+    named = recipe.evaluate.beside.items()
+    return {name: find_head(recipe, Path(folder), f"evaluate.beside.{name}") for name, folder in named}
+
+
+def check_named_drafters(recipe: Recipe) -> None:
+    """Raise UserError for heads, trees and draft models of the evaluation that are not there; no target is needed."""
+    _compared_folders(recipe)
+    for draft in recipe.evaluate.drafts:
+        draft.load()
+    for baseline in recipe.evaluate.baselines:
+        if baseline.path is not None:
+            _check_draft_model_path(baseline.path)
+
+
+def drafter_digests(session: Session, drafters: list[Contender]) -> dict[str, Any]:
     """Identify the heads, trees and baselines of the evaluation, as run.json records them."""
     recipe, spec = session.recipe, session.recipe.evaluate
-    beside = {name: head_digest(recipe, compared_folder(session, name, folder)) for name, folder in spec.beside.items()}
+    beside = {name: head_digest(folder) for name, folder in _compared_folders(recipe).items()}
     trees = {d.tree: t.choices for d in spec.drafts if (t := d.load()) is not None and not isinstance(t, DynamicTree)}
     baselines = {c.name: c.fingerprint for c in drafters if c.head is None}
-    found = {"head": head_digest(recipe, head_folder), "beside": beside, "trees": trees}
+    found = {"head": head_digest(session.head_folder), "beside": beside, "trees": trees}
     return found | ({"baselines": baselines} if baselines else {})
 
 
@@ -136,16 +150,16 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target, compared
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
         and (draft.confidence_threshold is None or head.trains.has_confidence or bool(draft.heads))
     ]
-    reach = head.drafts.max_speculative_tokens
-    if reach is not None and reach < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
+    most = head.drafts.max_speculative_tokens
+    if most is not None and most < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
         session.warn(
-            f"evaluate.num_speculative_tokens is {spec.num_speculative_tokens}, but {name} drafts {reach} tokens at most: its chains "
-            f"are measured with {reach}."
+            f"evaluate.num_speculative_tokens is {spec.num_speculative_tokens}, but {name} drafts {most} tokens at most: its chains "
+            f"are measured with {most}."
         )
     width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     for tree in (tree for _, tree in ways if isinstance(tree, StaticTree) and tree.ranks > width):
         raise UserError(
-            f"The tree {tree.name} tries rank {tree.ranks - 1} (the most likely token has 0), but {name} drafts {width} "
+            f"The tree {tree.name} proposes rank {tree.ranks - 1} (the most likely token has 0), but {name} drafts {width} "
             "tokens: take ranks below that."
         )
     return [
@@ -179,11 +193,6 @@ def at_temperature(drafters: list[Contender], sampling: Sampling) -> list[Conten
     return [c for c in drafters if c in kept]
 
 
-def compared_folder(session: Session, name: str, folder: str) -> Path:
-    """Return the folder of a head of `evaluate.beside`, given its own or a run's. Raises UserError that names the key."""
-    return find_head(session.recipe, Path(folder), f"evaluate.beside.{name}")
-
-
 def _baselines(session: Session, target: Target, longest: int) -> list[Contender]:
     """Return the recipe's baselines, draft models in the dtype of `target`.
 
@@ -210,7 +219,7 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
     """Load a draft model and check it as a target is checked, its tokenizer first. Raises UserError."""
     if path == session.target_path:
         raise UserError(f"evaluate.baselines names the target {path} as its own draft model: take a smaller one.")
-    check_draft_model_path(path)
+    _check_draft_model_path(path)
     try:
         refuse_head(path)  # which has no tokenizer
         check_same_tokens(session.tokenizer, read_tokenizer(path), path)
@@ -224,7 +233,7 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
         raise UserError(f"evaluate.baselines names a draft model that cannot be used: {error}") from error
 
 
-def check_draft_model_path(path: str) -> None:
+def _check_draft_model_path(path: str) -> None:
     """Raise UserError for a local folder that is not there, without asking the Hub for it."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if looks_local and not Path(path).is_dir():

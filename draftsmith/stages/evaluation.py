@@ -2,7 +2,7 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ MISSED = 3
 """Exit code where a number is below its threshold."""
 
 
-def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path | None = None) -> list[Path]:
+def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones."""
     recipe, spec = session.recipe, session.recipe.evaluate
     stage = "evaluate" if decode else "simulate"
@@ -37,10 +37,15 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
     requests, conversations = make_requests(session, session.target)
     original = session.original
     longest = longest_text(requests)
+
+    def drafters_of(target: Target) -> list[Contender]:
+        heads = load_heads(session, target)
+        return select_drafters(session, heads, target, longest, compared=original is not None)
+
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
-    drafters = _drafters(session, session.target, head_folder, longest, original)
+    drafters = drafters_of(session.target)
     inputs = {
-        **drafter_digests(session, head_folder, drafters),
+        **drafter_digests(session, drafters),
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
@@ -62,10 +67,10 @@ def evaluate_stage(session: Session, *, decode: bool = True, head_folder: Path |
         # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
         lossless: dict[str, dict[str, Lossless]] = {}
         if decode and spec.lossless and 0 in missing and dtype != "float32":
-            lossless = _lossless(session, requests, head_folder, original)
+            lossless = _lossless(session, requests, drafters_of, original)
         target = session.target_in(dtype)
         if target is not session.target:
-            drafters = _drafters(session, target, head_folder, longest, original)
+            drafters = drafters_of(target)
         alone = target if original is None else session.load_target(target.dtype_name, original.path)
         evaluator = Evaluator(session, alone, requests, conversations, drafters)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
@@ -87,13 +92,6 @@ def _as_compared(session: Session, stage: str, inputs: dict[str, Any]) -> dict[s
         return inputs
     earlier = inputs | {"original": made_from.fingerprint}
     return earlier if session.run.holds(stage, earlier) else inputs
-
-
-def _drafters(
-    session: Session, target: Target, head_folder: Path | None, longest: int, original: TargetIdentity | None
-) -> list[Contender]:
-    heads = load_heads(session, target, head_folder)
-    return select_drafters(session, heads, target, longest, compared=original is not None)
 
 
 def make_requests(session: Session, target: Target) -> tuple[list[Request], dict[str, Conversation]]:
@@ -147,15 +145,18 @@ def evaluation_conversations(session: Session) -> list[Conversation]:
 
 
 def _lossless(
-    session: Session, requests: Sequence[Request], head_folder: Path | None, original: TargetIdentity | None
+    session: Session,
+    requests: Sequence[Request],
+    drafters_of: Callable[[Target], list[Contender]],
+    original: TargetIdentity | None,
 ) -> dict[str, dict[str, Lossless]]:
     """Compare greedy texts with and without each draft in float32, where they must be equal."""
     target = session.load_target("float32")
     greedy = session.recipe.evaluate.sampling(0)
-    drafters = at_temperature(_drafters(session, target, head_folder, longest_text(requests), original), greedy)
+    drafters = at_temperature(drafters_of(target), greedy)
     # Drafts for a tuned target are compared with its own texts; the original verifies those of the baselines.
-    apart = original if any(c.verifier is None for c in drafters) else None
-    alone = target if apart is None else session.load_target("float32", apart.path)
+    compared = original if any(c.verifier is None for c in drafters) else None
+    alone = target if compared is None else session.load_target("float32", compared.path)
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
     return check_lossless(alone, drafters, requests, greedy)
 

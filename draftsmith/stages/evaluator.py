@@ -3,14 +3,14 @@
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.eval.decode.answers import Generation, Request, total
+from draftsmith.eval.decode.answers import Generation, Request, Tally, total
 from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
@@ -33,8 +33,8 @@ from draftsmith.eval.measure.result import (
     TargetInfo,
     environment,
 )
-from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
+from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.session import Session, say
 
@@ -42,31 +42,29 @@ _SIMULATED_BATCH = 32
 """Answers made together where nothing is timed."""
 
 
+@dataclass(frozen=True)
 class Evaluator:
-    """Evaluates drafters on the same prompts at one temperature after the other."""
+    """Evaluates drafters on the same prompts at one temperature after the other. conversations: those that the prompts
+    begin, by id."""
 
-    def __init__(
-        self,
-        session: Session,
-        target: Target,
-        requests: Sequence[Request],
-        conversations: dict[str, Conversation],
-        contenders: list[Contender],
-    ) -> None:
-        self.session, self.target, self.requests = session, target, list(requests)
-        self.recipe, self.spec = session.recipe, session.recipe.evaluate
-        self.conversations = conversations
-        self.contenders = contenders
+    session: Session
+    target: Target
+    requests: Sequence[Request]
+    conversations: Mapping[str, Conversation]
+    contenders: list[Contender]
+
+    @property
+    def spec(self) -> EvaluateSpec:
+        """The section `evaluate` of the recipe."""
+        return self.session.recipe.evaluate
 
     def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
         """Return the result of decoding with every drafter and the target alone in turns, and of simulating the same texts."""
         spec, contenders = self.spec, at_temperature(self.contenders, sampling)
         repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
         costs = measure_costs(self.target, contenders, self._typical_context(contenders), sampling, rows=spec.batch)
-        bar = tqdm(
-            total=spec.repeats * len(self.requests), desc=f"decoding at T={sampling.temperature:g}", unit="prompt"
-        )
-        with bar:
+        count, title = spec.repeats * len(self.requests), f"decoding at T={sampling.temperature:g}"
+        with tqdm(total=count, desc=title, unit="prompt") as bar:
             timings = run_systems(self.target, contenders, repeats, sampling, batch=spec.batch, on_batch=bar.update)
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
         drafters: dict[str, DrafterResult] = {}
@@ -83,22 +81,15 @@ class Evaluator:
             off_text[c.name] = found.off_text
             # Every slice for the first drafter, one for the others.
             examples += self._examples(c.name, found.texts)[: None if c is contenders[0] else 1]
-        return self._result(
-            sampling,
-            drafters,
-            off_text,
-            batch=spec.batch,
-            repeats=spec.repeats,
-            costs=costs,
-            examples=tuple(examples),
-        )
+        result = self._result(sampling, drafters, off_text, batch=spec.batch, repeats=spec.repeats)
+        return replace(result, costs=costs, examples=tuple(examples))
 
     def _typical_context(self, contenders: Sequence[Contender]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
         request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
         ids = list(request.prompt_ids)
-        room = self.target.context_length - max(c.nodes(c.max_k) for c in contenders) - 1
-        return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, room)]
+        longest = self.target.context_length - max(c.nodes(c.max_k) for c in contenders) - 1
+        return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, longest)]
 
     def _compare_timed(
         self, contender: Contender, alone: Timings, texts: Sequence[Text], sampling: Sampling
@@ -135,28 +126,27 @@ class Evaluator:
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         for c in self.contenders:
-            if c.simulate is not None:
-                own = c.verified_by(self.target)
-                if own not in answers:
-                    answers[own] = _answers(own, requests, sampling)
-                simulation = c.simulate(own, answers[own], sampling, c.max_k)
-                changed = {} if c.verifier is None else judge(self.target, c, answers[own], answers[self.target])
-                drafters[c.name] = self._simulated_drafter(c, answers[own], simulation, changed)
-                off_text[c.name] = simulation.off_text
-            else:
+            if c.simulate is None:
                 why = "what it drafts depends on more than the text" if c.lossless else "its texts are not the target's"
                 say(f"evaluate: {c.name} cannot be simulated, as {why}; it is left out")
+                continue
+            own = c.verified_by(self.target)
+            if own not in answers:
+                answers[own] = _answers(own, requests, sampling)
+            simulation = c.simulate(own, answers[own], sampling, c.max_k)
+            changed = {} if c.verifier is None else judge(self.target, c, answers[own], answers[self.target])
+            drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
+            off_text[c.name] = simulation.off_text
         return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
 
     def _simulated_drafter(
         self,
-        contender: Contender,
+        c: Contender,
         generations: Sequence[Generation],
-        simulation: Simulation,
+        tallies: Sequence[Sequence[Tally]],
         judged: Mapping[str, Mapping[str, Any]],
     ) -> DrafterResult:
         """Return a drafter's measures on the target's own answers. judged: what `judge` returned for a tuned target."""
-        c, tallies = contender, simulation.tallies
 
         def scope(slice_name: str | None) -> Measures:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
@@ -176,12 +166,11 @@ class Evaluator:
             )
 
         slices = dict.fromkeys(r.slice for r in self.requests)
-        per_slice = {slice_name: scope(slice_name) for slice_name in slices}
-        return DrafterResult(scope(None), per_slice, c.info)
+        return DrafterResult(scope(None), {name: scope(name) for name in slices}, c.info)
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Return the request with a random key of its own per repeat: greedy answers are the same, sampled ones differ."""
-        return replace(request, key=row_key(self.recipe.seed, "evaluate", repeat, request.sample_id))
+        return replace(request, key=row_key(self.session.recipe.seed, "evaluate", repeat, request.sample_id))
 
     def _result(
         self,
@@ -191,16 +180,15 @@ class Evaluator:
         *,
         batch: int,
         repeats: int,
-        **extra: Any,
     ) -> Result:
-        spec, target = self.spec, self.target
+        recipe, target = self.session.recipe, self.target
         return Result(
             command=shlex.join(["draftsmith", *sys.argv[1:]]),
             **environment(),
-            recipe=asdict(self.recipe),
+            recipe=asdict(recipe),
             target=TargetInfo(
                 # A tuned target is compared with its original, which then is the target here.
-                path=self.recipe.target.path if target.path == self.session.target.path else target.path,
+                path=recipe.target.path if target.path == self.session.target.path else target.path,
                 fingerprint=target.fingerprint,
                 parameters=sum(p.numel() for p in target.model.parameters()),
                 num_layers=target.num_layers,
@@ -211,10 +199,10 @@ class Evaluator:
                 temperature=sampling.temperature,
                 top_k=sampling.top_k or None,
                 top_p=sampling.top_p if sampling.top_p < 1 else None,
-                num_speculative_tokens=spec.num_speculative_tokens,
+                num_speculative_tokens=self.spec.num_speculative_tokens,
                 batch=batch,
                 dtype=target.dtype_name,
-                seed=self.recipe.seed,
+                seed=recipe.seed,
                 repeats=repeats,
                 min_p=sampling.min_p or None,
                 repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
@@ -225,21 +213,21 @@ class Evaluator:
                 for name, count in off_text.items()
             }
             | {f"{WARNING} {number}": text for number, text in enumerate(self.session.warnings, 1)},
-            **extra,
         )
 
     def _examples(self, name: str, texts: Sequence[Text]) -> list[Example]:
         """Return the first answer of each slice, token by token, with the draft position that each token came from."""
         allowed = self.spec.example_slices
         first: dict[str, Generation] = {}
-        for text in texts:
-            request = text.generation.request
-            if not allowed or request.slice in allowed:
-                first.setdefault(request.slice, text.generation)
-        return [
-            Example(name, slice_name, _prompt_text(self.conversations[g.request.sample_id]), self._pieces(g))
-            for slice_name, g in first.items()
-        ]
+        for generation in (text.generation for text in texts):
+            if not allowed or generation.request.slice in allowed:
+                first.setdefault(generation.request.slice, generation)
+        found = []
+        for slice_name, g in first.items():
+            prompt = self.conversations[g.request.sample_id].prompt()
+            text = "\n\n".join(str(message.get("content") or "") for message in prompt)
+            found.append(Example(name, slice_name, text, self._pieces(g)))
+        return found
 
     def _pieces(self, generation: Generation) -> tuple[Piece, ...]:
         positions: list[int | None] = [None]
@@ -258,7 +246,3 @@ def _answers(target: Target, requests: Sequence[Request], sampling: Sampling) ->
             generations.append(generation)
             bar.update()
     return generations
-
-
-def _prompt_text(conversation: Conversation) -> str:
-    return "\n\n".join(str(m.get("content") or "") for m in conversation.prompt())

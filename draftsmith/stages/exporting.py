@@ -1,6 +1,5 @@
 """The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ from draftsmith.heads.export.tuned import FOLDERS, check_tuned, write_adapter, w
 from draftsmith.heads.formats.contracts import target_reference
 from draftsmith.heads.formats.engines import ENGINES
 from draftsmith.heads.formats.layout import default_layout, layouts_of
+from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.formats.start import Adapter
-from draftsmith.heads.record import read_record, warnings_for
-from draftsmith.heads.target.identity import TargetIdentity, compare
+from draftsmith.heads.record import check_made_for, read_record
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.heads import find_head, head_digest, load_best
+from draftsmith.stages.heads import head_digest
 from draftsmith.stages.session import Session, say
 
 
@@ -58,24 +57,30 @@ def check_adapter(recipe: Recipe, head: DraftHead) -> None:
             )
 
 
-def export_stage(session: Session, head_folder: Path | None = None) -> Path:
+def export_stage(session: Session) -> Path:
     """Write the trained head as the directory that an engine loads, and check it by loading it again."""
-    recipe, spec, target = session.recipe, session.recipe.export, session.target
-    trained = load_best(recipe, target, head_folder)
-    made_for = _made_for(session, head_folder)
-    options = export_options(recipe, trained.method)
+    recipe, spec, folder, now = session.recipe, session.recipe.export, session.head_folder, session.target.identity
+    head: Any = load_head(folder, session.target)
+    check_adapter(recipe, head)
+    # Other weights were refused; what is left to differ, tokenizer, chat template or eos ids, is worth a warning.
+    check_made_for(folder, session.target, session.warn)
+    recorded = read_record(folder)
+    options = export_options(recipe, head.method)
     destination = recipe.run_dir / "export" / options["layout"]
-    head, tuned = _deployed(session, trained, destination)
-    target = target if tuned is None else tuned.target
+    target, kind, tuned_folder = session.target, spec.adapter or "merge", None
+    if head.trains.tunes_target:
+        original = session.target_in(spec.dtype)
+        head, tuned_folder = head.deployed(original), destination.parent / FOLDERS[kind]
+        target = head.verifier(original)
+        # What the heads' configuration names as their target.
+        target.path = str(tuned_folder.absolute()) if kind == "merge" else target_reference(original)
     inputs = {
-        "head": head_digest(recipe, head_folder),
+        "head": head_digest(folder),
         "target": session.target.fingerprint,
         # What else the files hold of the target: its name, the dtype unless one is named, and with whole models the rest.
         "target.reference": target_reference(session.target),
         "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
-        "identity": {
-            name: getattr(session.target.identity, name) for name in ("tokenizer", "chat_template", "eos_ids")
-        },
+        "identity": {name: getattr(now, name) for name in ("tokenizer", "chat_template", "eos_ids")},
         # Not the layout: one run may be exported for several engines.
         "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
@@ -83,78 +88,33 @@ def export_stage(session: Session, head_folder: Path | None = None) -> Path:
     files = convert_head(head, target, **options)  # refuses before an old export is removed
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
-        if tuned is not None:
-            check_tuned(tuned.folder)
-    if session.begin("export", inputs) and destination.exists() and (tuned is None or tuned.folder.exists()):
+        if tuned_folder is not None:
+            check_tuned(tuned_folder)
+    if session.begin("export", inputs) and all(one.exists() for one in (destination, tuned_folder) if one is not None):
         return destination
-    if tuned is not None:
-        made_for = tuned.write(session.target, recipe.target.trust_remote_code)
-        say(f"export: {tuned.folder}")
-    note, adapter = ("", None) if tuned is None else (tuned.note, tuned.adapter)
-    export_head(head, target, destination, made_for=made_for, target_note=note, adapter=adapter, **options)
+    if tuned_folder is None:
+        # What the head's checkpoint does not record of its target is taken from the one at hand.
+        options["made_for"] = now if recorded is None else recorded.completed(now)
+    else:
+        options |= _write_tuned(session, head, target, kind, tuned_folder)
+        say(f"export: {tuned_folder}")
+    export_head(head, target, destination, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
 
 
-@dataclass(frozen=True)
-class _Tuned:
-    """A tuned target and how it is exported, into `folder`."""
-
-    head: Any
-    target: Target
-    folder: Path
-    kind: str
-
-    @property
-    def note(self) -> str:
-        """What the README of the heads says about the tuned target."""
-        if self.kind == "merge":
-            return (
-                f"These heads draft for the tuned target in `../{self.folder.name}`: serve that one, not the original."
-            )
-        return (
-            f"These heads draft for the target with the adapter in `../{self.folder.name}`, not for the target alone."
-        )
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that the target must be served with, None for a whole model."""
-        return None if self.kind == "merge" else Adapter(str(self.folder.absolute()), self.head.tuned.spec.rank)
-
-    def write(self, original: Target, trust_remote_code: bool) -> TargetIdentity:
-        """Write the target or the adapter; return its identity, whose fingerprint the target then has too."""
-        if self.kind == "merge":
-            identity = write_merged(self.head.method, original, self.target, self.folder, trust_remote_code)
-        else:
-            identity = write_adapter(self.head.method, self.head.tuned, self.folder)
-        self.target.fingerprint = identity.fingerprint or self.target.fingerprint
-        return identity
-
-
-def _deployed(session: Session, trained: DraftHead, destination: Path) -> tuple[DraftHead, _Tuned | None]:
-    """Return the head as it drafts, and the target that was tuned with it (None where none was)."""
-    check_adapter(session.recipe, trained)
-    if not trained.trains.tunes_target:
-        return trained, None
-    original = session.target_in(session.recipe.export.dtype)
-    head, kind = trained.deployed(original), session.recipe.export.adapter or "merge"
-    target, folder = head.verifier(original), destination.parent / FOLDERS[kind]
-    # What the heads' configuration names as their target.
-    target.path = str(folder.absolute()) if kind == "merge" else target_reference(original)
-    return head, _Tuned(head, target, folder, kind)
-
-
-def _made_for(session: Session, head_folder: Path | None) -> TargetIdentity:
-    """Return the target that the head's checkpoint records, for the record of the export.
-
-    Warns where tokenizer, chat template or eos ids have changed since; other weights were refused before. What the
-    checkpoint does not record is taken from the target at hand.
-    """
-    folder, now = find_head(session.recipe, head_folder), session.target.identity
-    recorded = read_record(folder)
-    if recorded is None:
-        return now
-    for text in warnings_for(folder, compare(recorded, now), recorded, session.target.path):
-        session.warn(text)
-    return recorded.completed(now)
+def _write_tuned(session: Session, head: Any, target: Target, kind: str, folder: Path) -> dict[str, Any]:
+    """Write the target that was tuned with a head, as a whole model ("merge") or as an adapter; return what the export of
+    the head says of it, as arguments of `export_head`."""
+    adapter = None
+    if kind == "merge":
+        remote = session.recipe.target.trust_remote_code
+        identity = write_merged(head.method, session.target, target, folder, remote)
+        note = f"These heads draft for the tuned target in `../{folder.name}`: serve that one, not the original."
+    else:
+        identity = write_adapter(head.method, head.tuned, folder)
+        adapter = Adapter(str(folder.absolute()), head.tuned.spec.rank)
+        note = f"These heads draft for the target with the adapter in `../{folder.name}`, not for the target alone."
+    target.fingerprint = identity.fingerprint or target.fingerprint
+    return {"made_for": identity, "target_note": note, "adapter": adapter}

@@ -13,11 +13,10 @@ from huggingface_hub import snapshot_download
 
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
+from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.formats.start import GGUF_TYPES
 from draftsmith.stages import gguf_wrapper
 from draftsmith.stages.exporting import export_options
-from draftsmith.stages.heads import load_best
-from draftsmith.stages.options import GgufOptions
 from draftsmith.stages.session import Session, say
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
@@ -30,13 +29,7 @@ PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}
 
 
 def convert(
-    tree: Path,
-    model: Path,
-    out: Path,
-    outtype: str,
-    *,
-    target: Path | None = None,
-    pre_tokenizer: str | None = None,
+    tree: Path, model: Path, out: Path, outtype: str, *, target: Path | None = None, pre_tokenizer: str | None = None
 ) -> Path:
     """Write the model in the folder `model` as the GGUF file `out`, all or nothing, and return its path.
 
@@ -72,10 +65,10 @@ def check_tree(tree: Path) -> None:
         raise UserError(f"The llama.cpp in {tree} is too old to convert EAGLE-3 heads: update it (`git pull`).")
 
 
-def check_options(session: Session, options: GgufOptions, head_folder: Path | None) -> None:
+def check_conversion(session: Session, tree: Path) -> None:
     """Refuse, before any work, what cannot be converted."""
-    check_tree(options.tree)
-    method = load_best(session.recipe, session.target, head_folder).method
+    check_tree(tree)
+    method = load_head(session.head_folder, session.target).method
     if (layout := export_options(session.recipe, method)["layout"]) not in (*HEADS, WHOLE):
         own = f"{method}_llama_cpp"
         wanted = WHOLE if method == WHOLE else own if own in HEADS else ""
@@ -86,24 +79,24 @@ def check_options(session: Session, options: GgufOptions, head_folder: Path | No
         )
 
 
-def export_gguf(session: Session, exported: Path, options: GgufOptions) -> Path:
-    """Convert the export in the folder `exported` to a GGUF file next to it; print the command that converts the target."""
-    dtype = session.recipe.export.dtype
-    outtype = options.outtype or GGUF_TYPES[session.target.dtype_name if dtype == "auto" else dtype]
-    target, out = _local(session.target_path), exported.with_name(f"{exported.name}.gguf")
+def export_gguf(
+    session: Session, exported: Path, tree: Path, outtype: str | None = None, pre_tokenizer: str | None = None
+) -> Path:
+    """Convert the export in the folder `exported` to a GGUF file next to it; print the command that converts the target.
+
+    outtype: None for the dtype of the export. The rest is as in `convert`.
+    """
+    dtype, target = session.recipe.export.dtype, Path(session.target_path).absolute()
+    outtype = outtype or GGUF_TYPES[session.target.dtype_name if dtype == "auto" else dtype]
+    if not target.is_dir():  # a Hub name, of which the configuration and the tokenizer are needed
+        target = Path(snapshot_download(session.target_path, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
+    out = exported.with_name(f"{exported.name}.gguf")
     needs = None if exported.name == WHOLE else target
-    convert(options.tree, exported, out, outtype, target=needs, pre_tokenizer=options.pre_tokenizer)
+    convert(tree, exported, out, outtype, target=needs, pre_tokenizer=pre_tokenizer)
     arguments = [str(target), "--outfile", "target.gguf", "--outtype", GGUF_TYPES[session.target.dtype_name]]
     say(f"gguf: {out} ({outtype})")
-    say(f"the target: {shlex.join(_command(options.tree, arguments, options.pre_tokenizer))}")
+    say(f"the target: {shlex.join(_command(tree, arguments, pre_tokenizer))}")
     return out
-
-
-def _local(path: str) -> Path:
-    """Return the folder of a target's configuration and tokenizer, fetched from the Hub if need be."""
-    if Path(path).is_dir():
-        return Path(path).absolute()
-    return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
 
 
 def _command(tree: Path, arguments: Sequence[str], pre_tokenizer: str | None) -> list[str]:

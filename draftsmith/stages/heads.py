@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint, sha256_file
@@ -41,23 +40,13 @@ def find_head(recipe: Recipe, folder: Path | None = None, key: str = "--head") -
     return found
 
 
-def head_digest(recipe: Recipe, folder: Path | None = None) -> str:
-    """Return 16 hex digits that name a head's weights; of one in another format than a checkpoint also its configuration."""
-    found = find_head(recipe, folder)
-    files = all_weights_files(found)
-    if recognise(found) is CHECKPOINT:
+def head_digest(folder: Path) -> str:
+    """Return 16 hex digits that name the weights of the head in a folder; of one in another format than a checkpoint also its
+    configuration."""
+    files = all_weights_files(folder)
+    if recognise(folder) is CHECKPOINT:
         return sha256_file(files[0])[:16]
-    return fingerprint([sha256_file(file) for file in (found / CONFIG, *files)])
-
-
-def load_best(
-    recipe: Recipe, target: Target, folder: Path | None = None, *, warn: Callable[[str], None] | None = None
-) -> Any:
-    """Load the head that `find_head` finds for `target`, in float32, in evaluation mode.
-
-    warn: receives a sentence per difference where the head was made for another target; None refuses such a head.
-    """
-    return load_head(find_head(recipe, folder), target, warn=warn).to(target.device).eval()
+    return fingerprint([sha256_file(file) for file in (folder / CONFIG, *files)])
 
 
 def warm_folder(recipe: Recipe) -> Path | None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.heads.formats.layout import layouts_of
-from draftsmith.stages.answers import answers_stage, load_samples
+from draftsmith.stages.data import answers_stage, features_stage, load_samples
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
-from draftsmith.stages.features import features_stage
 from draftsmith.stages.run import COMMAND_STAGES
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import prepare_training, train_stage
+from draftsmith.train.schedule import TrainData
 
 
 @dataclass
@@ -34,19 +34,10 @@ class Made:
     export: Path | None = None
 
 
-def make_stages(
-    session: Session,
-    command: str,
-    *,
-    head: Path | None = None,
-    show: Callable[[list[Path]], None] = lambda results: None,
-) -> Made:
-    """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused.
-
-    head: the folder of the head to evaluate or export, None for the run's own. show: receives the result files as soon
-    as they are written.
-    """
-    stages, made = COMMAND_STAGES[command], Made()
+def make_stages(session: Session, command: str, show: Callable[[list[Path]], None] = lambda results: None) -> Made:
+    """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused. show:
+    receives the result files as soon as they are written."""
+    stages, made, start = COMMAND_STAGES[command], Made(), None
     with main_process_first(session.device):
         if "answers" in stages:
             made.answers = answers_stage(session)
@@ -55,13 +46,12 @@ def make_stages(
             # First, so that mistakes are found before hidden states are made and an earlier head is removed.
             start = prepare_training(session, made.samples) if "train" in stages else None
             made.features = features_stage(session, made.samples)
-    if "train" in stages:
-        assert start is not None
-        assert made.features is not None
-        made.head = train_stage(session, start, made.features)
+    if start is not None and made.features is not None:
+        untrained, train, heldout = start
+        made.head = train_stage(session, untrained, TrainData(made.features, train, heldout))
     if "evaluate" in stages or "simulate" in stages:
-        made.results = evaluate_stage(session, decode="evaluate" in stages, head_folder=head)
+        made.results = evaluate_stage(session, decode="evaluate" in stages)
         show(made.results)
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
-        made.export = export_stage(session, head)
+        made.export = export_stage(session)
     return made

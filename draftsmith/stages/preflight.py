@@ -1,7 +1,6 @@
 """Checks before a command spends hours of work: mistakes in the recipe, and what does not fit together."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,34 +13,26 @@ from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.layers.config import steady_positions
 from draftsmith.heads.vocab import choose_draft_vocab
-from draftsmith.stages.drafters import (
-    check_draft_model_path,
-    compared_folder,
-    load_compared,
-    load_heads,
-    select_drafters,
-)
+from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
 from draftsmith.stages.evaluation import evaluation_conversations, longest_text, make_requests
 from draftsmith.stages.exporting import check_adapter, export_options
-from draftsmith.stages.heads import find_head, load_warm, warm_folder
+from draftsmith.stages.heads import load_warm, warm_folder
 from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.train.parallel import check_launch
 
 
-def preflight(session: Session, command: str, head: Path | None = None) -> list[Contender]:
-    """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it.
+def preflight(session: Session, command: str) -> list[Contender]:
+    """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it, those first that need no target.
 
-    Before training or extraction: makes the head that training starts from, which checks its layers, its draft
-    vocabulary, its context and `train.warm_start`, and checks the loss, the stored layers and the export against it.
-    Before an evaluation: also checks that the prompts can be read, that the drafts fit the heads and the baselines the
-    target, and returns the drafters. head: the folder of the head to evaluate or export, None for the run's. What needs
-    no target is checked before it is loaded: the head's folder, the launch file, the prompts, heads and trees of the
-    evaluation, and the data. An export checks itself before it writes.
+    Before training or extraction: makes the head that training starts from, and checks it against the loss, the stored
+    layers and the export. Before an evaluation: checks prompts, drafts, heads and baselines, and returns the drafters. An
+    export checks itself before it writes.
     """
     recipe = session.recipe
     if command in ("evaluate", "export"):
-        find_head(recipe, head)
+        _ = session.head_folder
     check_folder("output_dir", recipe.run_dir)
     check_folder("data_dir", recipe.data_path)
     check_launch(recipe.train)
@@ -55,12 +46,27 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
     if making:
         warm_folder(recipe)
     if evaluating:
-        _check_evaluation(session)
+        evaluation_conversations(session)
+        check_named_drafters(recipe)
     untrained = _check_initial_head(session, exporting=command == "run") if making else None
     _warn_of_slow_dtypes(session, making, learning, evaluating)
-    if making and not recipe.answers.regenerate and (asked := recipe.answers.unheard):
+    _warn_of_settings_without_effect(recipe, making, learning)
+    if not evaluating:
+        return []
+    target = session.target
+    if untrained is None:
+        heads = load_heads(session, target)
+    else:
+        heads = {untrained.method: untrained} | load_compared(session, target, untrained.method)
+    longest = longest_text(make_requests(session, target)[0])
+    return select_drafters(session, heads, target, longest, compared=session.original is not None)
+
+
+def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: bool) -> None:
+    """Warn of settings that have no effect, given others of the recipe."""
+    if making and not recipe.answers.regenerate and (setting := recipe.answers.without_effect):
         say(
-            f"warning: answers.{asked} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
+            f"warning: answers.{setting} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
             "held-out acceptance is measured as that of plain samples at temperature 1."
         )
     if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:
@@ -75,15 +81,6 @@ def preflight(session: Session, command: str, head: Path | None = None) -> list[
             f"warning: features.{stored[0]} is {getattr(spec, stored[0])}, but features.source is online, which stores nothing: set "
             "the source to store, or leave it out."
         )
-    if not evaluating:
-        return []
-    target = session.target
-    if untrained is None:
-        heads = load_heads(session, target, head)
-    else:
-        heads = {untrained.method: untrained} | load_compared(session, target, untrained.method)
-    longest = longest_text(make_requests(session, target)[0])
-    return select_drafters(session, heads, target, longest, compared=session.original is not None)
 
 
 def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:
@@ -102,19 +99,6 @@ def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluat
             "warning: this CPU emulates bf16, which takes ten times as long as fp32 or more: set "
             f"{' and '.join(changes)}."
         )
-
-
-def _check_evaluation(session: Session) -> None:
-    """Check what an evaluation names, without the target."""
-    spec = session.recipe.evaluate
-    evaluation_conversations(session)
-    for name, folder in spec.beside.items():
-        compared_folder(session, name, folder)
-    for draft in spec.drafts:
-        draft.load()
-    for baseline in spec.baselines:
-        if baseline.path is not None:
-            check_draft_model_path(baseline.path)
 
 
 def _check_initial_head(session: Session, exporting: bool) -> DraftHead:

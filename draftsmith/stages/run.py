@@ -39,7 +39,6 @@ FOLLOWERS = {
 }
 """The stages that are removed with a stage, itself included, as they were made from it."""
 
-
 COMMAND_STAGES = {
     "run": ("answers", "features", "train", "evaluate", "export"),
     "regenerate": ("answers",),
@@ -104,7 +103,11 @@ class RunDirectory:
             return
         before = known.inputs
         keys = sorted(flat.keys() | before)
-        changed = [key for key in keys if _none_if_empty(flat.get(key)) != _none_if_empty(before.get(key))] or keys
+        # A setting that is left out and an empty one are the same.
+        now, then = (
+            {key: None if one.get(key) in ([], {}, "") else one.get(key) for key in keys} for one in (flat, before)
+        )
+        changed = [key for key in keys if now[key] != then[key]] or keys
         changed.sort(key=lambda key: key != "method")  # first, as other options come with it
         shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
         raise UserError(
@@ -179,44 +182,29 @@ class RunDirectory:
         write_json(self._file, self._read() | {stage: vars(record)})
 
 
-def _none_if_empty(value: Any) -> Any:
-    """Return None for an empty value: a setting that is left out and an empty one are the same."""
-    return None if value in ([], {}, "") else value
-
-
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _plain(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return inputs flat and as JSON keeps them, so that they compare equal to those of a run.json."""
-    return json.loads(json.dumps(_flatten(inputs), default=str))
-
-
-def _flatten(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to dotted keys, the names that recipes and overrides use."""
+def _plain(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return inputs as run.json keeps them, so that they compare equal: flat, by the dotted keys of recipes and overrides."""
     flat: dict[str, Any] = {}
-    for key, value in values.items():
+    for key, value in inputs.items():
         if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= _plain(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+            flat[prefix + key] = json.loads(json.dumps(value, default=str))
     return flat
 
 
-def check_stage_names(names: Sequence[str]) -> None:
-    """Refuse names that are not stages."""
-    for name in names:
-        if name not in STAGES:
-            raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")
-
-
 def check_redo(names: Sequence[str], command: str, recipe: Recipe) -> None:
-    """Refuse to remove what `draftsmith COMMAND` would not make again with this recipe."""
+    """Refuse to remove what is no stage, and what `draftsmith COMMAND` would not make again with this recipe."""
     absent = {"answers": not recipe.answers.regenerate, "features": recipe.features.source == "online"}
     made = [stage for stage in COMMAND_STAGES.get(command, ()) if not absent.get(stage)]
     for name in names:
+        if name not in STAGES:
+            raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")
         if name not in made:
             others = f"only {', '.join(made)}" if made else "nor any other"
             raise UserError(

@@ -27,7 +27,7 @@ from draftsmith.heads.target.target import Target
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
-from draftsmith.stages.heads import WARM_START, load_warm
+from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
 
 
@@ -37,10 +37,13 @@ def say(text: str) -> None:
 
 
 class Session:
-    """A recipe, its run directory, and what several stages load only once."""
+    """A recipe, its run directory, and what several stages load only once.
 
-    def __init__(self, recipe: Recipe, *, redo: set[str] | None = None) -> None:
-        self.recipe = recipe
+    redo: stages to make again. head: the folder of the head to measure or export, or of its run; None for this run's own.
+    """
+
+    def __init__(self, recipe: Recipe, *, redo: set[str] | None = None, head: Path | None = None) -> None:
+        self.recipe, self.named_head = recipe, head
         main = int(os.environ.get("RANK", "0")) == 0
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if main else set()
@@ -66,6 +69,11 @@ class Session:
         return ensure_embedded()
 
     @property
+    def head_folder(self) -> Path:
+        """The folder of the head to measure or export. Raises UserError where there is none, or one that cannot be loaded."""
+        return find_head(self.recipe, self.named_head)
+
+    @property
     def target_path(self) -> str:
         """Folder or Hub name of the target."""
         path = self.recipe.target.path
@@ -77,14 +85,8 @@ class Session:
 
     def load_target(self, dtype: str, path: str | None = None) -> Target:
         """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
-        spec, path = self.recipe.target, path or self.target_path
-        return draftsmith.load_target(
-            path,
-            dtype=dtype,
-            device=self.device,
-            attn_implementation=spec.attn_implementation,
-            trust_remote_code=spec.trust_remote_code,
-        )
+        own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
+        return draftsmith.load_target(**asdict(self.recipe.target) | own)
 
     @cached_property
     def target(self) -> Target:
@@ -105,26 +107,25 @@ class Session:
         Also None, with a warning in the results, where the original cannot be compared or the recipe does not want it.
         """
         made_from = tuned_from(Path(self.target_path))
-        why = None if made_from is None else self._why_not_compared(made_from)
-        if made_from is None or why is None:
-            return made_from
+        if made_from is None:
+            return None
+        if not self.recipe.evaluate.original:
+            why = "evaluate.original is false"
+        elif made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).is_dir()):
+            why = "it is not there any more"
+        else:
+            try:
+                if fingerprint_directory(weights_directory(made_from.path)) == made_from.fingerprint:
+                    return made_from
+                why = "another model lies there now"
+            except (OSError, UserError):
+                why = "it cannot be read any more"
         self.warn(
             f"the target {self.target_path} was tuned together with heads, and is not compared with the original "
             f"({made_from.path}), as {why}: speed here is relative to the tuned target, and what the tuning changed is in "
             "the report of the run that tuned it."
         )
         return None
-
-    def _why_not_compared(self, made_from: TargetIdentity) -> str | None:
-        if not self.recipe.evaluate.original:
-            return "evaluate.original is false"
-        if made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).is_dir()):
-            return "it is not there any more"
-        try:
-            same = fingerprint_directory(weights_directory(made_from.path)) == made_from.fingerprint
-        except (OSError, UserError):
-            return "it cannot be read any more"
-        return None if same else "another model lies there now"
 
     @cached_property
     def tokenizer(self) -> Any:

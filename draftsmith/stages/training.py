@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from draftsmith.data.answers.split import split_heldout
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.features.store import FeatureSource
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
@@ -19,41 +17,31 @@ from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.fingerprint import fingerprint_directory
 from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
 from draftsmith.heads.warm_start import restart
-from draftsmith.stages.answers import answer_inputs
+from draftsmith.stages.data import answer_inputs, head_layers
 from draftsmith.stages.device import main_process_first
-from draftsmith.stages.features import head_layers
-from draftsmith.stages.heads import head_digest, load_warm
+from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.session import Session, say
 from draftsmith.train import loop
 from draftsmith.train.schedule import TrainData
 
 
-@dataclass(frozen=True)
-class TrainingStart:
-    """The head before training, and the numbers of the samples that train it and that are held out."""
-
-    head: DraftHead
-    train: list[int]
-    heldout: list[int]
-
-
-def prepare_training(session: Session, samples: list[Tokenized]) -> TrainingStart:
-    """Split the samples, choose the draft vocabulary and make the head; raises UserError for what cannot be trained."""
+def prepare_training(session: Session, samples: list[Tokenized]) -> tuple[DraftHead, list[int], list[int]]:
+    """Split the samples, choose the draft vocabulary and make the head; return it and the numbers of the samples that train
+    it and that are held out. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
     vocab = pick_draft_vocab(session, samples, train, None if warm is None else warm.draft_vocab)
     torch.manual_seed(session.recipe.seed)
-    return TrainingStart(initial_head(session, warm, vocab, samples), train, heldout)
+    return initial_head(session, warm, vocab, samples), train, heldout
 
 
-def train_stage(session: Session, start: TrainingStart, features: FeatureSource) -> Path:
-    """Train the head on the hidden states of the samples; return the folder of the best one."""
+def train_stage(session: Session, head: DraftHead, data: TrainData) -> Path:
+    """Train the head of `prepare_training`; return the folder of the best one."""
     folder = session.recipe.run_dir / "train"
     with main_process_first(session.device) as main:
         done = session.begin("train", train_inputs(session))
     if not done:
-        data = TrainData(features, start.train, start.heldout)
-        loop.train(session.recipe, session.target, start.head, data, folder)
+        loop.train(session.recipe, session.target, head, data, folder)
         if main:
             session.finish("train", json.loads((folder / "summary.json").read_text(encoding="utf-8")))
     return folder / "best"
@@ -61,7 +49,7 @@ def train_stage(session: Session, start: TrainingStart, features: FeatureSource)
 
 def train_inputs(session: Session) -> dict[str, Any]:
     """Return what a trained head depends on, as run.json records it."""
-    recipe, warm = session.recipe, session.recipe.train.warm_start
+    recipe, warm = session.recipe, warm_folder(session.recipe)
     head = fingerprint_fields(recipe.head)
     for key in getattr(recipe.head, "MODELS", ()):
         if head.get(key) and Path(head[key]).is_dir():
@@ -78,7 +66,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
         "head": head,
         "train": fingerprint_fields(recipe.train, volatile),
         # What a head holds counts, not where it lies; so with models above.
-        **({} if warm is None else {"train.warm_start": head_digest(recipe, Path(warm))}),
+        **({} if warm is None else {"train.warm_start": head_digest(warm)}),
         "data.heldout": recipe.data.heldout,
         "data.on_too_long": recipe.data.on_too_long,
         "num_speculative_tokens": recipe.evaluate.num_speculative_tokens,

@@ -31,10 +31,9 @@ from draftsmith.eval.tree_search.search import FoundTree, find_trees, measure_tr
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target
-from draftsmith.stages.answers import answer_inputs, answers_file, load_samples
+from draftsmith.stages.data import answer_inputs, answers_file, load_samples
 from draftsmith.stages.drafters import load_fitting
-from draftsmith.stages.heads import find_head, head_digest
-from draftsmith.stages.options import TreeOptions
+from draftsmith.stages.heads import head_digest
 from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import split_samples
 
@@ -48,124 +47,99 @@ _SHOWN = (1, 2, 3, 4, 5, 7, 9, 11, 15, 19, 23, 31, 39, 47, 63, 79, 95, 127, 159,
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """The answers that a tree is searched on. samples: answers that the head was not trained on. sampling: the settings
-    they were drawn with. source: where they come from, for messages."""
-
-    samples: list[Tokenized]
-    sampling: Sampling
-    source: str
-
-
-@dataclass(frozen=True)
 class _Search:
-    """What a search works with. texts: the head's ranks of the answers' tokens. nodes: of the largest tree."""
+    """What a search works with. samples: answers that the head was not trained on. sampling: the settings they were drawn
+    with. source: where they come from, for messages. texts: the head's ranks of their tokens. nodes: of the largest tree."""
 
     target: Target
     head: DraftHead
-    answers: Calibration
+    samples: list[Tokenized]
+    sampling: Sampling
+    source: str
     texts: TextRanks
     nodes: int
 
 
-def search_tree(session: Session, options: TreeOptions) -> Path:
+def search_tree(session: Session, nodes: int | None, temperature: float | None, output: Path | None) -> Path:
     """Find the tree, save it, print a table of the trees by size, and return the file.
 
-    Raises UserError for a head, a size or a file with which that cannot be done.
+    nodes: of the tree, None for as many as are fastest. temperature: None for that of the run's answers. output: None for
+    tree.json in the run directory. Raises UserError for a head, a size or a file with which that cannot be done.
     """
-    path = options.output or session.recipe.run_dir / "tree.json"
-    _check_output(path)
-    search = _prepare(session, options)
-    found = find_trees(search.texts, sizes_up_to(search.nodes))
-    if options.nodes is not None and len(found[-1].tree.choices) < options.nodes:
+    path = output or session.recipe.run_dir / "tree.json"
+    if not path.parent.is_dir():
+        raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
+    if path.is_dir() or (path.exists() and read_origin(path) is None):
+        raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
+    search = _prepare(session, nodes, temperature)
+    target, texts = search.target, search.texts
+    found = find_trees(texts, sizes_up_to(search.nodes))
+    if nodes is not None and len(found[-1].tree.choices) < nodes:
         raise UserError(
-            f"--nodes is {options.nodes}, but {search.texts.depth} drafted tokens of {search.texts.most} words make no tree of more "
-            f"than {len(found[-1].tree.choices)}: ask for fewer."
+            f"--nodes is {nodes}, but {texts.depth} drafted tokens of {texts.most} words make no tree of more than "
+            f"{len(found[-1].tree.choices)}: ask for fewer."
         )
     say("search-tree: timing target passes and drafts")
-    context_ids = _typical_context(search.answers.samples, search.target.context_length - search.nodes - 2)
-    rows = session.recipe.evaluate.batch
-    costs = measure_tree_costs(search.target, search.head, found, context_ids, search.answers.sampling, rows=rows)
+    context_ids, rows = _typical_context(search), session.recipe.evaluate.batch
+    costs = measure_tree_costs(target, search.head, found, context_ids, search.sampling, rows=rows)
     budgets = [costs.budget(one) for one in found]
-    if options.nodes is None:
-        budgets = _of_any_depth(search.texts, budgets, costs)
-    chosen = fastest(budgets) if options.nodes is None else budgets[-1]
+    if nodes is None:
+        budgets = _of_any_depth(texts, budgets, costs)
+    chosen = fastest(budgets) if nodes is None else budgets[-1]
     published = _published(search, costs)
+    machine = environment()
     origin = {
-        "head": {"method": search.head.method, "digest": head_digest(session.recipe, options.head)},
-        **_describe(search),
+        "head": {"method": search.head.method, "digest": head_digest(session.head_folder)},
+        "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
+        "sampling": asdict(search.sampling),
+        "calibration": {"source": search.source, "answers": texts.answers, "places": texts.places},
         "chosen": _facts(chosen),
         "sizes": [_facts(budget) for budget in budgets],
         "published": {name: _facts(budget) for name, budget in published.items()},
         "costs": {"batch": rows, "context": len(context_ids), **costs.facts},
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        **machine,
+        "hardware": asdict(machine["hardware"]),
     }
-    save_tree(path, chosen.found.tree, origin | _machine())
+    save_tree(path, chosen.found.tree, origin)
     Console().print(_table(budgets, chosen, published))
     if chosen.speedup < 1:
         say(f"warning: with this tree the target is slower than alone ({chosen.speedup:.2f}x) on this machine.")
     return path
 
 
-def _prepare(session: Session, options: TreeOptions) -> _Search:
-    folder = find_head(session.recipe, options.head)
-    original = session.target_in(session.recipe.evaluate.dtype)
-    head = load_fitting(session, original, options.head).deployed(original).to(original.dtype)
+def _prepare(session: Session, asked: int | None, temperature: float | None) -> _Search:
+    """Load the head and the answers, and read the head's ranks. Raises UserError for a head that drafts no static trees, and
+    where the largest tree and a text of its length exceed the context."""
+    recipe, folder = session.recipe, session.head_folder
+    original = session.target_in(recipe.evaluate.dtype)
+    head = load_fitting(session, original, folder).deployed(original).to(original.dtype)
     target = head.verifier(original)  # for a tuned one, the original's answers serve as its own
     if "static" not in find_method(head.method).trees:
         raise UserError(
             f"The head in {folder} is of {head.method}, which drafts no static trees: there is none to search."
         )
-    nodes = _most_nodes(options.nodes, target)
-    answers = calibration_answers(session, target, options)
-    texts = read_ranks(target, head, answers.samples, *_limits(session, head, target, nodes))
-    say(f"search-tree: {answers.source}: {texts.answers}, with {texts.places} places where a round may begin")
+    most = target.context_length // 2 - 2
+    if asked is not None and asked > most:
+        raise UserError(f"--nodes is {asked}: the target's context of {target.context_length} has room for {most}.")
+    nodes = asked or min(AUTO_NODES, most)
+    samples, sampling, source = _calibration_answers(session, target, temperature)
+    width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    texts = read_ranks(target, head, samples, head.clamp_draft_length(recipe.evaluate.max_k), min(nodes, width))
+    say(f"search-tree: {source}: {texts.answers}, with {texts.places} places where a round may begin")
     if texts.answers < FEW:
         say(
             f"warning: {texts.answers} answers are few to search a tree on: a larger data.heldout in training leaves more."
         )
-    return _Search(target, head, answers, texts, nodes)
+    return _Search(target, head, samples, sampling, source, texts, nodes)
 
 
-def _check_output(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
-    if path.is_dir() or (path.exists() and read_origin(path) is None):
-        raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
-
-
-def _most_nodes(wanted: int | None, target: Target) -> int:
-    """Return the size of the largest tree. Raises UserError where it and a text of its length exceed the context."""
-    most = target.context_length // 2 - 2
-    if wanted is not None and wanted > most:
-        raise UserError(f"--nodes is {wanted}: the target's context of {target.context_length} has room for {most}.")
-    return min(AUTO_NODES, most) if wanted is None else wanted
-
-
-def _limits(session: Session, head: DraftHead, target: Target, nodes: int) -> tuple[int, int]:
-    """Return how many steps and how many ranks a tree may use."""
-    vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    return head.clamp_draft_length(session.recipe.evaluate.max_k), min(nodes, vocab_size)
-
-
-def _describe(search: _Search) -> dict[str, Any]:
-    target, answers, texts = search.target, search.answers, search.texts
-    return {
-        "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
-        "sampling": asdict(answers.sampling),
-        "calibration": {"source": answers.source, "answers": texts.answers, "places": texts.places},
-    }
-
-
-def _machine() -> dict[str, Any]:
-    known = environment()
-    return {"command": shlex.join(["draftsmith", *sys.argv[1:]]), **known, "hardware": asdict(known["hardware"])}
-
-
-def _typical_context(samples: Sequence[Tokenized], room: int) -> list[int]:
-    """Return the text of median length up to the middle of its last answer."""
-    sample = sorted(samples, key=lambda one: len(one.ids))[len(samples) // 2]
+def _typical_context(search: _Search) -> list[int]:
+    """Return the text of median length up to the middle of its last answer, with room for the largest tree."""
+    sample = sorted(search.samples, key=lambda one: len(one.ids))[len(search.samples) // 2]
     start = answer_start(sample)
-    return sample.ids[: min(start + (len(sample.ids) - start) // 2, room)].tolist()
+    longest = search.target.context_length - search.nodes - 2
+    return sample.ids[: min(start + (len(sample.ids) - start) // 2, longest)].tolist()
 
 
 def _of_any_depth(texts: TextRanks, deepest: Sequence[Budget], costs: TreeCosts) -> list[Budget]:
@@ -222,17 +196,20 @@ def _cells(budget: Budget) -> list[str]:
     return [str(budget.nodes), str(budget.found.tree.depth), *(f"{number:.3g}" for number in numbers)]
 
 
-def calibration_answers(session: Session, target: Target, options: TreeOptions) -> Calibration:
-    """Return the run's held-out answers, or for another temperature new answers of `target` to some of their prompts.
+def _calibration_answers(
+    session: Session, target: Target, temperature: float | None
+) -> tuple[list[Tokenized], Sampling, str]:
+    """Return the run's held-out answers, or for another temperature new answers of `target` to some of their prompts; with
+    the settings that they were drawn with, and where they come from.
 
     Raises UserError where the run has no answers, or where the head may have been trained on them.
     """
     own = session.recipe.answers.sampling
-    sampling = own if options.temperature is None else session.recipe.evaluate.sampling(options.temperature)
-    heldout = _held_out(session, options)
+    sampling = own if temperature is None else session.recipe.evaluate.sampling(temperature)
+    heldout = _held_out(session)
     if sampling == own:
         where = answers_file(session) if session.recipe.answers.regenerate else "the data"
-        return Calibration(heldout, sampling, f"held-out answers of {where}")
+        return heldout, sampling, f"held-out answers of {where}"
     # Evenly over the data, so that every slice has its share.
     count = min(NEW_ANSWERS, len(heldout))
     prompts = [heldout[i * len(heldout) // count] for i in range(count)]
@@ -240,12 +217,11 @@ def calibration_answers(session: Session, target: Target, options: TreeOptions) 
         f"search-tree: the run has no answers for these settings; the target answers {count} of its held-out prompts at "
         f"temperature {sampling.temperature:g}"
     )
-    return Calibration(_answer(session, target, prompts, sampling), sampling, "new answers to held-out prompts")
+    return _answer(session, target, prompts, sampling), sampling, "new answers to held-out prompts"
 
 
-def _held_out(session: Session, options: TreeOptions) -> list[Tokenized]:
-    recipe = session.recipe
-    answers = None
+def _held_out(session: Session) -> list[Tokenized]:
+    recipe, answers = session.recipe, None
     if recipe.answers.regenerate:
         # Only looked up: making them takes as long as a training.
         inputs, answers = answer_inputs(session), answers_file(session)
@@ -255,7 +231,7 @@ def _held_out(session: Session, options: TreeOptions) -> list[Tokenized]:
                 f"There are no finished answers in {recipe.data_path} to search a tree on: run `draftsmith train` or "
                 "`draftsmith regenerate` with this recipe first."
             )
-    trained = session.run.record("train") if options.head is None else None
+    trained = session.run.record("train") if session.named_head is None else None
     count = trained.inputs.get("data.heldout", recipe.data.heldout) if trained else recipe.data.heldout
     if recipe.data.heldout > count:
         raise UserError(

@@ -99,7 +99,7 @@ def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] |
     found = recognise(path)
     check_made_for(path, target, warn)
     assert found.load is not None
-    return found.load(path, target).eval()
+    return found.load(path, target).to(target.device).eval()
 
 
 def recognise(path: Path) -> Format:

@@ -164,10 +164,10 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     words, said = mistakes(place, tmp_path)[mistake]
     assert main(["doctor", *words]) == 2
-    told = capsys.readouterr()
-    assert told.err.count("draftsmith: ") == 1
-    assert said in told.err
-    assert not told.out
+    printed = capsys.readouterr()
+    assert printed.err.count("draftsmith: ") == 1
+    assert said in printed.err
+    assert not printed.out
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "pytorch_model.bin"])
@@ -231,12 +231,12 @@ def test_an_evaluation_on_another_target_warns_wherever_its_numbers_go(
     for target, warnings in (("target", 0), ("upgraded", 2)):
         run = tmp_path / target
         assert main(["evaluate", *words(place, target, run), *beside, "--no-decode"]) == 0
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the head")]
+        printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: the head")]
         result = read_result(run / "simulation" / "t0" / "result.json")
         assert set(result.drafters) == {"eagle3", "export"}
         # Both heads are one folder, and it is loaded several times: each warning is said once.
-        assert len(told) == len(result.warnings) == warnings
-        assert told == [f"warning: {text}" for text in result.warnings]
+        assert len(printed) == len(result.warnings) == warnings
+        assert printed == [f"warning: {text}" for text in result.warnings]
         for text in (render_html([result]), (run / "simulation" / "report.md").read_text()):
             assert text.count("Warning: the head") == warnings
     assert "the same embeddings and lm_head, as after a fine-tune" in result.warnings[0]
@@ -262,7 +262,7 @@ def test_sizes_are_refused_whatever_is_asked(place: Path, tmp_path: Path, capsys
 
 
 def test_an_export_never_lies_about_its_target(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other weights are refused; another template is told, and the record names the one trained with."""
+    """Other weights are refused; another template is reported, and the record names the one trained with."""
     assert main(["export", *words(place, "upgraded", tmp_path / "refused")]) == 2
     assert "The weights of the target" in capsys.readouterr().err
     assert not (tmp_path / "refused" / "export").exists()

@@ -19,7 +19,7 @@ from draftsmith.eval.decode.draft import Draft
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.target.shape import shape_of
 from draftsmith.heads.target.target import Target
-from draftsmith.plan.devices import DEVICES, find_device
+from draftsmith.plan.figures import DEVICES, find_device
 from draftsmith.plan.plan import Plan, assume, describe, make_plan
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
 from draftsmith.train.schedule import Schedule
@@ -49,7 +49,7 @@ def plan(of: Target, **sections: Any) -> Plan:
 
 @pytest.mark.parametrize("stored", [None, [1, 3]])
 def test_the_store_has_the_bytes_foretold(tmp_path: Path, stored: list[int] | None) -> None:
-    """Beside them a shard has only its header and an offset of 8 bytes per sample."""
+    """Besides them a shard has only its header and an offset of 8 bytes per sample."""
     made, layers = plan(t := target(), features=FeaturesSpec(layer_ids=stored)), stored or [2, 4, 5]
     ids = torch.randint(3, 160, (SAMPLES, PROMPT + ANSWER))
     samples = [Tokenized(row, torch.arange(len(row)) >= PROMPT, str(i), "s") for i, row in enumerate(ids)]

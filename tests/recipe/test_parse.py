@@ -1,4 +1,4 @@
-"""Recipes: every file parses, overrides reach their key, mistakes are named."""
+"""Recipes: every file parses, overrides set their key, mistakes are named."""
 
 import re
 from dataclasses import FrozenInstanceError, fields
@@ -217,10 +217,10 @@ def test_the_table_of_switches_is_that_of_the_options() -> None:
     section = text.split("## What shapes a head")[1].split("\n## ")[0]
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     options = {name: {field.name for field in fields(method.options_class)} for name, method in methods().items()}
-    told: dict[str, set[str]] = {}
+    printed: dict[str, set[str]] = {}
     for keys, drafters in rows:
         named = set(re.findall(r"`(\w+)`", drafters))
         for key in re.findall(r"`(\w+)`", keys):
-            told[key] = named
-    assert len(told) >= 15
-    assert told == {key: {name for name, has in options.items() if key in has} for key in told}
+            printed[key] = named
+    assert len(printed) >= 15
+    assert printed == {key: {name for name, has in options.items() if key in has} for key in printed}

@@ -27,7 +27,7 @@ from draftsmith.heads.registry import methods
 from draftsmith.heads.target.probe import check_target
 from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import Target
-from draftsmith.plan.devices import find_device
+from draftsmith.plan.figures import find_device
 from draftsmith.plan.plan import Plan, assume, comment, make_plan
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
@@ -223,7 +223,7 @@ def test_what_a_recipe_says_besides(name: str) -> None:
 
 
 def test_rows_like_those_of_the_data_sets_are_read(tmp_path: Path) -> None:
-    """UltraChat's messages with a prompt beside them, and the Alpaca shape of the evaluation's sets."""
+    """UltraChat's messages with a prompt next to them, and the Alpaca shape of the evaluation's sets."""
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     rows = [
         {"prompt": "hi", "prompt_id": "0a", "messages": messages},

@@ -11,7 +11,7 @@ PROGRAM = """
 import resource, sys
 import torch
 from draftsmith.stages.device import keep_freed_memory
-told = keep_freed_memory() if sys.argv[1] == "keep" else None
+accepted = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -21,20 +21,20 @@ def faults():
 
 for _ in range(3):
     faults()  # the heap grows to what is needed
-print(told, faults())
+print(accepted, faults())
 """
 
 
 def count(mode: str) -> "tuple[str, int]":
     words = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True)
-    told, faults = words.stdout.split()
-    return told, int(faults)
+    accepted, faults = words.stdout.split()
+    return accepted, int(faults)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the setting belongs to glibc")
 def test_large_tensors_reuse_their_pages() -> None:
-    told, kept = count("keep")
-    if told == "False":
+    accepted, kept = count("keep")
+    if accepted == "False":
         pytest.skip("this C library has no mallopt")
     _, new_tokens = count("leave")
     # Huge pages may make faults few, but never none.

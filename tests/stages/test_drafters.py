@@ -1,4 +1,4 @@
-"""The baselines and the line-up of an evaluation: what is made of a recipe, and what is refused in a sentence."""
+"""The baselines and the drafters of an evaluation: what is made of a recipe, and what is refused in a sentence."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +63,7 @@ def bush(workplace: Path) -> str:
     return str(workplace / "bush.json")
 
 
-def asking(session: Session, workplace: Path, *words: str) -> Session:
+def session_with(session: Session, workplace: Path, *words: str) -> Session:
     """The same session with another recipe, which gathers its warnings; the target is loaded once."""
     recipe = parse_recipe([*options(workplace, workplace / "run"), *words])
     warnings: list[str] = []
@@ -78,16 +78,16 @@ def asking(session: Session, workplace: Path, *words: str) -> Session:
     return cast(Session, fake)
 
 
-def lineup(
+def selected(
     session: Session, workplace: Path, heads: dict[str, DraftHead], drafts: str, baselines: str = ""
 ) -> list[Any]:
     words = ["--evaluate.drafts", f"[{drafts}]", "--evaluate.baselines", f"[{baselines}]"]
-    return select_drafters(asking(session, workplace, *words), heads, session.target, 100)
+    return select_drafters(session_with(session, workplace, *words), heads, session.target, 100)
 
 
-def test_baselines_stand_beside_the_heads(session: Session, workplace: Path, heads: dict[str, DraftHead]) -> None:
+def test_baselines_are_measured_with_the_heads(session: Session, workplace: Path, heads: dict[str, DraftHead]) -> None:
     wanted = f"{{kind: prompt_lookup}}, {{kind: prompt_lookup, max_ngram: 5}}, {{kind: draft_model, path: {workplace / 'padded'}}}"
-    found = lineup(session, workplace, heads, "{tree: chain}", wanted)
+    found = selected(session, workplace, heads, "{tree: chain}", wanted)
     assert [c.name for c in found] == [
         "eagle3",
         "medusa",
@@ -113,7 +113,7 @@ def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(
     session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str
 ) -> None:
     drafts = f"{{tree: chain}}, {{tree: {bush}}}, {{tree: {bush}, children: drawn}}, {{tree: dynamic, depth: 3, total_tokens: 20}}"
-    found = lineup(session, workplace, heads, f"{drafts}, {{tree: {bush}, acceptance: typical}}")
+    found = selected(session, workplace, heads, f"{drafts}, {{tree: {bush}, acceptance: typical}}")
     simulated = {c.name: c.simulate is not None for c in found}
     assert simulated == {
         "eagle3": True,
@@ -163,7 +163,7 @@ def test_drafts_that_do_not_fit_the_heads_are_refused(
     (workplace / "elsewhere" / "bush.json").write_text("[[0], [1]]")
     drafts = drafts.replace("BUSH", bush).replace("OTHER", str(workplace / "elsewhere"))
     with pytest.raises(UserError, match=said):
-        lineup(session, workplace, {"medusa": heads["medusa"]}, drafts)
+        selected(session, workplace, {"medusa": heads["medusa"]}, drafts)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_draft_models_that_do_not_fit_the_target_are_refused(
     (workplace / "drafts" / "config.json").write_text('{"method": "medusa"}')
     (bare / "config.json").write_bytes((workplace / "small" / "config.json").read_bytes())
     with pytest.raises(UserError, match=said) as caught:
-        lineup(session, workplace, heads, "{tree: chain}", f"{{kind: draft_model, path: {workplace / path}}}")
+        selected(session, workplace, heads, "{tree: chain}", f"{{kind: draft_model, path: {workplace / path}}}")
     assert "\n" not in str(caught.value)
 
 
@@ -199,7 +199,7 @@ def test_a_head_that_reads_less_than_the_longest_text_is_refused(
 ) -> None:
     small = load_head(workplace / "short", session.target)
     assert (small.reads.context_length, heads["medusa"].reads.context_length) == (64, None)
-    asked = asking(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
+    asked = session_with(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
     both = heads | {"draft_model": small}
     assert [c.name for c in select_drafters(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]
     with pytest.raises(UserError, match=r"The head draft_model reads at most 64 tokens, but .* its draft has 65"):
@@ -215,14 +215,14 @@ def test_two_draft_models_of_one_name_are_refused(
         link.symlink_to(workplace / "small")
     both = ", ".join(f"{{kind: draft_model, path: {path}}}" for path in (workplace / "small", link))
     with pytest.raises(UserError, match="two drafters of the name 'draft model small'"):
-        lineup(session, workplace, heads, "{tree: chain}", both)
+        selected(session, workplace, heads, "{tree: chain}", both)
 
 
 def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
     session: Session, workplace: Path, heads: dict[str, DraftHead]
 ) -> None:
     words = ["--evaluate.num_speculative_tokens", "4", "--evaluate.max_k", "6"]
-    asked = asking(session, workplace, *words)
+    asked = session_with(session, workplace, *words)
     found = select_drafters(asked, heads, session.target, 100)
     assert cast(Any, asked).warnings == [
         "evaluate.num_speculative_tokens is 4, but medusa drafts 3 tokens at most: its chains are measured with 3."
@@ -234,7 +234,7 @@ def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
 def test_a_way_to_draft_can_be_kept_to_some_heads(
     session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str
 ) -> None:
-    found = lineup(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [medusa]}}")
+    found = selected(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [medusa]}}")
     assert [c.name for c in found] == ["eagle3", "medusa", "medusa bush"]
     with pytest.raises(UserError, match=r"heads names 'hydra', but the heads measured are eagle3, medusa"):
-        lineup(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [hydra]}}")
+        selected(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [hydra]}}")

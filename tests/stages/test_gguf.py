@@ -15,7 +15,6 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.target.target import load_target
 from draftsmith.stages.gguf import SCRIPT, check_tree, convert
-from draftsmith.stages.options import GgufOptions
 from tests.exports import make_eagle3, make_medusa
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -135,12 +134,17 @@ def test_trees_that_are_none(make_tree: MakeTree, tmp_path: Path) -> None:
     assert "lacks gguf-py" in raises(lambda: check_tree(tree))
 
 
-def test_options() -> None:
-    assert GgufOptions.asked(Path("tree"), "bf16", "qwen2") == GgufOptions(Path("tree"), "bf16", "qwen2")
-    assert GgufOptions.asked(None, None, None) is None
-    assert "with --gguf" in raises(lambda: GgufOptions.asked(None, None, "qwen2"))
-    assert "with --gguf" in raises(lambda: GgufOptions.asked(None, "f32", None))
-    assert "then run llama-quantize" in raises(lambda: GgufOptions(Path("tree"), "q4_k"))
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gguf-pre", "qwen2"], "--gguf-pre is for conversion: name a llama.cpp source tree with --gguf."),
+        (["--gguf-type", "f32"], "--gguf-type is for conversion: name a llama.cpp source tree with --gguf."),
+        (["--gguf", "tree", "--gguf-type", "q4_k"], "then run llama-quantize."),
+    ],
+)
+def test_options_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "--recipe", "r.yaml", *words]) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +205,7 @@ def test_export_with_gguf(
     assert f"{tree / SCRIPT} {trained / 'target'} --outfile target.gguf --outtype f32" in command
 
     assert main([*words, "--gguf-type", "q8_0"]) == 0
-    assert json.loads(out.read_text())["argv"][-1] == "q8_0", "made again beside the export that is reused"
+    assert json.loads(out.read_text())["argv"][-1] == "q8_0", "made again next to the export that is reused"
     make_tree("raise ValueError('no')")
     assert main(words) == 2
     assert "cannot convert" in capsys.readouterr().err

@@ -30,7 +30,7 @@ def words(workplace: Path, method: str, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every stage of Medusa-2, started from a Medusa-1 head and measured beside it."""
+    """Every stage of Medusa-2, started from a Medusa-1 head and compared with it."""
     torch.set_num_threads(1)
     folder = make_workplace(tmp_path_factory.mktemp("medusa2"))
     assert main(["train", *words(folder, "medusa")]) == 0
@@ -127,15 +127,15 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     assert main(["evaluate", *run]) == 0
     assert "evaluate: reusing" in capsys.readouterr().err
     (workplace / "gone").rename(workplace / "target")
-    # Simulated too; and where the original shall not be loaded beside it, the report says what it lacks.
+    # Simulated too; and where the original shall not be loaded, the report says what it lacks.
     assert main(["evaluate", "--no-decode", *run]) == 0
     simulated = read_result(workplace / "served" / "simulation" / "t0" / "result.json").drafters["medusa, tuned target"]
     assert simulated.overall.tau_simulated == pytest.approx(decoded.overall.tau)
     assert simulated.overall.kl == pytest.approx(decoded.overall.kl, rel=1e-3)
     assert main(["evaluate", "--no-decode", "--redo", "simulate", *run, "--evaluate.original", "false"]) == 0
     alone = read_result(workplace / "served" / "simulation" / "t0" / "result.json")
-    (told,) = alone.warnings
-    assert f"the original ({(workplace / 'target').resolve()}), as evaluate.original is false" in told
+    (printed,) = alone.warnings
+    assert f"the original ({(workplace / 'target').resolve()}), as evaluate.original is false" in printed
     assert (alone.target.path, alone.drafters["medusa"].overall.kl) == (str(export / "target"), None)
     # The adapter is in this target's weights already.
     run[run.index("--output_dir") + 1] = str(workplace / "twice")

@@ -1,4 +1,4 @@
-"""Medusa from data to export beside an EAGLE-3 head and the baselines, on the same answers and hidden states."""
+"""Medusa from data to export, compared with an EAGLE-3 head and the baselines, on the same answers and hidden states."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def medusa(workplace: Path, run: Path, *words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def finished(workplace: Path, eagle: Path) -> Path:
-    """Every stage of Medusa on EAGLE-3's answers and hidden states, measured beside EAGLE-3."""
+    """Every stage of Medusa on EAGLE-3's answers and hidden states, compared with EAGLE-3."""
     run = workplace / "finished"
     bush = str(workplace / "bush.json")
     (workplace / "bush.json").write_text(json.dumps({"choices": TREE}))
@@ -151,7 +151,7 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
     store = FeatureStore(run / "features")
     assert store.get(0, ()).aux.shape[1] == 0
     assert (run / "train" / "best" / "model.safetensors").exists()
-    # An EAGLE-3 head cannot use that store, and is told why before anything changes.
+    # An EAGLE-3 head cannot use that store, and is refused before anything changes.
     before = digests(run)
     words = ["--data_dir", str(run), *answers]
     assert main(["train", *options(workplace, workplace / "late"), *words]) == 2
@@ -166,7 +166,7 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
         (["--evaluate.drafts", "[{tree: medusa_63}]"], "is 4 deep but medusa drafts 3 tokens at most"),
         (
             ["--evaluate.drafts", "[{tree: {work}/wide.json}]"],
-            "The tree wide tries rank 900000 (the most likely token has 0)",
+            "The tree wide proposes rank 900000 (the most likely token has 0)",
         ),
         (
             ["--evaluate.max_new_tokens_by_slice", "{poetry: 5}"],
@@ -216,6 +216,6 @@ def test_inspect_shows_the_recipes_own_answers_or_the_data(
     rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Something else."}]}]
     other.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["inspect", *options(workplace, eagle), "--data.sources", f"[{other}]", "--count", "1"]) == 0
-    told = capsys.readouterr()
-    assert "Something else." in told.out
-    assert "data: " in told.err
+    printed = capsys.readouterr()
+    assert "Something else." in printed.out
+    assert "data: " in printed.err

@@ -167,7 +167,7 @@ def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:
 
 
 def test_prompts_without_room_for_an_answer(workplace: Path, tmp_path: Path) -> None:
-    """Told before the training that they would be measured after."""
+    """Reported before the training that they would be measured after."""
     session = session_of(workplace, tmp_path, "eagle3", {}, "--evaluate.max_k=5000")
     words = (
         "tokens that the target's context leaves after a draft of 5000: give shorter prompts, or lower evaluate.max_k"

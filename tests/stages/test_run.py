@@ -76,10 +76,10 @@ def test_second_run_reuses_every_stage(workplace: Path, finished: Path, capsys: 
     before = digests(finished)
     assert main(["run", *options(workplace, finished)]) == 0
     assert digests(finished) == before
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     for stage in ("answers", "features", "train", "evaluate", "export"):
-        assert f"{stage}: reusing" in told.err
-    assert "result.json" in told.out
+        assert f"{stage}: reusing" in printed.err
+    assert "result.json" in printed.out
 
 
 def test_changed_settings_are_refused_by_name(

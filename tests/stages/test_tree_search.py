@@ -60,10 +60,10 @@ def test_a_tree_of_a_given_size(workplace: Path, tmp_path: Path, capsys: pytest.
     file = tmp_path / "nine.json"
     before = digests(workplace / "run")
     assert search(workplace, "--nodes", "9", "--output", str(file)) == 0
-    told = capsys.readouterr()
-    assert told.out.splitlines()[-1] == str(file)
-    assert "saved" in told.out
-    assert "10 answers are few" in told.err
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1] == str(file)
+    assert "saved" in printed.out
+    assert "10 answers are few" in printed.err
     assert digests(workplace / "run") == before, "searching changes nothing in the run"
     tree, origin = load_tree(str(file)), read_origin(file)
     assert tree is not None
@@ -127,11 +127,11 @@ def test_answers_of_another_temperature_are_made_anew(
     for temperature in ("1.0", "0"):
         file = tmp_path / f"t{temperature}.json"
         assert search(workplace, "--nodes", "3", "--temperature", temperature, "--output", str(file)) == 0
-        told = capsys.readouterr().err
+        printed = capsys.readouterr().err
         origin = read_origin(file)
         assert origin is not None
         assert origin["sampling"]["temperature"] == float(temperature)
-        assert ("the target answers 10 of its held-out prompts" in told) == (temperature == "0")
+        assert ("the target answers 10 of its held-out prompts" in printed) == (temperature == "0")
         assert ("new answers" in origin["calibration"]["source"]) == (temperature == "0")
         taus[temperature] = origin["chosen"]["tau"]
     assert taus["0"] > taus["1.0"] + 0.5
@@ -204,9 +204,9 @@ def test_mistakes_are_one_sentence_and_change_nothing(
 ) -> None:
     before = digests(workplace)
     assert search(workplace, *(word.format(workplace=workplace) for word in words)) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
-    assert len(told) == 1
-    assert message in told[0]
+    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
+    assert len(printed) == 1
+    assert message in printed[0]
     assert digests(workplace) == before
 
 

@@ -94,7 +94,7 @@ def _main(words: list[str]) -> int:
     recipe = parse_recipe(words, "python -m scripts.bench.decoder", __doc__ or "", OPTIONS)
     from draftsmith.stages.session import Session
 
-    rows, facts = bench(Session(recipe), own.batch or [1], own.head, own.known_acceptance)
+    rows, facts = bench(Session(recipe, head=own.head), own.batch or [1], own.known_acceptance)
     own.output.mkdir(parents=True, exist_ok=True)
     text = render(rows, facts)
     write_json(own.output / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
@@ -104,7 +104,7 @@ def _main(words: list[str]) -> int:
 
 
 def bench(
-    session: Any, batches: Sequence[int], head: Path | None, alphas: Sequence[float] = ()
+    session: Any, batches: Sequence[int], alphas: Sequence[float] = ()
 ) -> tuple[list[SystemSpeed], dict[str, Any]]:
     """Measure every system at every batch size, transformers' own at batch 1 alone."""
     from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
@@ -115,7 +115,7 @@ def bench(
     requests, _ = make_requests(session, target)
     sampling = spec.sampling(spec.temperatures[0])
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    drafters = at_temperature(select_drafters(session, load_heads(session, target, head), target, longest), sampling)
+    drafters = at_temperature(select_drafters(session, load_heads(session, target), target, longest), sampling)
     drafters += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
     costs = _ideal_costs(target, drafters, requests, sampling) if 1 in batches else {}
     rows = []

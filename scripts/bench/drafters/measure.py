@@ -22,10 +22,11 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.contender import Contender, make_contender
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau
 from draftsmith.files import fingerprint, write_json
+from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.evaluator import Evaluator
-from draftsmith.stages.heads import head_digest, load_best
+from draftsmith.stages.heads import find_head, head_digest
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import split_samples
@@ -73,7 +74,7 @@ class Measure:
     def contender(self, name: str, run: Trained) -> Contender:
         """Return a trained head as a drafter: a block drafter drafts its block, another one as many tokens as the recipe says,
         or its maximum draft length."""
-        head = load_best(self.session.recipe, self.target, run.folder, warn=self.session.warn)
+        head = load_head(find_head(self.session.recipe, run.folder), self.target, warn=self.session.warn)
         head = head.deployed(self.target).to(self.target.dtype)
         verifier = head.verifier(self.target)
         asked = self.spec.num_speculative_tokens
@@ -92,14 +93,14 @@ class Measure:
         """Return a head's tau at K = PAIRED on the held-out answers, by which one of several learning rates is chosen, so
         that the prompts of the tables choose nothing."""
         recipe, target = self.session.recipe, self.session.target
-        head = load_best(self.session.recipe, target, run.folder, warn=self.session.warn).float().eval()
+        head = load_head(find_head(recipe, run.folder), target, warn=self.session.warn).float().eval()
         data, spec = self._heldout, recipe.train
         sampling = recipe.answers.sampling
         return evaluate_heldout(head, *data, spec.row_tokens, target.head, spec.loss, sampling, PAIRED).tau
 
     def digest(self, run: Trained) -> str:
         """Return the fingerprint of a trained head."""
-        return head_digest(self.session.recipe, run.folder)
+        return head_digest(find_head(self.session.recipe, run.folder))
 
     def answers(self, target: Target, sampling: Sampling) -> list[Generation]:
         """Return what a target alone answers, from the file that keeps it where there is one."""

@@ -15,8 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.answers import answers_stage, load_samples
-from draftsmith.stages.features import head_layers
+from draftsmith.stages.data import answers_stage, head_layers, load_samples
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, say

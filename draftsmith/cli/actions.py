@@ -1,0 +1,177 @@
+"""What the commands do, a function each: they read a recipe, check it, make its stages, and print what came out."""
+
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from draftsmith.cli import launching
+from draftsmith.cli.commands import COMMANDS, REDO
+from draftsmith.data.conversations.show import show_conversation
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.gate import parse_thresholds
+from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.report.report import headline_table, write_report
+from draftsmith.plan import plan as planning
+from draftsmith.plan.figures import find_device
+from draftsmith.recipe.options import require_recipe, take_options
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.data import samples_at_hand
+from draftsmith.stages.evaluation import gate
+from draftsmith.stages.gguf import check_conversion, export_gguf
+from draftsmith.stages.pipeline import make_stages
+from draftsmith.stages.preflight import check_thresholds, preflight
+from draftsmith.stages.run import check_redo
+from draftsmith.stages.session import Session
+from draftsmith.stages.tree_search import search_tree
+
+
+def run(own: Namespace, words: list[str]) -> int:
+    """Make all stages."""
+    thresholds = parse_thresholds(own.fail_under)
+    session = _session("run", words, own.redo)
+    if own.launch:
+        launching.check_config(session.recipe.train, own.launch)
+    check_thresholds(session, thresholds, preflight(session, "run"), decode=True)
+    if own.launch:
+        launching.train(session, own.launch, words)
+    made = make_stages(session, "run", show=_show)
+    folder = session.recipe.run_dir / "evaluation"
+    print(f"\nreport  {folder / 'report.html'}")
+    for path in made.results:
+        print(f"result  {path}")
+    print(f"export  {made.export or 'none: no layout holds such heads'}")
+    return gate(made.results, thresholds)
+
+
+def regenerate(own: Namespace, words: list[str]) -> int:
+    """Let the target answer the prompts."""
+    path = make_stages(_session("regenerate", words, own.redo), "regenerate").answers
+    if path is None:
+        raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
+    print(path)
+    return 0
+
+
+def extract(own: Namespace, words: list[str]) -> int:
+    """Store hidden states."""
+    session = _session("extract", words, own.redo)
+    if session.recipe.features.source == "online":
+        raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
+    preflight(session, "extract")
+    make_stages(session, "extract")
+    print(session.recipe.data_path / "features")
+    return 0
+
+
+def train(own: Namespace, words: list[str]) -> int:
+    """Train the head, after its data have been made."""
+    session = _session("train", words, own.redo)
+    if own.launch:
+        launching.check_config(session.recipe.train, own.launch)
+    preflight(session, "train")
+    if own.launch:
+        launching.train(session, own.launch, words)
+    print(make_stages(session, "train").head)
+    return 0
+
+
+def evaluate(own: Namespace, words: list[str]) -> int:
+    """Measure the head, in comparison with the target alone."""
+    thresholds, made = parse_thresholds(own.fail_under), "evaluate --no-decode" if own.no_decode else "evaluate"
+    session = _session("evaluate", words, own.redo, own.head, made)
+    check_thresholds(session, thresholds, preflight(session, "evaluate"), decode=not own.no_decode)
+    results = make_stages(session, made, show=_show).results
+    for path in results:
+        print(path)
+    return gate(results, thresholds)
+
+
+def search(own: Namespace, words: list[str]) -> int:
+    """Find a tree."""
+    if take_options(words, [REDO])[0].redo:
+        raise UserError("search-tree makes no stage of a recipe: leave --redo out, a tree is searched every time.")
+    session = _session("search-tree", words, [], own.head)
+    print(search_tree(session, own.nodes, own.temperature, own.output))
+    return 0
+
+
+def export(own: Namespace, words: list[str]) -> int:
+    """Write the directory that an engine loads, with --gguf the file that llama.cpp loads."""
+    if own.gguf is None and (own.gguf_type or own.gguf_pre):
+        alone = "--gguf-type" if own.gguf_type else "--gguf-pre"
+        raise UserError(f"{alone} is for conversion: name a llama.cpp source tree with --gguf.")
+    session = _session("export", words, own.redo, own.head)
+    preflight(session, "export")
+    if own.gguf:
+        check_conversion(session, own.gguf)
+    exported = make_stages(session, "export").export
+    assert exported is not None
+    print(export_gguf(session, exported, own.gguf, own.gguf_type, own.gguf_pre) if own.gguf else exported)
+    return 0
+
+
+def report(own: Namespace, words: list[str]) -> int:
+    """Render results that are there."""
+    output, thresholds = own.output, parse_thresholds(own.fail_under)
+    if words and not words[0].startswith("-"):
+        paths = [Path(word) for word in words]
+    else:
+        folder = _session("report", words, own.redo).recipe.run_dir / "evaluation"
+        paths, output = sorted(folder.glob("*/result.json")), output or folder
+    if not paths:
+        raise UserError("There is no result.json to report on: run `draftsmith evaluate` first, or name the files.")
+    folder = output or paths[0].parent
+    write_report([read_result(path) for path in paths], folder)
+    print(folder / "report.html")
+    return gate(paths, thresholds)
+
+
+def inspect(own: Namespace, words: list[str]) -> int:
+    """Show what is learned from."""
+    session, console = _session("inspect", words, own.redo), Console()
+    for sample in samples_at_hand(session, own.count):
+        show_conversation(sample, session.tokenizer, console)
+    return 0
+
+
+def plan(own: Namespace, words: list[str]) -> int:
+    """Say what a recipe needs."""
+    device = find_device(own.device)
+    recipe = _recipe("plan", words, "recipes/eagle3/qwen3-8b.yaml")
+    target = planning.target_shape(recipe)
+    asked = {"gpus": own.gpus, "utilisation": own.utilisation, "prompt": own.prompt_tokens, "answer": own.answer_tokens}
+    given = planning.assume(recipe, target, device)
+    given = replace(given, **{key: value for key, value in asked.items() if value is not None})
+    count = planning.count_conversations(recipe)
+    if recipe.data.heldout >= count:
+        raise UserError(
+            f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
+        )
+    found = planning.make_plan(recipe, target, count, given)
+    if own.comment:
+        print(planning.comment(found))
+        return 0
+    print("\n".join([f"plan of {recipe.name}", *planning.describe(found)]))
+    if recipe.train.warm_start:
+        print("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
+    return 0
+
+
+def _session(name: str, words: list[str], redo: list[str], head: Path | None = None, made: str = "") -> Session:
+    """Return the session of a command's recipe. made: the command by the stages that it makes, its name if left out."""
+    recipe = _recipe(name, words)
+    check_redo(redo, made or name, recipe)
+    return Session(recipe, redo=set(redo), head=head)
+
+
+def _recipe(name: str, words: list[str], example: str = "recipes/eagle3/tiny.yaml") -> Recipe:
+    require_recipe(words, name, example)
+    return parse_recipe(words, f"draftsmith {name}", COMMANDS[name].help, COMMANDS[name].options)
+
+
+def _show(results: list[Path]) -> None:
+    """Print the headline table of result files."""
+    Console().print(headline_table([read_result(path) for path in results]))

@@ -1,0 +1,156 @@
+"""The stages that make what the head learns from: the target's answers, and its hidden states, stored or on demand."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from draftsmith.data.answers.generate import read_answers, regenerate
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.masks import tokenize_all
+from draftsmith.data.conversations.prompts import prepare_prompts
+from draftsmith.data.features.extract import OnlineSource, extract
+from draftsmith.data.features.store import FeatureSource, FeatureStore
+from draftsmith.fields import fingerprint_fields
+from draftsmith.heads.base import layer_ids_of
+from draftsmith.stages.session import Session, say
+
+
+def answer_inputs(session: Session) -> dict[str, Any]:
+    """Return what the answers depend on, as run.json records it."""
+    recipe = session.recipe
+    # Sources count by what they say, not by where they lie; the rest matters to later stages only.
+    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long")
+    return {
+        "conversations": session.conversations_digest,  # first: a wrong path is reported before the target is loaded
+        "target": session.target.fingerprint,
+        "target.dtype": session.target.dtype_name,
+        "eos": list(session.target.eos_ids),
+        "tokenizer": session.tokenizer_digest,
+        "data": fingerprint_fields(recipe.data, left_out),
+        "answers": fingerprint_fields(recipe.answers),
+        "seed": recipe.seed,
+    }
+
+
+def answers_stage(session: Session) -> Path | None:
+    """Let the target answer the prompts and return the file; None where the recipe takes the answers in the data."""
+    recipe, spec = session.recipe, session.recipe.answers
+    if not spec.regenerate:
+        return None
+    path = answers_file(session)
+    if session.begin("answers", answer_inputs(session)):
+        return path
+    prompts = prepare_prompts(
+        session.tokenizer,
+        session.conversations,
+        max_new_tokens=lambda slice_name: spec.max_new_tokens,
+        max_length=min(recipe.data.max_length, session.target.context_length),
+        template=recipe.data.template,
+    )
+    say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
+    started = time.perf_counter()
+    regenerate(
+        session.target, session.tokenizer, prompts, path, sampling=spec.sampling, seed=recipe.seed, batch=spec.batch
+    )
+    seconds = time.perf_counter() - started
+    facts = _count(read_answers(path).samples) | {"seconds": seconds}
+    session.finish("answers", facts)
+    say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens in {seconds:.0f} s, {path}")
+    return path
+
+
+def answers_file(session: Session) -> Path:
+    """Return the file of the target's answers, whether it is there or not."""
+    return session.recipe.data_path / "answers.jsonl"
+
+
+def _count(samples: list[Tokenized]) -> dict[str, Any]:
+    """Count answers and tokens, and the share of distinct answers per slice."""
+    slices: dict[str, list[tuple[int, ...]]] = {}
+    for sample in samples:
+        slices.setdefault(sample.slice, []).append(tuple(sample.ids[sample.mask].tolist()))
+    return {
+        "answers": len(samples),
+        "output_tokens": sum(int(s.mask.sum()) for s in samples),
+        "distinct_share": {name: len(set(texts)) / len(texts) for name, texts in sorted(slices.items())},
+    }
+
+
+def load_samples(session: Session, answers: Path | None, count: int | None = None) -> list[Tokenized]:
+    """Return the samples that the head learns from, `count` of them at most, and say what was left out; makes nothing.
+
+    answers: the file that `answers_stage` returned; None tokenizes the conversations of the data as they are.
+    """
+    data = session.recipe.data
+    limit = min(data.max_length, session.target.context_length)
+    if answers is None:
+        found = tokenize_all(
+            session.tokenizer,
+            session.conversations[:count],
+            max_length=limit,
+            on_too_long=data.on_too_long,
+            template_kwargs=data.template,
+        )
+    else:
+        found = read_answers(answers, max_length=limit, on_too_long=data.on_too_long)
+    say(f"data: {found.stats}")
+    return found.samples[:count]
+
+
+def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
+    """Return samples to look at: of the recipe's own answers where these are finished, else of the data as they are."""
+    finished = session.recipe.answers.regenerate and session.data.holds("answers", answer_inputs(session))
+    return load_samples(session, answers_file(session) if finished else None, count)
+
+
+def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
+    """Return the hidden states of `samples`: from a store that is made once, or computed on demand."""
+    recipe, spec = session.recipe, session.recipe.features
+    stored = stored_layers(session)
+    if spec.source == "online":
+        return OnlineSource(session.target, samples, stored, dtype=spec.dtype, batch_tokens=spec.batch_tokens)
+    path = recipe.data_path / "features"
+    inputs = answer_inputs(session) if not recipe.answers.regenerate else {"answers": session.upstream("answers")}
+    inputs = inputs | {
+        "layer_ids": stored,
+        "features.dtype": spec.dtype,
+        "features.batch_tokens": spec.batch_tokens,
+        "features.shard_mb": spec.shard_mb,
+        "data.on_too_long": recipe.data.on_too_long,
+    }
+    if not session.begin("features", inputs):
+        started = time.perf_counter()
+        extract(
+            session.target,
+            samples,
+            path,
+            layer_ids=stored,
+            dtype=spec.dtype,
+            batch_tokens=spec.batch_tokens,
+            shard_bytes=spec.shard_mb * 2**20,
+        )
+        seconds = time.perf_counter() - started
+        tokens = sum(len(s.ids) for s in samples)
+        size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+        session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
+        say(f"features: {tokens} tokens in {seconds:.0f} s, {path}")
+    return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
+
+
+def head_layers(session: Session) -> tuple[int, ...]:
+    """Return the layers that the head reads."""
+    return layer_ids_of(session.head_options, session.target)
+
+
+def stored_layers(session: Session) -> tuple[int, ...]:
+    """Return the layers to store: those that the recipe names, else those that the head reads.
+
+    A finished store that holds more than the head reads (another recipe's, in a shared data_dir) is taken as it is.
+    """
+    if session.recipe.features.layer_ids is not None:
+        return tuple(session.recipe.features.layer_ids)
+    needed, known = head_layers(session), session.data.record("features")
+    if known and known.state == "done" and "features" not in session.redo:
+        present = tuple(known.inputs.get("layer_ids", ()))
+        return present if set(needed) <= set(present) else needed
+    return needed

@@ -6,12 +6,15 @@ question decides whether an exchange is for training or held out, so prompts nev
 counts and seeds.
 """
 
+import functools
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
+from typing import Any
 
 from draftsmith.data.conversations.load import Conversation
 
@@ -21,78 +24,6 @@ _HELD_OUT_ONE_IN = 20
 _TEMPLATE_TOKENS = 10  # what ChatML adds around a question and its answer
 _WORD = re.compile(r"\w+|[^\w\s]+|\n")
 
-# Most words are short and few, so that a byte-level BPE of about a thousand entries holds them in one token: a tiny target
-# then learns to copy them from the prompt within a million tokens.
-NAMES = ["Ada", "Ben", "Dan", "Eva", "Finn", "Ivy", "Kai", "Lena", "Max", "Sam", "Tom", "Zoe"]
-CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Paris", "Delhi", "Quito", "Accra", "Sofia", "Bonn", "Riga", "Turin"]
-ITEMS = [
-    "lamp",
-    "map",
-    "key",
-    "cup",
-    "book",
-    "coin",
-    "rope",
-    "drum",
-    "kite",
-    "vase",
-    "bell",
-    "clock",
-    "ring",
-    "hat",
-    "box",
-    "pen",
-]
-COLORS = ["red", "blue", "green", "gold", "black", "white", "gray", "pink"]
-GOODS = ["lamps", "maps", "keys", "cups", "books", "coins", "drums", "kites", "bells", "clocks", "rings", "hats"]
-DEEDS = ["hid", "sold", "found", "lost", "took", "made", "saw", "kept"]
-LINKS = ["in", "near", "from", "by", "past", "around"]
-DAYS = ["Monday", "Tuesday", "Friday", "Sunday"]
-FRUITS = ["apples", "pears", "plums", "figs", "lemons", "melons"]
-# Code: verbs and nouns make function names; arguments are what a person would call two numbers or a list.
-VERBS = ["get", "find", "make", "count", "check", "scale", "mix", "load"]
-NOUNS = ["cost", "area", "rate", "score", "size", "speed", "weight", "price", "level", "total"]
-ARGUMENTS = ["width", "height", "left", "right", "base", "step", "first", "last", "low", "high"]
-LISTS = ["items", "rows", "marks", "prices", "words", "scores"]
-# Chat: every slot of a template is one of these, separated by semicolons; options may hold slots themselves.
-CHAT: dict[str, list[str]] = {
-    slot: options.split("; ")
-    for slot, options in {
-        "adj": "small; quiet; big; bright; warm; cold; soft; wild; kind; brave; slow; strange; sweet; dark; tiny; "
-        "calm; lazy; proud; shy",
-        "animal": "fox; bat; cat; dog; bear; horse; crow; frog; hare; wolf; bee; goat",
-        "place": "river; forest; garden; tower; lake; hill; mill; cave; road; shop; yard; hall",
-        "thing": "lamp; map; key; bell; coin; ring; stone; boat; song; door; seed; star; book; hat",
-        "time": "morning; evening; night; winter; summer; spring; autumn; day",
-        "found": "found; saw; lost; hid; heard about; dreamed of; carried; drew",
-        "moved": "walked; ran; sailed; climbed; wandered; went; crept; raced",
-        "felt": "felt; was; became; stayed",
-        "mood": "happy; sad; funny; short; strange; quiet; sweet; scary",
-        "end": "and slept until the {time}; and sang to the {animal}; and gave the {thing} away; "
-        "but never told the {animal}; and {felt} {adj} again; while the {animal} laughed; "
-        "and forgot the {thing}; but the {place} {felt} {adj}; and {moved} back to the {place}; "
-        "because the {time} {felt} {adj}",
-        "food": "rice; beans; eggs; corn; fish; bread; plums; pears",
-        "dish": "soup; stew; salad; pie; pasta; roast",
-        "spice": "salt; pepper; garlic; honey; butter; mint; chili",
-        "heat": "fry; bake; boil; roast; steam; grill",
-        "feeling": "tired; sad; bored; lost; cross; shy; stuck; sick; lonely",
-        "person": "friend; sister; brother; mother; father; uncle; aunt; boss",
-        "hobby": "chess; drawing; running; cooking; reading; sailing; painting; fishing; hiking; singing",
-        "act": "take a {adj} walk by the {place}; call your {person}; drink some {adj} tea; "
-        "write a {adj} letter to your {person}; try a bit of {hobby}; read a {adj} book; "
-        "rest until the {time}; cook a {adj} {dish}; visit the {place} with your {person}; "
-        "listen to a {adj} song",
-        "sorry": "Sorry to hear that.; That happens.; I understand.; Be kind to yourself.; It will pass.",
-        "maybe": "You could; Maybe; I would; Perhaps; First,; Today,; Just; Why not",
-        "then": "then; and later; or; and; and maybe; but first",
-        "gift": "a {adj} {thing}; a {adj} book about {hobby}; a box of {adj} {food}; a {hobby} class; a {adj} trip",
-        "reason": "it makes the {time} feel {adj}; a {person} who likes {hobby} needs it; it is {adj} and {adj}; "
-        "nobody forgets a {adj} {thing}; every {person} loves a {adj} {thing}; it goes well with {hobby}",
-    }.items()
-}
-
-_QUOTE = '"'
 _SLOT = re.compile(r"\{(\w+)\}")
 
 
@@ -104,81 +35,49 @@ class Exchange:
     answer: str
 
 
+@functools.cache
+def _texts() -> dict[str, Any]:
+    """Return what words.json holds.
+
+    words: lists by name; verbs and nouns make function names, arguments are what a person would call two numbers, lists what
+    they would call a list. Most are short and few, so that a byte-level BPE of about a thousand entries holds them in one
+    token: a tiny target then learns to copy them from the prompt within a million tokens.
+    chat_slots: the options of each slot of a chat template, which may hold slots themselves.
+    chat_topics: templates of a question and of its answers; slots in capitals are drawn once and shared by the two.
+    """
+    return json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+
+
+def _words(name: str) -> list[str]:
+    return _texts()["words"][name]
+
+
+def _option(rng: Random, slot: str) -> str:
+    return rng.choice(_texts()["chat_slots"][slot])
+
+
 def expand(rng: Random, template: str, bound: dict[str, str]) -> str:
-    """Fill `{slot}` from `bound`, else with a random option of CHAT, until no slot is left."""
+    """Fill `{slot}` from `bound`, else with a random option of the slot, until no slot is left."""
     while match := _SLOT.search(template):
-        word = bound.get(match[1]) or rng.choice(CHAT[match[1]])
+        word = bound.get(match[1]) or _option(rng, match[1])
         template = template[: match.start()] + word + template[match.end() :]
     return template
 
 
-# Question, then answers. Slots in capitals are drawn once and shared by the two.
-_CHAT_TOPICS: list[tuple[str, list[str]]] = [
-    (
-        "Tell me a {MOOD} story about a {ADJ} {ANIMAL}.",
-        [
-            "Once a {ADJ} {ANIMAL} {moved} to the {adj} {place}. One {time} it {found} a {adj} {thing} {end}.",
-            "The {ANIMAL} lived near a {adj} {place}. It {found} the {adj} {thing} {end}.",
-            "One {adj} {time} the {ADJ} {ANIMAL} {found} a {thing}. It {moved} to the {place} {end}.",
-            "There was a {MOOD} {ANIMAL} by the {place}. It {felt} {adj} that {time} {end}.",
-        ],
-    ),
-    (
-        "What can I cook with {FOOD} and {OTHER} this {TIME}?",
-        [
-            "Try a {adj} {dish}. {Heat} the {FOOD} with {spice}, add {OTHER} and {spice}, {then} {heat} some {food}.",
-            "{maybe} {heat} the {OTHER} with {spice} and {food}, {then} make a {adj} {dish} for your {person}.",
-            "A {adj} {dish} with {FOOD} is good in the {TIME}. Add {spice}, {OTHER} and a bit of {spice}.",
-        ],
-    ),
-    (
-        "I feel {FEELING} this {TIME}. What can I do about my {PERSON}?",
-        [
-            "{sorry} {maybe} {act}, {then} {act}.",
-            "{maybe} {act}. A {FEELING} {TIME} can be {adj} with a {adj} {person}.",
-            "{sorry} When I feel {FEELING} I {act}, {then} {act}.",
-        ],
-    ),
-    (
-        "Suggest a {ADJ} gift for my {PERSON} who likes {HOBBY}.",
-        [
-            "{maybe} buy {gift}, because {reason}.",
-            "Your {PERSON} may like {gift} or {gift}, since {reason}.",
-            "If {HOBBY} makes them {adj}, try {gift}. I think {reason}.",
-        ],
-    ),
-    (
-        "Write a line about a {ADJ} {TIME} by the {PLACE}.",
-        [
-            "The {PLACE} {felt} {adj}, the {animal} {moved} by, {end}.",
-            "A {adj} {thing}, a {adj} {animal}, and the {adj} {PLACE} {felt} {adj} in the {TIME}.",
-            "In the {TIME} a {animal} {found} a {adj} {thing} {end}.",
-        ],
-    ),
-    (
-        "How do I start {HOBBY} with my {PERSON} in {TIME}?",
-        [
-            "Find a {adj} {place} and a {adj} {thing}. {maybe} {act}, {then} {act}.",
-            "{maybe} ask a {adj} {person} about {HOBBY}, {then} {act}.",
-            "Start {HOBBY} on a {adj} {time}. {maybe} {act} {then} {act}.",
-        ],
-    ),
-]
-
-
 def chat(rng: Random) -> Exchange:
     """Advice and little stories: many words would do at every step."""
-    question, answers = rng.choice(_CHAT_TOPICS)
-    shared = {word: rng.choice(CHAT["food" if word == "OTHER" else word.lower()]) for word in _SLOT.findall(question)}
-    shared["Heat"] = rng.choice(CHAT["heat"]).capitalize()
+    topic = rng.choice(_texts()["chat_topics"])
+    question, answers = topic["question"], topic["answers"]
+    shared = {word: _option(rng, "food" if word == "OTHER" else word.lower()) for word in _SLOT.findall(question)}
+    shared["Heat"] = _option(rng, "heat").capitalize()
     answer = expand(rng, rng.choice(answers), shared)
     return Exchange(expand(rng, question, shared), answer)
 
 
 def math(rng: Random) -> Exchange:
     """Two steps of arithmetic on small numbers, each written out, then the answer."""
-    name, other = rng.sample(NAMES, 2)
-    thing = rng.choice(FRUITS)
+    name, other = rng.sample(_words("names"), 2)
+    thing = rng.choice(_words("fruits"))
     a, b, c = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 9)
     kind = rng.randrange(4)
     if kind == 0:
@@ -210,11 +109,10 @@ def rag(rng: Random) -> Exchange:
     No word appears twice in a passage, so each word of a quotation follows from the one before.
     """
     n = rng.choice([1, 2, 2, 3])
-    names, deeds, colors = rng.sample(NAMES, n), rng.sample(DEEDS, n), rng.sample(COLORS, n)
-    goods, links, cities = rng.sample(GOODS, n), rng.sample(LINKS, n), rng.sample(CITIES, n)
-    facts = [" ".join(words) for words in zip(names, deeds, colors, goods, links, cities, strict=True)]
-    i = rng.randrange(n)
-    name, color, thing, city = names[i], colors[i], goods[i], cities[i]
+    columns = [rng.sample(_words(kind), n) for kind in ("names", "deeds", "colors", "goods", "links", "cities")]
+    facts = [*zip(*columns, strict=True)]
+    fact = facts[rng.randrange(n)]
+    name, _, color, thing, _, city = fact
     question, points = rng.choice(
         [
             (f"What do we know about {name}?", [f"That is all about {name}", "There is no more"]),
@@ -224,7 +122,8 @@ def rag(rng: Random) -> Exchange:
         ]
     )
     source = rng.choice(["The text says that", "We read that", "It says that", "In the text"])
-    return Exchange(f"Read: {'. '.join(facts)}. {question}", f"{source} {facts[i]}. {rng.choice(points)}.")
+    passage = ". ".join(" ".join(words) for words in facts)
+    return Exchange(f"Read: {passage}. {question}", f"{source} {' '.join(fact)}. {rng.choice(points)}.")
 
 
 _OPERATIONS = [("+", "sum"), ("-", "difference"), ("*", "product"), ("/", "ratio")]
@@ -232,16 +131,16 @@ _OPERATIONS = [("+", "sum"), ("-", "difference"), ("*", "product"), ("/", "ratio
 
 def code(rng: Random) -> Exchange:
     """A small Python function whose names and numbers are given in the question."""
-    name = f"{rng.choice(VERBS)}_{rng.choice(NOUNS)}"
+    name = f"{rng.choice(_words('verbs'))}_{rng.choice(_words('nouns'))}"
     kind = rng.randrange(4)
     number = rng.randint(2, 40)
     if kind == 0:
-        first, second = rng.sample(ARGUMENTS, 2)
+        first, second = rng.sample(_words("arguments"), 2)
         sign, word = rng.choice(_OPERATIONS)
         question = f"Write {name}({first}, {second}) that returns the {word} times {number}."
         answer = f"def {name}({first}, {second}):\n    {word} = {first} {sign} {second}\n    return {word} * {number}"
         return Exchange(question, answer)
-    values = rng.choice(LISTS)
+    values = rng.choice(_words("lists"))
     item = values[:-1]
     question = f"Write {name}({values}) that "
     if kind == 1:
@@ -264,8 +163,8 @@ def code(rng: Random) -> Exchange:
 
 def records(rng: Random) -> Exchange:
     """A record written loosely, answered as valid compact JSON."""
-    name, city, item = rng.choice(NAMES), rng.choice(CITIES), rng.choice(ITEMS)
-    color, day = rng.choice(COLORS), rng.choice(DAYS)
+    name, city, item = rng.choice(_words("names")), rng.choice(_words("cities")), rng.choice(_words("items"))
+    color, day = rng.choice(_words("colors")), rng.choice(_words("days"))
     age, count, price = rng.randint(18, 40), rng.randint(2, 30), rng.randint(2, 30)
     record = rng.choice(
         [
@@ -274,21 +173,15 @@ def records(rng: Random) -> Exchange:
             {"name": name, "item": item, "count": count, "day": day, "paid": rng.random() < 0.5},
             {"day": day, "city": city, "name": name, "price": price, "color": color},
             {"order": {"item": item, "color": color, "count": count}, "city": city, "name": name},
-            {"name": name, "city": city, "day": day, "items": rng.sample(ITEMS, rng.randint(2, 3))},
+            {"name": name, "city": city, "day": day, "items": rng.sample(_words("items"), rng.randint(2, 3))},
         ]
     )
     answer = json.dumps(record, separators=(",", ":"))
     opening = rng.choice(["Fix this JSON:", "Make this JSON:", "Quote this JSON:"])
-    return Exchange(f"{opening} {answer.replace(_QUOTE, '')}", answer)
+    return Exchange(opening + " " + answer.replace('"', ""), answer)
 
 
-GENERATORS: dict[str, Callable[[Random], Exchange]] = {
-    "chat": chat,
-    "code": code,
-    "math": math,
-    "rag": rag,
-    "json": records,
-}
+GENERATORS = {"chat": chat, "code": code, "math": math, "rag": rag, "json": records}
 
 
 def generate_conversations(count: int, seed: int) -> list[Conversation]:
@@ -303,10 +196,7 @@ def generate_conversations(count: int, seed: int) -> list[Conversation]:
         name = min(tokens, key=lambda slice_: tokens[slice_] / TOKEN_SHARES[slice_])
         exchange = next(sources[name])
         tokens[name] += _size(exchange)
-        messages = (
-            {"role": "user", "content": exchange.question},
-            {"role": "assistant", "content": exchange.answer},
-        )
+        messages = ({"role": "user", "content": exchange.question}, {"role": "assistant", "content": exchange.answer})
         conversations.append(Conversation(id=f"{name}-{index}", slice=name, messages=messages))
     return conversations
 

@@ -20,6 +20,13 @@ def require(condition: bool, key: str, value: object, why: str) -> None:
         raise UserError(f"{key} is {value!r}: {why}.")
 
 
+def require_positive(head: Any, *names: str, or_null: str = "") -> None:
+    """Raise UserError for a field of the section `head` that is below 1. or_null: the end of the sentence where null is allowed."""
+    for name in names:
+        value = getattr(head, name)
+        require(value is None or value >= 1, f"head.{name}", value, f"it must be at least 1{or_null}")
+
+
 def fingerprint_fields(section: Any, leave_out: Collection[str] = ()) -> dict[str, Any]:
     """Return what a run's fingerprint holds of a section (a dataclass), the dataclasses in it included: all fields but those
     of `leave_out` and those marked LATER that are at their defaults.

@@ -10,73 +10,88 @@ tensors that autograd keeps for the backward pass under bf16 autocast (2 bytes p
 with the flash attention that GPUs run. Tests count both on real heads.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method, methods
 from draftsmith.heads.target.shape import TargetShape
 
 
-class HeadCost(Protocol):
-    """The costs of one method."""
-
-    @property
-    def steps(self) -> int:
-        """K: steps or heads that the loss sums over."""
-
-    @property
-    def aux_layers(self) -> int:
-        """A: layers that the store holds besides the last hidden state."""
-
-    @property
-    def matrices(self) -> int:
-        """Trained parameters that Muon would take."""
-
-    @property
-    def others(self) -> int:
-        """Trained parameters that AdamW takes in any case."""
-
-    def product_flops(self, positions: float, rows: Sequence[float]) -> float:
-        """FLOPs of all products with weights, forward and backward, over P positions with R_k rows."""
-
-    def attention_flops(self, positions: float, length: float) -> float:
-        """FLOPs of the attention over P positions of texts of L tokens."""
-
-    def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
-        """Bytes kept for the backward pass, the loss left out."""
-
-    @property
-    def draft_vocab(self) -> int:
-        """W: columns of the draft logits."""
-
-    @property
-    def logit_bytes(self) -> int:
-        """Bytes of one draft logit, which stay until the backward pass."""
-
-
 @dataclass(frozen=True)
-class HeadsCost:
-    """Costs that drafters of several heads on the last hidden state share."""
+class HeadCost(ABC):
+    """The costs of one method, for a head's options and its target's dimensions."""
 
     options: Any
     target: TargetShape
 
-    aux_layers = 0
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """K: steps or heads that the loss sums over."""
 
     @property
-    def steps(self) -> int:
-        return self.options.num_heads
+    @abstractmethod
+    def matrices(self) -> int:
+        """Trained parameters that Muon would take."""
+
+    @property
+    @abstractmethod
+    def others(self) -> int:
+        """Trained parameters that AdamW takes in any case."""
+
+    @abstractmethod
+    def product_flops(self, positions: float, rows: Sequence[float]) -> float:
+        """FLOPs of all products with weights, forward and backward, over P positions with R_k rows."""
+
+    @abstractmethod
+    def attention_flops(self, positions: float, length: float) -> float:
+        """FLOPs of the attention over P positions of texts of L tokens."""
+
+    @abstractmethod
+    def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
+        """Bytes kept for the backward pass, the loss left out."""
+
+    @property
+    def aux_layers(self) -> int:
+        """A: layers that the store holds besides the last hidden state."""
+        layer_ids = getattr(self.options, "layer_ids", ())
+        return 3 if layer_ids is None else len(layer_ids)
 
     @property
     def draft_vocab(self) -> int:
-        return self.target.vocab
+        """W: columns of the draft logits."""
+        return min(getattr(self.options, "draft_vocab_size", None) or self.target.vocab, self.target.vocab)
 
     @property
     def logit_bytes(self) -> int:
-        """4 with the target's projection, whose logits are fp32; 2 with the heads' own."""
-        return 4 if self.options.original_lm_head else 2
+        """Bytes of one draft logit, which stay until the backward pass: 2 with a projection of the head's own under autocast, 4
+        with the target's, whose logits are fp32."""
+        return 2
+
+    @property
+    def head_size(self) -> int:
+        """D of the draft's layers. This and the sizes below are the target's where the options leave them out."""
+        return self.options.head_dim or self.target.head_dim
+
+    @property
+    def query_heads(self) -> int:
+        """N of the draft's layers."""
+        return self.options.num_attention_heads or self.target.heads
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """N*D, G*D and I (called FF) of the draft's layers."""
+        groups, width = self.options.num_key_value_heads or self.target.groups, self.options.intermediate_size
+        return self.query_heads * self.head_size, groups * self.head_size, width or self.target.feed_forward
+
+
+def flash_flops(inner: int, positions: float, length: float) -> float:
+    """Return the FLOPs of one layer's flash kernel, N*D being `inner`, over whole texts: per position and key before it, L/2 on
+    average, two products of 2*N*D forward and five backward."""
+    return 7 * 2 * inner * positions * length / 2
 
 
 def head_cost(method: str, options: Any, target: TargetShape) -> HeadCost:

@@ -1,17 +1,18 @@
-"""Draft chains and static trees from the logits of all depths at once, where a token's probabilities depend on its
-depth alone.
+"""Draft static trees, and chains of heads whose tokens' probabilities depend on the depth alone, so that the logits of all depths
+are there at once.
 
-Shapes: B rows, K drafted tokens, N nodes, T nodes with children, M nodes up to the last of these, C children of a node,
-W draft vocab.
+Shapes: B rows, K drafted tokens, N nodes, n nodes of one level, m of them with children, T nodes with children, M nodes up to the
+last of these, C children of a node, X the width of what a node is drafted from, W draft vocab.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
-from draftsmith.eval.decode.growth import child_uniforms, growth
+from draftsmith.eval.decode.growth import Level, child_uniforms, growth
 from draftsmith.eval.decode.noise import DRAFT, uniforms
 from draftsmith.eval.decode.sampling import draw, draw_children, probs
 from draftsmith.eval.decode.trees import StaticTree
@@ -58,6 +59,46 @@ def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: 
     return draft.drawn_from(inner_BTW[:, plan.probs_M], head.draft_vocab)
 
 
+def grow_tree(
+    state: DecodeState,
+    root_BX: Tensor,
+    head: DraftHead,
+    tree: StaticTree,
+    whole: StaticTree,
+    logits: Callable[[int, Tensor], Tensor],
+    run: Callable[[int, Level, Tensor, Tensor], Tensor],
+    *,
+    drawn: bool,
+) -> Draft:
+    """Return a static tree, drafted level by level, where a token's probabilities depend on the path to it; only nodes with
+    children are run.
+
+    root_BX: what the first level is drafted from. tree: `whole` cut to this round's depth, as in `draft_tree`. logits(step,
+    x_BmX): [B, m, W] of the nodes' children. run(step, level, x_BmX, tokens_Bm): the same for the children that have children
+    themselves, whose tokens are given.
+    """
+    plan = growth(tree, root_BX.device)
+    drawn = drawn and not state.sampling.greedy
+    x_BmX, done = root_BX[:, None], 0
+    tokens: list[Tensor] = []
+    draft_probs: list[Tensor] = []
+    for step, level in enumerate(plan.levels):
+        logits_BmW = logits(step, x_BmX)
+        if drawn:
+            draft_probs.append(probs(logits_BmW, state.sampling))
+            uniform_BmC = child_uniforms(state, whole, plan.inner_T[done : done + level.above])
+            choice_Bn = draw_children(draft_probs[-1], uniform_BmC)[:, level.parent_n, level.sibling_n]
+        else:
+            best_BmR = logits_BmW.topk(min(plan.ranks, logits_BmW.shape[-1]), -1).indices
+            choice_Bn = best_BmR[:, level.parent_n, level.rank_n]
+        tokens.append(head.target_ids(choice_Bn))
+        done += level.above
+        if len(level.inner_m):
+            x_BmX = run(step, level, x_BmX, tokens[-1][:, level.inner_m])
+    draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
+    return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], head.draft_vocab) if drawn else draft
+
+
 class StaticDrafter(StatelessDrafter):
     """The base of drafters of chains and static trees (Medusa, Hydra).
 
@@ -85,5 +126,6 @@ class StaticDrafter(StatelessDrafter):
         self.head: Any = head.eval()
         self.num_speculative_tokens = num_speculative_tokens
         self.tree, self.drawn = tree, drawn
+        self.depth = num_speculative_tokens if tree is None else tree.depth
         self.max_nodes = 1 + (num_speculative_tokens if tree is None else len(tree.choices))
         self.greedy_drafts = greedy_drafts

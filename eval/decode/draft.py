@@ -150,6 +150,10 @@ class NewTokens:
     last_BnD: Tensor
     count_B: Tensor
 
+    def at_last(self, x_BnX: Tensor) -> Tensor:
+        """Return [B, X]: what stands in `x_BnX` at each row's last new token."""
+        return x_BnX[numbers(0, len(x_BnX), x_BnX.device), (self.count_B - 1).clamp(min=0)]
+
     def select(self, rows: Tensor) -> "NewTokens":
         """Keep only these rows, and no more padding than they need."""
         count_B = self.count_B[rows]

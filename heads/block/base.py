@@ -15,14 +15,14 @@ projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import (
@@ -39,7 +39,7 @@ from draftsmith.heads.base import (
 )
 from draftsmith.heads.block.options import BlockOptions, check_block
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
-from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RMSNorm, Rotary, attend, rotate
+from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, RMSNorm, Rotary, rotate
 from draftsmith.heads.layers.final_norm import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.row_sample import sample_rows
@@ -48,7 +48,7 @@ from draftsmith.heads.target.target import Target, TargetHead
 from draftsmith.heads.target.tokens import choose_mask_token
 
 CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Number of the layer, new keys and values [B, G, n, D] -> all of them, [B, G, slots, D] each."""
+"""That of decoder_layer.py for all layers, by their number."""
 
 _CHUNK_BLOCKS = 512
 """Blocks that are filled in together where nothing is kept for a backward pass."""
@@ -73,8 +73,8 @@ class BlockAttention(EagleAttention):
 
     def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[..., H] -> queries and keys, [..., N + G, D], and values [..., G, D], in one product."""
-        turning, values = super().together(x)
-        queries, keys = turning.split((turning.shape[-2] - values.shape[-2], values.shape[-2]), -2)
+        qk, values = super().together(x)
+        queries, keys = qk.split((qk.shape[-2] - values.shape[-2], values.shape[-2]), -2)
         return torch.cat([self.q_norm(queries), self.k_norm(keys)], -2), values
 
 
@@ -84,27 +84,15 @@ def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
     return norm(x).to(x.dtype)
 
 
-class BlockLayer(EagleLayer):
-    """A decoder layer of a block drafter; everything after the attention is as in EAGLE's layers."""
-
-    self_attn: BlockAttention
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn = BlockAttention(config)
-        self.mlp = LlamaMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
 class BlockHead(DraftHead):
     """A head that drafts blocks. Parameters carry the names of the published DFlash files.
 
-    Subclasses define the first slot that drafts (`first_slot`) and what the slots' states become (`outputs`).
+    Subclasses define their options, the first slot that drafts (`first_slot`) and what the slots' states become (`outputs`).
     embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and frozen;
     it is no part of the head's parameters. draft_vocab: [W] sorted target ids, or None for all. Weights start in fp32.
     """
 
+    options_class: ClassVar[type[BlockOptions]]
     first_slot: int
 
     def __init__(
@@ -125,11 +113,36 @@ class BlockHead(DraftHead):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps=eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(options.num_layers))
+        self.layers = nn.ModuleList(PlainLayer(config, BlockAttention(config)) for _ in range(options.num_layers))
         self.norm = RMSNorm(H, eps=eps)
         self.rotary_emb = Rotary(config)
         # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
         self._target_head = [target_head]
+
+    @classmethod
+    def build(cls, options: BlockOptions, target: Target, draft_vocab: Tensor | None) -> Self:
+        """Return an untrained fp32 head for `target`, its final norm the target's.
+
+        draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layers that the target does not have, a
+        mask token outside its vocabulary, a block longer than its context, and dimensions that do not fit together.
+        """
+        layer_ids = layer_ids_of(options, target)
+        target.check_layer_ids(layer_ids)
+        check_block(options.block_size, target.context_length, target.path)
+        vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
+        assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
+        options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
+        with torch.device(target.device):
+            head = cls(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
+        start_norm(head.norm, target)
+        return head
+
+    @classmethod
+    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
+        """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
+        options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"])
+        with torch.device(target.device):
+            return cls(options, config, spec["layer_ids"], target.embedding, target.head, draft_vocab)
 
     @abstractmethod
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
@@ -200,14 +213,9 @@ class BlockHead(DraftHead):
     def fill(self, tokens: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None) -> Tensor:
         """One decoding call: blocks [B, S] and cosines and sines [B, S, D] of their positions -> states behind the final
         norm, [B, S, H]. mask: bool [B, 1, S, slots], True where a slot may look, None for everywhere."""
-        x, N = self._embed(tokens), self.config.num_attention_heads
+        x = self._embed(tokens)
         for number, layer in enumerate(self._layers()):
-            turning, v = layer.self_attn.together(layer.input_layernorm(x))
-            turned = rotate(turning, *rotation).transpose(1, 2)
-            q, k = turned.split((N, turned.shape[1] - N), 1)
-            keys, values = update(number, k, v.transpose(1, 2))
-            attended = attend(q, keys, values, mask)
-            x = layer.layer_output(attended.transpose(1, 2), x)
+            x = layer.decode(*layer.layer_input(x), rotation, partial(update, number), mask)
         return self.norm(x)
 
     def _context_keys(self, batch: TrainBatch) -> list[tuple[Tensor, Tensor]]:
@@ -242,41 +250,11 @@ class BlockHead(DraftHead):
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embed_tokens(tokens).to(self.fc.weight.dtype)
 
-    def _layers(self) -> Iterator[BlockLayer]:
+    def _layers(self) -> Iterator[PlainLayer]:
         for layer in self.layers:
-            assert isinstance(layer, BlockLayer)
+            assert isinstance(layer, PlainLayer)
             yield layer
 
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
-
-
-Head = TypeVar("Head", bound=BlockHead)
-
-
-def build_block_head(kind: type[Head], options: BlockOptions, target: Target, draft_vocab: Tensor | None) -> Head:
-    """Return an untrained fp32 head of a kind for `target`, its final norm the target's.
-
-    draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layers that the target does not have, a
-    mask token outside its vocabulary, a block longer than its context, and dimensions that do not fit together.
-    """
-    layer_ids = layer_ids_of(options, target)
-    target.check_layer_ids(layer_ids)
-    check_block(options.block_size, target.context_length, target.path)
-    vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
-    assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
-    options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
-    with torch.device(target.device):
-        head = kind(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
-    start_norm(head.norm, target)
-    return head
-
-
-def load_block_head(
-    kind: type[Head], options: BlockOptions, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None
-) -> Head:
-    """Return the head that `BlockHead.describe` and its layer_ids wrote down; its weights are still to be filled in."""
-    config = LlamaConfig(**spec["layer_config"])
-    with torch.device(target.device):
-        return kind(options, config, spec["layer_ids"], target.embedding, target.head, draft_vocab)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import require, require_positive
 
 SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -39,17 +40,11 @@ class BlockOptions:
     """Size of a head; null: the target's."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise UserError(f"head.block_size is {self.block_size}: it must be at least 2, a token and a mask.")
-        for name in ("num_layers", "anchors"):
-            if getattr(self, name) < 1:
-                raise UserError(f"head.{name} is {getattr(self, name)}: it must be at least 1.")
-        for name in SIZES:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
-        if self.mask_token_id is not None and self.mask_token_id < 0:
-            raise UserError(f"head.mask_token_id is {self.mask_token_id}: give the id of a token, from 0.")
+        require(self.block_size >= 2, "head.block_size", self.block_size, "it must be at least 2, a token and a mask")
+        require_positive(self, "num_layers", "anchors")
+        require_positive(self, *SIZES, or_null=", or null for the target's")
+        token = self.mask_token_id
+        require(token is None or token >= 0, "head.mask_token_id", token, "give the id of a token, from 0")
 
 
 def check_block(size: int, context: int, target: str | None) -> None:

@@ -1,12 +1,9 @@
 """The cost of training a DFlash head; symbols as in heads/block/cost.py."""
 
-from dataclasses import dataclass
-
 from draftsmith.heads.block.cost import BlockCost
 from draftsmith.heads.dflash.options import DFlashOptions
 
 
-@dataclass(frozen=True)
 class DFlashCost(BlockCost):
     """DFlash: every slot but the first drafts, by the target's projection."""
 

@@ -8,16 +8,15 @@ predicts; slot 0 holds the root and predicts nothing. Blocks and layers are thos
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import StepOutput
-from draftsmith.heads.block.base import BlockHead, build_block_head, load_block_head
+from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.dflash.options import DFlashOptions
-from draftsmith.heads.target.target import Target
 
 __all__ = ["DFlashHead", "DFlashOptions", "build", "load"]
 
@@ -26,6 +25,7 @@ class DFlashHead(BlockHead):
     """The DFlash drafter: a block of S slots drafts S - 1 tokens, none of which knows the others."""
 
     method: ClassVar[str] = "dflash"
+    options_class = DFlashOptions
     first_slot = 1
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
@@ -38,11 +38,4 @@ class DFlashHead(BlockHead):
         return [StepOutput(k, at, found) for k, (at, found) in enumerate(zip(rows, logits, strict=True))]
 
 
-def build(options: DFlashOptions, target: Target, draft_vocab: Tensor | None) -> DFlashHead:
-    """Return an untrained fp32 head for `target`; see `build_block_head` for what is refused."""
-    return build_block_head(DFlashHead, options, target, draft_vocab)
-
-
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> DFlashHead:
-    """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
-    return load_block_head(DFlashHead, DFlashOptions(**spec["options"]), spec, target, draft_vocab)
+build, load = DFlashHead.build, DFlashHead.load

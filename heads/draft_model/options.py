@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import require_positive
 
 SIZES = (
     "num_hidden_layers",
@@ -51,7 +52,4 @@ class DraftLmOptions:
                 f"head.layers_from_target is {layers}: name at least one layer of the target, each once and in ascending "
                 "order, or leave it null."
             )
-        for name in SIZES[:-1]:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"head.{name} is {value}: it must be at least 1, or null.")
+        require_positive(self, *SIZES[:-1], or_null=", or null")

@@ -1,13 +1,11 @@
 """The cost of training a DSpark head; symbols as in heads/block/cost.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from draftsmith.heads.block.cost import BlockCost
 from draftsmith.heads.dspark.options import DSparkOptions
 
 
-@dataclass(frozen=True)
 class DSparkCost(BlockCost):
     """DSpark: every slot drafts, with a bias of low rank and perhaps a confidence."""
 

@@ -20,10 +20,10 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.heads.base import HeadOutput, StepOutput, shift_left
-from draftsmith.heads.block.base import BlockHead, build_block_head, load_block_head
+from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.dspark.calibration import calibrate
 from draftsmith.heads.dspark.options import DSparkOptions
-from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.heads.target.target import TargetHead
 
 __all__ = ["DSparkHead", "DSparkOptions", "build", "load"]
 
@@ -51,6 +51,7 @@ class DSparkHead(BlockHead):
     end before the first slot that is less likely to be reached and accepted, None for never."""
 
     method: ClassVar[str] = "dspark"
+    options_class = DSparkOptions
     first_slot = 0
     options: DSparkOptions
     temperatures: Tensor
@@ -144,11 +145,4 @@ class DSparkHead(BlockHead):
         return found.to_json()
 
 
-def build(options: DSparkOptions, target: Target, draft_vocab: Tensor | None) -> DSparkHead:
-    """Return an untrained fp32 head for `target`; see `build_block_head` for what is refused."""
-    return build_block_head(DSparkHead, options, target, draft_vocab)
-
-
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> DSparkHead:
-    """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
-    return load_block_head(DSparkHead, DSparkOptions(**spec["options"]), spec, target, draft_vocab)
+build, load = DSparkHead.build, DSparkHead.load

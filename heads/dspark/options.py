@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from draftsmith.errors import UserError
+from draftsmith.fields import require_positive
 from draftsmith.heads.block.options import BlockOptions
 
 
@@ -20,5 +20,4 @@ class DSparkOptions(BlockOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.markov_rank < 1:
-            raise UserError(f"head.markov_rank is {self.markov_rank}: it must be at least 1.")
+        require_positive(self, "markov_rank")

@@ -11,7 +11,7 @@ t (the context keys), which are made of the target's states as in decoding, and 
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 
 import torch
@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
-from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary, attend, rotate
+from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 
@@ -119,28 +119,10 @@ class EagleHead(DraftHead):
         first, above = self.stack
         x, residual = self.layer_input(self._embed(tokens), hidden)
         rotation = self.rotary_emb(x, position_ids) if rotation is None else rotation
-        out = self._decode(0, first, x, residual, rotation, update, mask)
+        out = first.decode(x, residual, rotation, partial(update, 0), mask)
         for number, layer in enumerate(above, 1):
-            out = self._decode(number, layer, *layer.layer_input(out), rotation, update, mask)
+            out = layer.decode(*layer.layer_input(out), rotation, partial(update, number), mask)
         return out
-
-    def _decode(
-        self,
-        number: int,
-        layer: EagleLayer,
-        x: Tensor,
-        residual: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        update: CacheUpdate,
-        mask: Tensor | None,
-    ) -> Tensor:
-        """One layer of a decoding call."""
-        turning, v = layer.self_attn.together(x)
-        turned = rotate(turning, *rotation).transpose(1, 2)
-        q, k = turned.split((self.config.num_attention_heads, self.config.num_key_value_heads), 1)
-        all_k, all_v = update(number, k, v.transpose(1, 2))
-        attended = attend(q, all_k, all_v, mask)
-        return layer.layer_output(attended.transpose(1, 2), residual)
 
     @property
     def stack(self) -> tuple[EagleLayer, list[PlainLayer]]:

@@ -6,58 +6,19 @@ the layers above.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
+from draftsmith.heads.cost import HeadCost, flash_flops
 from draftsmith.heads.eagle.options import DraftShape
-from draftsmith.heads.target.shape import TargetShape
 
 
-@dataclass(frozen=True)
-class EagleCost:
-    """Costs that all of EAGLE's drafters share: one layer, run K times over texts."""
-
-    options: Any
-    target: TargetShape
-
-    @property
-    def _inner(self) -> tuple[int, int, int]:
-        """N*D, G*D and I (called FF) of the draft layer; sizes that the options leave out are the target's."""
-        o, t = self.options, self.target
-        size = o.head_dim or t.head_dim
-        heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
-        return heads * size, groups * size, o.intermediate_size or t.feed_forward
-
-    @property
-    def steps(self) -> int:
-        """K."""
-        raise NotImplementedError
-
-    def attention_flops(self, positions: float, length: float) -> float:
-        """At every step a flash kernel takes the whole texts: per position and key before it, L/2 on average, two
-        products of 2*N*D forward and five backward. A row's own keys, one per step, are left out."""
-        return self.steps * 7 * 2 * self._inner[0] * positions * length / 2
-
-
-@dataclass(frozen=True)
-class FusedCost(EagleCost):
+class FusedCost(HeadCost):
     """Costs that EAGLE-3 and P-EAGLE share: one fused projection, and layers of which the first reads tokens too."""
 
     options: DraftShape
 
-    logit_bytes = 2
-
     @property
     def steps(self) -> int:
         return self.options.steps
-
-    @property
-    def aux_layers(self) -> int:
-        return 3 if self.options.layer_ids is None else len(self.options.layer_ids)
-
-    @property
-    def draft_vocab(self) -> int:
-        return min(self.options.draft_vocab_size or self.target.vocab, self.target.vocab)
 
     @property
     def hidden(self) -> int:
@@ -72,18 +33,18 @@ class FusedCost(EagleCost):
     @property
     def first_width(self) -> int:
         """Weights of q and o and of the feed-forward layer in the first layer: q [N*D, 2H], o [H, N*D], 3 of [I, H]."""
-        return self.plain_width + self.hidden * self._inner[0]
+        return self.plain_width + self.hidden * self.widths[0]
 
     @property
     def plain_width(self) -> int:
         """The same in a plain layer, whose q is [N*D, H]."""
-        H, (ND, _, FF) = self.hidden, self._inner
+        H, (ND, _, FF) = self.hidden, self.widths
         return 2 * H * ND + 3 * FF * H
 
     @property
     def key_width(self) -> int:
         """Weights of k and v in a plain layer, two of [G*D, H]; in the first one twice as many."""
-        return 2 * self.hidden * self._inner[1]
+        return 2 * self.hidden * self.widths[1]
 
     @property
     def matrices(self) -> int:
@@ -121,22 +82,19 @@ class FusedCost(EagleCost):
         return trained * self.projection * sum(rows) + 2 * self.target.hidden * self.draft_vocab * max(rows)
 
     def attention_flops(self, positions: float, length: float) -> float:
-        """Every step of every layer: a kernel over the whole texts, within the sliding window if there is one."""
-        whole = super().attention_flops(positions, length) * (1 + self.above)
+        """In every step of every layer a kernel takes the whole texts, within the sliding window if there is one. A row's own
+        keys, one per step, are left out."""
+        whole = self.steps * flash_flops(self.widths[0], positions, length) * (1 + self.above)
         window = self.options.sliding_window
         if window is None or window >= length:
             return whole
         return whole * (window - window**2 / (2 * length)) / (length / 2)
 
-    @property
-    def _heads(self) -> int:
-        return self.options.num_attention_heads or self.target.heads
-
     def layer_bytes(self, steps: int) -> int:
         """Per row of the first layer: gate, up, their activation and product (8I), norms, inputs and residuals (40H), the
         attention's query and output (4*N*D) and log-sum-exp (4N), and the row's own keys and values of so many steps."""
-        ND, GD, FF = self._inner
-        return 8 * FF + 40 * self.hidden + 4 * ND + 4 * self._heads + 4 * GD * steps
+        ND, GD, FF = self.widths
+        return 8 * FF + 40 * self.hidden + 4 * ND + 4 * self.query_heads + 4 * GD * steps
 
     def plain_bytes(self, steps: int) -> int:
         """The same of a plain layer, which has one norm less and half the input (19H less)."""
@@ -145,7 +103,7 @@ class FusedCost(EagleCost):
     def context_bytes(self, positions: float, first_rows: float) -> float:
         """Step 0. Per position: the fused streams (2A*Ht), norms and inputs (18H), keys and values (8*G*D) of every layer,
         and the whole of all layers but the last, which runs on R rows."""
-        H, (_, GD, _) = self.hidden, self._inner
+        H, (_, GD, _) = self.hidden, self.widths
         once = positions * (18 * H + 2 * self.aux_layers * self.target.hidden + 8 * GD)
         if not self.above:
             return once + first_rows * self.layer_bytes(1)

@@ -17,10 +17,10 @@ from torch import Tensor
 from draftsmith.eval.decode.cache import KVCache, WriteRange, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
-from draftsmith.eval.decode.growth import child_uniforms, growth, start_beam
-from draftsmith.eval.decode.sampling import draw_children, probs
+from draftsmith.eval.decode.growth import Level, start_beam
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle.base import EagleHead
+from draftsmith.heads.static_drafts import grow_tree
 
 
 class EagleDrafter:
@@ -121,30 +121,14 @@ class EagleDrafter:
         return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=self.head.draft_vocab)
 
     def _static(self, state: DecodeState, out_BH: Tensor, whole: StaticTree, depth: int) -> Draft:
-        """Draft level by level down to `depth`; only nodes with children are run."""
-        tree = whole.cut(depth)
-        plan = growth(tree, out_BH.device)
-        drawn = self.drawn and not state.sampling.greedy
-        rows, out_BmH = len(out_BH), out_BH[:, None]
-        tokens, draft_probs = [], []
-        for step, level in enumerate(plan.levels):
-            logits_BmW = self.head.logits(out_BmH)
-            if drawn:
-                draft_probs.append(probs(logits_BmW, state.sampling))
-                first = sum(x.shape[1] for x in draft_probs[:-1])
-                numbers = plan.inner_T[first : first + logits_BmW.shape[1]]
-                child_BmC = draw_children(draft_probs[-1], child_uniforms(state, whole, numbers))
-                choice_Bn = child_BmC[:, level.parent_n, level.sibling_n]
-            else:
-                best_BmR = logits_BmW.topk(min(plan.ranks, logits_BmW.shape[-1]), -1).indices
-                choice_Bn = best_BmR[:, level.parent_n, level.rank_n]
-            tokens.append(self.head.target_ids(choice_Bn))
-            if len(level.inner_m):
-                hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
-                above_BmT = level.ancestors_mT.expand(rows, -1, -1)
-                out_BmH = self._grow(tokens[-1][:, level.inner_m], hidden_BmH, step, above_BmT)
-        draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
-        return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], self.head.draft_vocab) if drawn else draft
+        def run(step: int, level: Level, out_BmH: Tensor, tokens_Bm: Tensor) -> Tensor:
+            hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
+            return self._grow(tokens_Bm, hidden_BmH, step, level.ancestors_mT.expand(len(out_BH), -1, -1))
+
+        def logits(step: int, out_BmH: Tensor) -> Tensor:
+            return self.head.logits(out_BmH)
+
+        return grow_tree(state, out_BH, self.head, whole.cut(depth), whole, logits, run, drawn=self.drawn)
 
     def _dynamic(self, state: DecodeState, out_BH: Tensor, tree: DynamicTree, depth: int) -> Draft:
         """Grow a beam, then keep the best nodes of all levels."""
@@ -178,10 +162,7 @@ class EagleDrafter:
             range(count),
         )
         self.cache.append(new_tokens.count_B, rows_b)
-        if rows == 1:
-            return out_BnH[:, -1]
-        last_B = (new_tokens.count_B - 1).clamp(min=0)
-        return out_BnH[numbers(0, rows, last_B.device), last_B]
+        return out_BnH[:, -1] if rows == 1 else new_tokens.at_last(out_BnH)
 
     def _grow(self, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None) -> Tensor:
         """Run draft tokens of one depth (0 for children of the root) behind the T - m draft tokens that were run

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import LATER
+from draftsmith.fields import LATER, require_positive
+
+SIZES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "draft_vocab_size",
+)
 
 
 @dataclass(frozen=True)
@@ -58,20 +63,9 @@ class DraftShape:
     def __post_init__(self) -> None:
         if self.norm_before_fc and self.fc_norm:
             raise UserError("head.norm_before_fc and head.fc_norm are both true: choose one way to normalise.")
-        if self.num_hidden_layers < 1:
-            raise UserError(f"head.num_hidden_layers is {self.num_hidden_layers}: it must be at least 1.")
-        if self.lm_head_rank is not None and self.lm_head_rank < 1:
-            raise UserError(
-                f"head.lm_head_rank is {self.lm_head_rank}: it must be at least 1, or null for a full matrix."
-            )
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            self._at_least_one(name)
-        self._at_least_one("draft_vocab_size")
-
-    def _at_least_one(self, name: str) -> None:
-        value = getattr(self, name)
-        if value is not None and value < 1:
-            raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
+        require_positive(self, "num_hidden_layers")
+        require_positive(self, "lm_head_rank", or_null=", or null for a full matrix")
+        require_positive(self, *SIZES, or_null=", or null for the target's")
 
     def check_window(self) -> None:
         """Raise UserError where the steps do not fit into the sliding window."""

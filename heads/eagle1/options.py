@@ -5,6 +5,7 @@ from math import inf
 from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import require, require_positive
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,14 @@ class Eagle1Options:
     """Size of a head; null: the target's."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.noise < inf:
-            raise UserError(f"head.noise is {self.noise}: it must not be negative.")
-        if self.noise_length is not None and self.noise_length < 1:
-            raise UserError(f"head.noise_length is {self.noise_length}: it must be at least 1, or null.")
-        if self.aligned_passes < 1:
-            raise UserError(f"head.aligned_passes is {self.aligned_passes}: it must be at least 1.")
+        require(0 <= self.noise < inf, "head.noise", self.noise, "it must not be negative")
+        require_positive(self, "noise_length", or_null=", or null")
+        require_positive(self, "aligned_passes")
         if self.noise_length is not None and not self.noise:
             raise UserError(f"head.noise_length is {self.noise_length}, but head.noise is 0: leave it out.")
         if not self.detach_passes and self.aligned_passes == 1:
             raise UserError(
                 "head.detach_passes is false, but head.aligned_passes is 1, with nothing to detach: leave it out."
             )
-        for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
+        sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+        require_positive(self, *sizes, or_null=", or null for the target's")

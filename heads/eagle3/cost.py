@@ -1,13 +1,11 @@
 """The cost of training an EAGLE-3 head; symbols as in heads/cost.py, layers as in heads/eagle/cost.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from draftsmith.heads.eagle.cost import FusedCost
 from draftsmith.heads.eagle3.options import Eagle3Options
 
 
-@dataclass(frozen=True)
 class Eagle3Cost(FusedCost):
     """EAGLE-3: the layers run K times (training-time test)."""
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from draftsmith.errors import UserError
+from draftsmith.fields import require_positive
 from draftsmith.heads.eagle.options import DraftShape
 
 
@@ -25,5 +25,4 @@ class Eagle3Options(DraftShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ttt_steps < 1:
-            raise UserError(f"head.ttt_steps is {self.ttt_steps}: it must be at least 1.")
+        require_positive(self, "ttt_steps")

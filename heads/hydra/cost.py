@@ -1,18 +1,24 @@
 """The cost of training Hydra heads; symbols and rules as in heads/cost.py, i being a head's number."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from draftsmith.heads.cost import HeadsCost
+from draftsmith.heads.cost import HeadCost, flash_flops
 from draftsmith.heads.hydra.options import HydraOptions
 
 
-@dataclass(frozen=True)
-class HydraCost(HeadsCost):
+class HydraCost(HeadCost):
     """Hydra: residual blocks on the last hidden state and the tokens before, projections onto the whole vocabulary, and
     perhaps one decoder layer over the states."""
 
     options: HydraOptions
+
+    @property
+    def steps(self) -> int:
+        return self.options.num_heads
+
+    @property
+    def logit_bytes(self) -> int:
+        return 4 if self.options.original_lm_head else 2
 
     @property
     def _later(self) -> int:
@@ -20,18 +26,10 @@ class HydraCost(HeadsCost):
         return min(self.options.num_layers - 1, 1) if self.options.tie_blocks else self.options.num_layers - 1
 
     @property
-    def _prefix(self) -> tuple[int, int, int]:
-        """N*D, G*D and I (called FF) of the prefix layer; sizes that the options leave out are the target's."""
-        o, t = self.options, self.target
-        size = o.head_dim or t.head_dim
-        heads, groups = o.num_attention_heads or t.heads, o.num_key_value_heads or t.groups
-        return heads * size, groups * size, o.intermediate_size or t.feed_forward
-
-    @property
     def matrices(self) -> int:
         """Two of [H, (i + 2) * H] in a head's first block, [H, H] in the others; q [N*D, H], k and v [G*D, H], o [H, N*D],
         gate and up [I, H], down [H, I] of the prefix layer."""
-        H, (ND, GD, FF) = self.target.hidden, self._prefix
+        H, (ND, GD, FF) = self.target.hidden, self.widths
         blocks = sum(2 * (i + 2) + self._later for i in range(self.steps)) * H * H
         return blocks + self.options.prefix_attention * H * (2 * ND + 2 * GD + 3 * FF)
 
@@ -54,13 +52,12 @@ class HydraCost(HeadsCost):
         heads = blocks + logits * H * V * sum(rows) + 2 * H * V * R
         if not o.prefix_attention:
             return heads
-        ND, GD, FF = self._prefix
+        ND, GD, FF = self.widths
         return heads + 12 * H * GD * positions + 6 * (2 * ND * H + 3 * FF * H) * R
 
     def attention_flops(self, positions: float, length: float) -> float:
-        """The prefix layer's: per position and key before it, L/2 on average, two products of 2*N*D forward and five
-        backward."""
-        return self.options.prefix_attention * 7 * 2 * self._prefix[0] * positions * length / 2
+        """The prefix layer's."""
+        return self.options.prefix_attention * flash_flops(self.widths[0], positions, length)
 
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
         """Per row and head i, in bf16: what the first block reads, once for each of its products, (i + 2)*H wide; what the
@@ -77,6 +74,5 @@ class HydraCost(HeadsCost):
             saved += r * H * (reads + (o.dropout > 0) * drops)
         if not o.prefix_attention:
             return saved
-        ND, GD, FF = self._prefix
-        N = o.num_attention_heads or self.target.heads
-        return saved + max(rows) * (8 * FF + 20 * H + 4 * ND + 4 * N) + positions * (8 * H + 8 * GD)
+        ND, GD, FF = self.widths
+        return saved + max(rows) * (8 * FF + 20 * H + 4 * ND + 4 * self.query_heads) + positions * (8 * H + 8 * GD)

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decode.chains import chain_token_by_token
-from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
-from draftsmith.eval.decode.growth import child_uniforms, growth
-from draftsmith.eval.decode.sampling import draw_children, probs
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.decode.growth import Level
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.prefix_layer import PrefixCache
-from draftsmith.heads.static_drafts import StaticDrafter
+from draftsmith.heads.static_drafts import StaticDrafter, grow_tree
 
 
 class HydraDrafter(StaticDrafter):
@@ -52,17 +50,18 @@ class HydraDrafter(StaticDrafter):
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Run the new states, then draft at most as many tokens as a row may still emit."""
-        depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
-        depth = min(depth, state.tokens_left)
+        depth = min(self.depth, state.tokens_left)
         states_BH = self._state(state)
         if self.tree is None:
             return self._chain(state, states_BH, depth)
-        return self._tree(state, self.head.extend(states_BH, state.root_B), self.tree, depth)
+        path_BC = self.head.extend(states_BH, state.root_B)
+        tree = self.tree.cut(depth)
+        return grow_tree(state, path_BC, self.head, tree, self.tree, self.head.logits, self._extend, drawn=self.drawn)
 
     def _state(self, state: DecodeState) -> Tensor:
         """Return [B, H]: what the heads read of the text before the root."""
         if self._cache is None:
-            return _last(state.new_tokens).to(self.head.dtype)
+            return state.new_tokens.at_last(state.new_tokens.last_BnD).to(self.head.dtype)
         return self._cache.read(state.new_tokens, state.length_B, state.longest_before)
 
     def _chain(self, state: DecodeState, path_BC: Tensor, depth: int) -> Draft:
@@ -73,31 +72,5 @@ class HydraDrafter(StaticDrafter):
 
         return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts)
 
-    def _tree(self, state: DecodeState, path_BC: Tensor, whole: StaticTree, depth: int) -> Draft:
-        """Draft level by level down to `depth`; only nodes with children are run."""
-        tree = whole.cut(depth)
-        plan = growth(tree, path_BC.device)
-        drawn = self.drawn and not state.sampling.greedy
-        path_BmC, done = path_BC[:, None], 0
-        tokens: list[Tensor] = []
-        draft_probs: list[Tensor] = []
-        for step, level in enumerate(plan.levels):
-            logits_BmV = self.head.logits(step, path_BmC)
-            if drawn:
-                draft_probs.append(probs(logits_BmV, state.sampling))
-                uniform_BmC = child_uniforms(state, whole, plan.inner_T[done : done + level.above])
-                choice_Bn = draw_children(draft_probs[-1], uniform_BmC)[:, level.parent_n, level.sibling_n]
-            else:
-                best_BmR = logits_BmV.topk(min(plan.ranks, logits_BmV.shape[-1]), -1).indices
-                choice_Bn = best_BmR[:, level.parent_n, level.rank_n]
-            tokens.append(choice_Bn)
-            done += level.above
-            path_BmC = self.head.extend(path_BmC[:, level.parent_n[level.inner_m]], choice_Bn[:, level.inner_m])
-        draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
-        return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], None) if drawn else draft
-
-
-def _last(new_tokens: NewTokens) -> Tensor:
-    """Return [B, H]: the target's state of each row's last token but the root."""
-    rows = numbers(0, len(new_tokens.count_B), new_tokens.count_B.device)
-    return new_tokens.last_BnD[rows, (new_tokens.count_B - 1).clamp(min=0)]
+    def _extend(self, step: int, level: Level, path_BmC: Tensor, tokens_Bm: Tensor) -> Tensor:
+        return self.head.extend(path_BmC[:, level.parent_n[level.inner_m]], tokens_Bm)

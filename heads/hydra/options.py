@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import require, require_positive
 
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -39,16 +40,13 @@ class HydraOptions:
     """Size of a head of the prefix layer; null: the target's."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"head.{name} is {getattr(self, name)}: it must be at least 1.")
+        require_positive(self, "num_heads", "num_layers")
         if self.tie_blocks and self.num_layers < 3:
             raise UserError(
                 f"head.tie_blocks is true, but with head.num_layers {self.num_layers} a head has no two blocks to tie: leave "
                 "it out."
             )
-        if not 0 <= self.dropout < 1:
-            raise UserError(f"head.dropout is {self.dropout}: it must be at least 0 and below 1.")
+        require(0 <= self.dropout < 1, "head.dropout", self.dropout, "it must be at least 0 and below 1")
         for name in SIZES:
             value = getattr(self, name)
             if value is not None and not self.prefix_attention:
@@ -56,5 +54,4 @@ class HydraOptions:
                     f"head.{name} is {value}, which is about the prefix layer, but head.prefix_attention is false: leave it "
                     "out."
                 )
-            if value is not None and value < 1:
-                raise UserError(f"head.{name} is {value}: it must be at least 1, or null for the target's.")
+        require_positive(self, *SIZES, or_null=", or null for the target's")

@@ -4,11 +4,9 @@ Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (
 t sees those of its own document up to t, which the target has all computed: nothing that is drafted passes through
 here.
 
-Shapes: B rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H hidden, N query heads,
-G key/value heads, D head size, S slots.
+Shapes: B rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H hidden.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,11 +16,9 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.draft import NewTokens, chain_above, numbers
-from draftsmith.heads.layers.decoder_layer import PlainLayer, RMSNorm, Rotary, attend, rotate
+from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, RMSNorm, Rotary
 from draftsmith.heads.layers.row_plan import plan_rows
-from draftsmith.heads.layers.ttt_attention import ttt_attention
-
-CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+from draftsmith.heads.layers.training_pass import TrainingPass
 
 
 class PrefixLayer(nn.Module):
@@ -45,29 +41,17 @@ class PrefixLayer(nn.Module):
 
     def rows(self, batch: TrainBatch, needed_BL: Tensor) -> Tensor:
         """Return the outputs [R, H] of the rows marked in `needed_BL`, each having seen its document up to itself."""
-        plan, layer = plan_rows(batch.document, needed_BL), self._layer
-        last_BLH = batch.last.to(layer.self_attn.q_proj.weight.dtype)
-        x_BLH = layer.input_layernorm(last_BLH)
-        k_BLGD, v_BLGD = layer.self_attn.key_value(x_BLH)
-        k_BLGD = rotate(k_BLGD, *self.rotary_emb(k_BLGD, batch.position))
-        q_RND = layer.self_attn.query(x_BLH.flatten(0, 1)[plan.rows])
-        cos, sin = (y[0] for y in self.rotary_emb(q_RND, batch.position.flatten()[plan.rows][None]))
-        none = k_BLGD.new_empty(0, len(plan.rows), *k_BLGD.shape[2:])
-        scale = layer.self_attn.head_dim**-0.5
-        attended = ttt_attention(rotate(q_RND, cos, sin), k_BLGD, v_BLGD, none, none, plan, scale)
-        return self.norm(layer.layer_output(attended, last_BLH.flatten(0, 1)[plan.rows]))
+        plan = plan_rows(batch.document, needed_BL)
+        given = self._layer.layer_input(batch.last.to(self._layer.self_attn.q_proj.weight.dtype))
+        passing = TrainingPass(self._layer, (), self.rotary_emb, batch.position, plan, steps=1)
+        passing.context_keys(*given)
+        return self.norm(passing.first(*(x.flatten(0, 1)[plan.rows] for x in given)))
 
     def step(self, last_BnH: Tensor, position_Bn: Tensor, update: CacheUpdate, mask: Tensor | None) -> Tensor:
-        """Return the outputs [B, n, H] of new states. update(k [B, G, n, D], v) stores keys and values and returns all
-        of them; mask: bool [B, 1, n, S], True where a row may look, None for everywhere."""
-        layer, N = self._layer, self.config.num_attention_heads
-        last_BnH = last_BnH.to(layer.self_attn.q_proj.weight.dtype)
-        turning, v = layer.self_attn.together(layer.input_layernorm(last_BnH))
-        turned = rotate(turning, *self.rotary_emb(turning, position_Bn)).transpose(1, 2)
-        q, k = turned.split((N, turned.shape[1] - N), 1)
-        all_k, all_v = update(k, v.transpose(1, 2))
-        attended = attend(q, all_k, all_v, mask)
-        return self.norm(layer.layer_output(attended.transpose(1, 2), last_BnH))
+        """Return the outputs [B, n, H] of new states; see `EagleLayer.decode`."""
+        last_BnH = last_BnH.to(self._layer.self_attn.q_proj.weight.dtype)
+        rotation = self.rotary_emb(last_BnH, position_Bn)
+        return self.norm(self._layer.decode(*self._layer.layer_input(last_BnH), rotation, update, mask))
 
     @property
     def _layer(self) -> PlainLayer:
@@ -103,4 +87,4 @@ class PrefixCache(KVCache):
         position_Bn = at.lengths_B[:, None] + numbers(0, count, length_B.device)
         out_BnH = self.prefix.step(new_tokens.last_BnD, position_Bn, partial(self.write, 0), mask)
         self.append(new_tokens.count_B, rows_b)
-        return out_BnH[numbers(0, rows, length_B.device), (new_tokens.count_B - 1).clamp(min=0)]
+        return new_tokens.at_last(out_BnH)

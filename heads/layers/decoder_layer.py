@@ -1,4 +1,4 @@
-"""Parts of the decoder layers of EAGLE's drafters: rotary embedding, attention projections, and the layer after its attention.
+"""Parts of the decoder layers of drafters: rotary embedding, attention projections, and the layer around its attention.
 
 Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n] or [R].
 """
@@ -72,6 +72,10 @@ def _repeats(q: Tensor) -> bool:
     return q.device.type == "cuda"
 
 
+CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""New keys and values [B, G, n, D] of a layer, which it stores -> all of them, [B, G, slots, D] each."""
+
+
 class _Joint(NamedTuple):
     """Joined projections and the weights they were made from, which are kept so that no other tensor gets their address."""
 
@@ -125,7 +129,8 @@ class EagleAttention(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """A Llama layer whose attention runs elsewhere; subclasses create the modules in the order of their published layout."""
+    """A Llama layer whose attention runs elsewhere in training; subclasses create the modules in the order of their published
+    layout."""
 
     self_attn: EagleAttention
     mlp: LlamaMLP
@@ -137,13 +142,26 @@ class EagleLayer(nn.Module):
         residual = residual + self.self_attn.o_proj(attended.flatten(-2))
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
+    def decode(
+        self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None
+    ) -> Tensor:
+        """Run a decoding call: the attention's input [B, n, width] and the residual [B, n, H] -> the layer's output [B, n, H].
+
+        rotation: cosines and sines [B, n, D] of the positions. mask: bool [B, 1, n, slots], True where a row may look, None for
+        everywhere.
+        """
+        qk, v = self.self_attn.together(x)
+        qk, v = rotate(qk, *rotation).transpose(1, 2), v.transpose(1, 2)
+        q, k = qk.split((qk.shape[1] - v.shape[1], v.shape[1]), 1)
+        return self.layer_output(attend(q, *update(k, v), mask).transpose(1, 2), residual)
+
 
 class PlainLayer(EagleLayer):
-    """A complete Llama layer, as those above a head's first one are."""
+    """A complete Llama layer, as those above a head's first one are. attention: in place of one like Llama's."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, attention: EagleAttention | None = None) -> None:
         super().__init__()
-        self.self_attn = EagleAttention(config, config.hidden_size)
+        self.self_attn = attention or EagleAttention(config, config.hidden_size)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

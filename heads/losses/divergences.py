@@ -1,14 +1,12 @@
 """The losses of a row, which compare a draft's distribution with the target's, and the table of them that `train.loss.kind` names.
 
-Shapes: R rows, W draft vocab, V target vocab. q is the draft's distribution over the draft vocabulary, p the target's over the
-whole one, of which a `Teacher` holds the columns of the draft vocabulary; p' is p renormalised over those. Losses about
-acceptance (tv, lk_alpha, lk_hybrid) take p; those that compare two distributions over the same tokens (soft_ce, kl,
-reverse_kl, jsd) take p'. All are pure functions in the dtype of their inputs.
+Shapes: R rows, W draft vocab, V target vocab. q is the draft's distribution over the draft vocabulary; p the target's over the
+whole one; p' is p renormalised over the draft vocabulary. A loss that compares two distributions over the same tokens takes p';
+one about acceptance takes p, since p' would promise more acceptance than there is. All are pure functions in the dtype of
+their inputs. Where a logarithm of p' is taken, p' is at least TINY, as reverse KL would be infinite otherwise.
 
-Where a logarithm of p' is taken, p' is at least TINY, as reverse KL would be infinite otherwise.
-
-To add a loss, write its function, its entry in LOSSES and its oracle in tests/heads/losses/oracles.py; the row of the table in
-docs/train-a-head.md is the one that the test of the table prints. A number of its own is a field of `LossSpec`.
+To add a loss, write its function with its entry in LOSSES, and its definition in tests/heads/losses/oracles.py; then
+`python -m tests.heads.losses.test_divergences` writes the docs' table. A number of its own is a field of `LossSpec`, too.
 """
 
 from collections.abc import Callable
@@ -18,7 +16,23 @@ from math import inf, log, log1p
 import torch
 from torch import Tensor
 
-from draftsmith.heads.losses.teacher import TINY, Teacher
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distribution on some rows. p: [R, W] fp32, p's columns of the draft vocabulary, not renormalised, so that a
+    row sums to less than 1; mass: [R], these sums; negentropy: [R], the sum of p' log p' of p' = p / mass; label: [R] index of
+    the text's own token in the draft vocabulary, -1 outside."""
+
+    p: Tensor
+    mass: Tensor
+    negentropy: Tensor
+    label: Tensor
+
+    def select(self, index: Tensor) -> "Teacher":
+        """Return the distribution on the rows `index`."""
+        return Teacher(self.p[index], self.mass[index], self.negentropy[index], self.label[index])
 
 
 def soft_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
@@ -104,15 +118,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Loss:
-    """One loss that `train.loss.kind` can name.
+    """One loss that `train.loss.kind` can name: by the name of its function.
 
-    function: ([R, W] log q, teacher, **parameters) -> [R]. formula, summary: for docs/train-a-head.md; `--help` has the summary. working:
-    what computing it holds at a time, in [R, W] of fp32: p, a copy of p for the step at hand, and what the loss makes of p and
-    q. recomputed: the backward pass computes the function again instead of keeping its distributions, up to six more [R, W] per
-    step. keeps_teacher: the backward pass needs p besides log q.
+    function: ([R, W] log q, teacher, **parameters) -> [R]. formula, summary: for docs/train-a-head.md; `--help` has the summary.
+    working: what computing it holds at a time, in [R, W] of fp32: p, a copy of p for the step at hand, and what the loss makes
+    of p and q; `pytest tests/heads/test_cost.py -k "peak and NAME"` measures it. recomputed: the backward pass computes the
+    function again instead of keeping its distributions, up to six more [R, W] per step. keeps_teacher: the backward pass needs p
+    besides log q.
     """
 
-    name: str
     function: Callable[..., Tensor]
     formula: str
     summary: str
@@ -120,6 +134,10 @@ class Loss:
     recomputed: bool = True
     keeps_teacher: bool = True
     parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
 
 
 _BETA = Parameter("beta", lambda x: 0.0 < x < 1.0, "it must be above 0 and below 1; kl and reverse_kl are its ends")
@@ -130,7 +148,6 @@ LOSSES: dict[str, Loss] = {
     loss.name: loss
     for loss in (
         Loss(
-            "kl",
             kl,
             "Σ p' log(p'/q)",
             "forward KL, for which the draft covers whatever the target may say",
@@ -138,14 +155,12 @@ LOSSES: dict[str, Loss] = {
             recomputed=False,
         ),
         Loss(
-            "reverse_kl",
             reverse_kl,
             "Σ q log(q/p')",
             "reverse KL, for which the draft keeps to what the target says for certain, surer and less varied",
             working=4,
         ),
         Loss(
-            "jsd",
             jsd,
             "β Σ p' log(p'/m) + (1-β) Σ q log(q/m), m = βp' + (1-β)q",
             "between the two by beta, which gives beta * kl near 0 and (1 - beta) * reverse_kl near 1",
@@ -153,7 +168,6 @@ LOSSES: dict[str, Loss] = {
             parameters=(_BETA,),
         ),
         Loss(
-            "soft_ce",
             soft_ce,
             "-Σ p' log q",
             "cross-entropy with the target's distribution, the gradient of kl and the value that other trainers print",
@@ -161,21 +175,18 @@ LOSSES: dict[str, Loss] = {
             recomputed=False,
         ),
         Loss(
-            "tv",
             tv,
             "1 - Σ min(p, q)",
             "total variation, the rejection rate itself, with weak gradients far from the target, so after another loss",
             working=3,
         ),
         Loss(
-            "lk_alpha",
             lk_alpha,
             "-log Σ min(p, q)",
             "the logarithm of the acceptance rate, like tv with stronger gradients where little is accepted",
             working=3,
         ),
         Loss(
-            "lk_hybrid",
             lk_hybrid,
             "λ·`kl` + (1-λ)·`tv`, λ = `lk_scale`·exp(-`lk_decay`·Σ min(p, q))",
             "kl at first, tv once drafts are accepted",
@@ -183,7 +194,6 @@ LOSSES: dict[str, Loss] = {
             parameters=(_SCALE, _DECAY),
         ),
         Loss(
-            "hard_ce",
             hard_ce,
             "-log q(x)",
             "cross-entropy with the text's own token x alone, as Medusa was published",

@@ -3,15 +3,15 @@
 Shapes: B batch rows, L tokens, R supervised rows of a step, U teacher positions of all steps, H target hidden,
 V target vocab, W draft vocab, S steps.
 
-Teacher logits are computed from stored hidden states once per batch, for the union of the positions that any step needs
-and for the draft vocabulary's columns alone (docs/algorithms.md, rule 4). p is the target's distribution over the FULL
-vocabulary, exp(logit - logsumexp), so a row of p sums to less than 1. The losses of a row are in divergences.py.
+The teacher's logits are computed from stored hidden states once per batch, for the union of the positions that any step needs
+and for the draft vocabulary's columns alone (docs/algorithms.md, rule 4). The losses of a row are in divergences.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,14 +19,49 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows
-from draftsmith.heads.losses.divergences import LOSSES, acceptance, hard_ce, kl, top_k_ce
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.losses.teacher import TargetLogits, Teacher, draft_index, make_teacher
 
 _CHUNK_ROWS = 1024
 """Rows whose distributions are held at a time without gradients: block drafters are evaluated on many times the rows that
 they are trained on."""
+_TEACHER_CHUNK = 1 << 26
+"""Teacher logits made at a time (256 MB of fp32)."""
+
+
+class TargetLogits(Protocol):
+    """The part of `TargetHead` that a teacher needs."""
+
+    def logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor: ...
+
+
+@torch.no_grad()
+def make_teacher(
+    batch: TrainBatch, positions_U: Tensor, target_head: TargetLogits, draft_vocab: Tensor | None
+) -> Teacher:
+    """Return the target's distribution of the token after each flat position, exp(logit - logsumexp over the whole vocabulary),
+    on the draft vocabulary's columns."""
+    hidden_UH = batch.last.flatten(0, 1)[positions_U]
+    logsumexp_U = batch.logsumexp.flatten()[positions_U].float()
+    label_U = shift_left(batch.ids, 1, 0).flatten()[positions_U]
+    rows = max(1, _TEACHER_CHUNK // (1 << 17 if draft_vocab is None else len(draft_vocab)))
+    pieces = []
+    for hidden, lse in zip(*(x.split(rows) for x in (hidden_UH, logsumexp_U)), strict=True):
+        pieces.append(target_head.logits(hidden, draft_vocab).float().sub_(lse[:, None]))
+    log_p_UW = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    p_UW = log_p_UW.exp()
+    mass_U = p_UW.sum(-1).clamp_min(TINY)
+    negentropy_U = torch.linalg.vecdot(p_UW, log_p_UW.clamp_min(-1e4)) / mass_U - mass_U.log()
+    return Teacher(p_UW, mass_U, negentropy_U, draft_index(label_U, draft_vocab))
+
+
+def draft_index(ids: Tensor, draft_vocab: Tensor | None) -> Tensor:
+    """Return where each target id stands in the sorted draft vocabulary, -1 where it does not."""
+    if draft_vocab is None:
+        return ids.long()
+    index = torch.searchsorted(draft_vocab, ids.long()).clamp_max(len(draft_vocab) - 1)
+    return torch.where(draft_vocab[index] == ids, index, -1)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,23 @@
 """The cost of training Medusa heads; symbols and rules as in heads/cost.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from draftsmith.heads.cost import HeadsCost
+from draftsmith.heads.cost import HeadCost
 from draftsmith.heads.medusa.options import MedusaOptions
 
 
-@dataclass(frozen=True)
-class MedusaCost(HeadsCost):
+class MedusaCost(HeadCost):
     """Medusa: residual blocks on the last hidden state, and a projection onto the whole vocabulary."""
 
     options: MedusaOptions
+
+    @property
+    def steps(self) -> int:
+        return self.options.num_heads
+
+    @property
+    def logit_bytes(self) -> int:
+        return 4 if self.options.original_lm_head else 2
 
     @property
     def matrices(self) -> int:

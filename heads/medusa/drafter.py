@@ -20,10 +20,8 @@ class MedusaDrafter(StaticDrafter):
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Draft at most as many tokens as a row may still emit."""
-        depth = self.num_speculative_tokens if self.tree is None else self.tree.depth
-        depth = min(depth, state.tokens_left)
-        rows = torch.arange(len(state.root_B), device=state.root_B.device)
-        last_BH = state.new_tokens.last_BnD[rows, (state.new_tokens.count_B - 1).clamp(min=0)]
+        depth = min(self.depth, state.tokens_left)
+        last_BH = state.new_tokens.at_last(state.new_tokens.last_BnD)
         logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
         if self.tree is not None:
             return draft_tree(state, logits_BKV, self.head, self.tree, drawn=self.drawn)

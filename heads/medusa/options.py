@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from draftsmith.errors import UserError
+from draftsmith.fields import require_positive
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,4 @@ class MedusaOptions:
     gives each head a projection of its own, which starts as the target's."""
 
     def __post_init__(self) -> None:
-        for name in ("num_heads", "num_layers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"head.{name} is {getattr(self, name)}: it must be at least 1.")
+        require_positive(self, "num_heads", "num_layers")

@@ -4,14 +4,12 @@ Symbols as in heads/cost.py; r the rank of the adapter.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from draftsmith.errors import UserError
 from draftsmith.heads.medusa.cost import MedusaCost
 from draftsmith.heads.medusa2.options import Medusa2Options
 
 
-@dataclass(frozen=True)
 class Medusa2Cost(MedusaCost):
     """Medusa-2, on a target with Llama's layers; experts, which are no linear layers, have no adapter.
 
@@ -59,12 +57,8 @@ class Medusa2Cost(MedusaCost):
         body = self.target.active - H * V
         answers = rows[0] - rows[1] if len(rows) > 1 else 0.0
         probs = 4 * H * V * (rows[0] + answers) + 2 * H * V * answers
-        return (
-            super().product_flops(positions, rows)
-            + 2 * H * H * sum(rows)
-            + probs
-            + (4 * body + 6 * self._adapter) * positions
-        )
+        tuned = (4 * body + 6 * self._adapter) * positions
+        return super().product_flops(positions, rows) + 2 * H * H * sum(rows) + probs + tuned
 
     def attention_flops(self, positions: float, length: float) -> float:
         """Of the target: two products forward and five backward with what each token sees, half the text on average or

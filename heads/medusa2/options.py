@@ -5,6 +5,7 @@ from math import inf
 from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import require, require_positive
 from draftsmith.heads.medusa.options import MedusaOptions
 
 
@@ -33,12 +34,10 @@ class Medusa2Options(MedusaOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.lora_r < 1:
-            raise UserError(f"head.lora_r is {self.lora_r}: it must be at least 1.")
-        if not 0 <= self.lora_dropout < 1:
-            raise UserError(f"head.lora_dropout is {self.lora_dropout}: it must be from 0 to below 1.")
+        require_positive(self, "lora_r")
+        require(0 <= self.lora_dropout < 1, "head.lora_dropout", self.lora_dropout, "it must be from 0 to below 1")
         for key in ("lora_alpha", "adapter_lr"):
-            if not 0 < getattr(self, key) < inf:
-                raise UserError(f"head.{key} is {getattr(self, key)}: it must be above 0, and finite.")
+            value = getattr(self, key)
+            require(0 < value < inf, f"head.{key}", value, "it must be above 0, and finite")
         if self.target_modules == []:
             raise UserError("head.target_modules is []: name linear layers of the target, or null for all of them.")

@@ -1,13 +1,11 @@
 """The cost of training a P-EAGLE head; symbols and rules as in heads/cost.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from draftsmith.heads.eagle.cost import FusedCost
 from draftsmith.heads.peagle.options import PEagleOptions
 
 
-@dataclass(frozen=True)
 class PEagleCost(FusedCost):
     """P-EAGLE: the layers run once over all depths, and deeper ones learn from fewer rows."""
 
@@ -29,7 +27,7 @@ class PEagleCost(FusedCost):
     def product_flops(self, positions: float, rows: Sequence[float]) -> float:
         """Depth 0 as EAGLE-3's step 0. On the rows of deeper ones all layers, but the first one's projections, whose input
         is the same in every row."""
-        first = self.first_width - 2 * self.hidden * self._inner[0]
+        first = self.first_width - 2 * self.hidden * self.widths[0]
         layers = first + self.above * (self.plain_width + self.key_width)
         later = sum(rows[1:]) * 6 * layers
         return self.context_flops(positions, rows[0]) + later + self.logit_flops(rows)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
+from draftsmith.fields import require
 from draftsmith.heads.eagle.options import DraftShape
 
 
@@ -34,11 +35,10 @@ class PEagleOptions(DraftShape):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.depths <= 8:
-            raise UserError(f"head.depths is {self.depths}: it must be from 2 to 8.")
+        require(2 <= self.depths <= 8, "head.depths", self.depths, "it must be from 2 to 8")
         for name in ("keep", "keep_min"):
-            if not 0.0 < getattr(self, name) <= 1.0:
-                raise UserError(f"head.{name} is {getattr(self, name)}: it is a share of rows, above 0 and at most 1.")
+            value = getattr(self, name)
+            require(0.0 < value <= 1.0, f"head.{name}", value, "it is a share of rows, above 0 and at most 1")
         if self.keep == 1.0 and self.keep_min != type(self).keep_min:
             raise UserError(
                 f"head.keep_min is {self.keep_min}, but head.keep is 1, which takes all rows: leave it out."

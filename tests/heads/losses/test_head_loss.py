@@ -10,11 +10,10 @@ from torch.nn import functional as F
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
-from draftsmith.heads.losses import teacher as teacher_module
+from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.divergences import LOSSES
-from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_divisor
+from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.losses.teacher import make_teacher
 from draftsmith.heads.medusa.head import MedusaOptions, build
 from draftsmith.heads.target.target import Target
 from tests.batches import documents_of, pack
@@ -172,7 +171,7 @@ def test_the_divisor_makes_batches_additive(normalize, target):
 def test_teacher_in_chunks_equals_teacher_at_once(target, batch, monkeypatch):
     positions = torch.arange(4, 30)
     whole = make_teacher(batch, positions, target.head, VOCAB)
-    monkeypatch.setattr(teacher_module, "TEACHER_CHUNK", 3 * len(VOCAB))
+    monkeypatch.setattr(head_loss_module, "_TEACHER_CHUNK", 3 * len(VOCAB))
     chunked = make_teacher(batch, positions, target.head, VOCAB)
     torch.testing.assert_close(chunked.p, whole.p)
     assert (whole.mass < 1).all()

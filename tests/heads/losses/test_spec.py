@@ -15,9 +15,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_supervised_rows, supervised_rows
-from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor
+from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.losses.teacher import make_teacher
 from draftsmith.heads.medusa.head import build
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.target.target import Target

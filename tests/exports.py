@@ -69,7 +69,7 @@ def folded_state(head: DraftHead, again: DraftHead) -> dict[str, Tensor]:
         tokens = slice(H) if isinstance(head, Eagle1Head) else slice(H, None)
         for name in state:
             if re.fullmatch(r"fc\.weight|hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
-                state[name][:, tokens] *= head.token_scale / again.token_scale
+                state[name][:, tokens] *= head.embedding_scale / again.embedding_scale
     return state
 
 

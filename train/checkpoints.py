@@ -23,6 +23,9 @@ from draftsmith.train.parallel import checkpoint_layout
 _ONE_PRESS = 1.0
 """Seconds in which signals are one press of Ctrl-C: the terminal sends it to every process, and torchrun to its own."""
 
+_RENAMED = {"token_scale": "embedding_scale"}
+"""What heads measured on their targets, by the names that checkpoints of earlier versions have for it."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -92,7 +95,7 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
     accelerator.load_state(str(path))
     # Measured again, on another device say, it may round to another number than the weights were trained with.
     for name, value in record.pop("measured", {}).items():
-        setattr(head, name, value)
+        setattr(head, _RENAMED.get(name, name), value)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return Progress(**record)

@@ -10,8 +10,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import read_record
-from draftsmith.heads.target.files import hash_tokenizer
-from draftsmith.heads.target.fingerprint import read_spans
+from draftsmith.heads.target.files import hash_tokenizer, read_spans
 from draftsmith.heads.target.identity import (
     CHANGES_OUTPUT,
     KINDS,

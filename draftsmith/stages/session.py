@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
-from draftsmith.heads.target.fingerprint import fingerprint_directory
+from draftsmith.heads.target.files import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import weights_directory
 from draftsmith.heads.target.target import Target

@@ -14,7 +14,7 @@ from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.fingerprint import fingerprint_directory
+from draftsmith.heads.target.files import fingerprint_directory
 from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
 from draftsmith.heads.warm_start import restart
 from draftsmith.stages.data import answer_inputs, head_layers

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.eval.decode.noise import SAMPLE, uniforms
 from draftsmith.heads.base import (
     DraftHead,
     Drafts,
@@ -40,9 +41,8 @@ from draftsmith.heads.base import (
 from draftsmith.heads.block.options import BlockOptions, check_block
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, RMSNorm, Rotary, rotate
-from draftsmith.heads.layers.final_norm import start_norm
+from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
-from draftsmith.heads.layers.row_sample import sample_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
 from draftsmith.heads.target.target import Target, TargetHead
 from draftsmith.heads.target.tokens import choose_mask_token
@@ -258,3 +258,23 @@ class BlockHead(DraftHead):
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
+
+
+Head = TypeVar("Head", bound=BlockHead)
+
+
+def sample_rows(batch: TrainBatch, rows_BL: Tensor, count: int) -> Tensor:
+    """Return [B, L] bool: `count` of each document's marked rows (all of them, if there are fewer), drawn by the seed of
+    the document and the position of the row alone."""
+    marked_n = rows_BL.flatten().nonzero().flatten()
+    line_BL = torch.arange(len(rows_BL), device=rows_BL.device)[:, None]
+    document_n = (batch.document + line_BL * (batch.document.max() + 1)).flatten()[marked_n]
+    seeds_n, position_n = (x.flatten()[marked_n] for x in (batch.seeds, batch.position))
+    drawn_n = uniforms(seeds_n, position_n, SAMPLE, 1)[:, 0]
+    order_n = drawn_n.argsort(stable=True)
+    order_n = order_n[document_n[order_n].argsort(stable=True)]
+    sorted_n = document_n[order_n]
+    place_n = torch.arange(len(sorted_n), device=sorted_n.device) - torch.searchsorted(sorted_n, sorted_n)
+    chosen = torch.zeros(rows_BL.numel(), dtype=torch.bool, device=rows_BL.device)
+    chosen[marked_n[order_n[place_n < count]]] = True
+    return chosen.view_as(rows_BL)

@@ -53,7 +53,7 @@ from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.published import check_sizes, is_the_same, layer_keys, read_layer, tidy
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.start import start_sglang, start_vllm
-from draftsmith.heads.layers.token_scale import fold
+from draftsmith.heads.layers.from_target import fold
 from draftsmith.heads.target.target import Target
 
 FC_BIAS, OUTPUT_BIAS = "fc.bias", "layers.0.self_attn.o_proj.bias"
@@ -189,7 +189,7 @@ def to_eagle1_sglang(head: Eagle1Head, target: Target, request: ExportRequest) -
 
 def _tensors(head: Eagle1Head, request: ExportRequest) -> dict[str, Tensor]:
     own, H = head.state_dict(), head.config.hidden_size
-    own["fc.weight"] = fold(own["fc.weight"].detach(), slice(H), head.token_scale)
+    own["fc.weight"] = fold(own["fc.weight"].detach(), slice(H), head.embedding_scale)
     return {name: value.detach().to(request.dtype) for name, value in own.items()}
 
 

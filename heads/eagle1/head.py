@@ -27,7 +27,7 @@ from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
-from draftsmith.heads.layers.token_scale import token_scale
+from draftsmith.heads.layers.from_target import embedding_scale
 from draftsmith.heads.target.target import Target, TargetHead
 
 __all__ = ["Eagle1Head", "Eagle1Options", "build", "load"]
@@ -47,8 +47,8 @@ class Eagle1Head(EagleHead):
     """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see formats.py).
 
     embedding: [V, H] the target's raw input embedding, shared and frozen. target_head: its output projection, shared
-    and frozen; it is no part of the head's parameters. token_scale: the embedding
-    scale (see token_scale.py), 1 for heads trained elsewhere. Weights start in fp32 at torch's defaults.
+    and frozen; it is no part of the head's parameters. embedding_scale: the embedding
+    scale (see `embedding_scale`), 1 for heads trained elsewhere. Weights start in fp32 at torch's defaults.
     """
 
     method: ClassVar[str] = "eagle1"
@@ -59,14 +59,14 @@ class Eagle1Head(EagleHead):
         config: LlamaConfig,
         embedding: Tensor,
         target_head: TargetHead,
-        token_scale: float = 1.0,
+        embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.token_scale = token_scale
+        self.embedding_scale = embedding_scale
         H = config.hidden_size
         assert embedding.shape[1] == target_head.weight.shape[1] == H
         self.options, self.config = options, config
-        self.trains = Trains(options.aligned_passes, predicts_features=True, measured_on_target=("token_scale",))
+        self.trains = Trains(options.aligned_passes, predicts_features=True, measured_on_target=("embedding_scale",))
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])
@@ -80,7 +80,7 @@ class Eagle1Head(EagleHead):
 
     def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the layer's input [..., H], twice: the attention reads the residual as it is."""
-        x = self.fc(torch.cat([embedded * self.token_scale, hidden], -1))
+        x = self.fc(torch.cat([embedded * self.embedding_scale, hidden], -1))
         return x, x
 
     def logits(self, out: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Eagle1Head(EagleHead):
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         layer = describe_layer_config(self.config)
-        return {"options": asdict(self.options), "layer_config": layer, "token_scale": self.token_scale}
+        return {"options": asdict(self.options), "layer_config": layer, "token_scale": self.embedding_scale}
 
 
 def _document_tokens(document_BL: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _document_tokens(document_BL: Tensor) -> Tensor:
 def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
     """Return an untrained fp32 head for `target`. Raises UserError for dimensions that do not fit together."""
     assert draft_vocab is None, "EAGLE-1 predicts the whole vocabulary"
-    config, scale = derive_layer_config(options, target), token_scale(target)
+    config, scale = derive_layer_config(options, target), embedding_scale(target)
     with torch.device(target.device):
         return Eagle1Head(options, config, target.embedding, target.head, scale)
 

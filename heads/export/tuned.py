@@ -20,7 +20,7 @@ from draftsmith.heads.checkpoint import CONFIG, atomic_directory, check_replacea
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
 from draftsmith.heads.record import RECORD, TUNED, write_record
-from draftsmith.heads.target.fingerprint import weight_files
+from draftsmith.heads.target.files import weight_files
 from draftsmith.heads.target.identity import TargetIdentity, identify_directory
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.target import Target

@@ -39,7 +39,7 @@ from draftsmith.heads.formats.start import start_hydra_original
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers.config import derive_layer_config
-from draftsmith.heads.layers.token_scale import fold
+from draftsmith.heads.layers.from_target import fold
 from draftsmith.heads.target.target import Target
 
 PREFIX = "prefix_embeding_layer."  # sic
@@ -126,7 +126,7 @@ def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFi
     o, own = head.options, {name: value.detach() for name, value in head.state_dict().items()}
     for name in own:
         if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
-            own[name] = fold(own[name], slice(head.hidden_size, None), head.token_scale)
+            own[name] = fold(own[name], slice(head.hidden_size, None), head.embedding_scale)
     own = {name: value.to(request.dtype) for name, value in own.items()}
     kind = PREFIX_MLP if o.prefix_attention else MLP
     config = {

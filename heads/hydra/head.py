@@ -27,7 +27,7 @@ from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Tra
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.hydra.prefix_layer import PrefixLayer
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
-from draftsmith.heads.layers.token_scale import sizes, token_scale
+from draftsmith.heads.layers.from_target import embedding_scale, sizes
 from draftsmith.heads.target.target import Target, TargetHead
 
 __all__ = ["HydraHead", "HydraOptions", "build", "load"]
@@ -94,8 +94,8 @@ class HydraHead(DraftHead):
     `prefix_embedding_layer.{layers.0.*,norm.weight}`.
 
     embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and
-    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. token_scale: the
-    embedding scale (see token_scale.py), 1 for heads trained elsewhere. Weights start in fp32.
+    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. embedding_scale: the
+    embedding scale (see `embedding_scale`), 1 for heads trained elsewhere. Weights start in fp32.
     """
 
     method: ClassVar[str] = "hydra"
@@ -106,14 +106,14 @@ class HydraHead(DraftHead):
         config: LlamaConfig | None,
         embedding: Tensor,
         target_head: TargetHead,
-        token_scale: float = 1.0,
+        embedding_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        self.token_scale = token_scale
+        self.embedding_scale = embedding_scale
         V, H = target_head.weight.shape
         self.options, self.config = options, config
         self.drafts = Drafts(options.num_heads)
-        self.trains = Trains(options.num_heads, measured_on_target=("token_scale",))
+        self.trains = Trains(options.num_heads, measured_on_target=("embedding_scale",))
         self.hidden_size, self.vocab_size = H, V
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.prefix_embedding_layer = None if config is None else PrefixLayer(config)
@@ -147,7 +147,7 @@ class HydraHead(DraftHead):
     def extend(self, path: Tensor, tokens: Tensor) -> Tensor:
         """What head i - 1 read [..., C] and the next token [...] -> what head i reads [..., C + H]; head 0's is made of a
         state and the root."""
-        return torch.cat([path, self.embed_tokens(tokens).to(path.dtype) * self.token_scale], -1)
+        return torch.cat([path, self.embed_tokens(tokens).to(path.dtype) * self.embedding_scale], -1)
 
     def logits(self, head: int, path: Tensor, drop: Dropper | None = None) -> Tensor:
         """What head number `head` reads [..., C] -> draft logits [..., V]. drop: dropout in training."""
@@ -185,7 +185,7 @@ class HydraHead(DraftHead):
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""
         layer = {} if self.config is None else {"layer_config": describe_layer_config(self.config)}
-        return {"options": asdict(self.options), **layer, "token_scale": self.token_scale}
+        return {"options": asdict(self.options), **layer, "token_scale": self.embedding_scale}
 
 
 def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> HydraHead:
@@ -197,7 +197,7 @@ def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> 
             f"The target {target.path} has input embeddings of width {target.embedding.shape[1]}, but {target.hidden_size} "
             "hidden units: Hydra reads both side by side and needs the same; choose another target."
         )
-    config, scale = derive_layer_config(options, target) if options.prefix_attention else None, token_scale(target)
+    config, scale = derive_layer_config(options, target) if options.prefix_attention else None, embedding_scale(target)
     with torch.device(target.device):
         head = HydraHead(options, config, target.embedding, target.head, scale)
         if head.prefix_embedding_layer is not None:

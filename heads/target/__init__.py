@@ -2,8 +2,8 @@
 
 - target.py: `Target`, what the rest of the project uses (hidden states, logits), and `load_target`
 - pretrained.py: opens the model with transformers; probe.py: checks at load that our view of it is right
-- identity.py: what distinguishes a target from others, and how two differ; built from files.py (tokenizer, chat template,
-  configuration as hashes) and fingerprint.py (weights as hashes)
+- identity.py: what distinguishes a target from others, and how two differ; built from files.py (weights, configuration,
+  tokenizer and chat template as hashes)
 - tokens.py: whether two models have the same token ids, and which token serves as a mask
 - tuned.py: a target that a LoRA adapter tunes; shape.py: what a target costs, from its configuration alone
 """

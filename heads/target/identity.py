@@ -12,18 +12,16 @@ from draftsmith.heads.target.files import (
     EMBEDDINGS,
     find_projection,
     find_tensor,
+    fingerprint_directory,
     hash_chat_template,
     hash_json,
+    hash_tensor,
     hash_tokenizer,
+    hash_weights,
     read_configs,
+    read_directory,
     read_eos_ids,
     read_object,
-)
-from draftsmith.heads.target.fingerprint import (
-    fingerprint_directory,
-    hash_tensor,
-    hash_weights,
-    read_directory,
     stable_config,
 )
 from draftsmith.typed_json import read_dataclass

@@ -10,8 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line
-from draftsmith.heads.target.files import TOKENIZER_FILES
-from draftsmith.heads.target.fingerprint import read_spans, weight_files
+from draftsmith.heads.target.files import TOKENIZER_FILES, read_spans, weight_files
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
-from draftsmith.heads.target.files import eos_ids_of
-from draftsmith.heads.target.fingerprint import fingerprint_directory
+from draftsmith.heads.target.files import eos_ids_of, fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity, identify_directory
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.probe import check_target

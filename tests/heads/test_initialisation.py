@@ -13,7 +13,7 @@ from draftsmith.heads.eagle3.head import Eagle3Options
 from draftsmith.heads.eagle3.head import build as build_eagle3
 from draftsmith.heads.hydra.head import HydraOptions
 from draftsmith.heads.hydra.head import build as build_hydra
-from draftsmith.heads.layers.final_norm import final_norm_weight
+from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.probe import check_target
 from draftsmith.heads.target.target import Target

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from draftsmith.train.muon import Muon, orthogonalise
+from draftsmith.train.optimizers import Muon, orthogonalise
 
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 

@@ -179,7 +179,11 @@ def test_a_resumed_head_keeps_what_it_measured(tmp_path: Path) -> None:
     """Weights were trained with that number; where it is measured again it may be another."""
     accelerator = make_accelerator(SPEC, torch.device("cpu"))
     head, again = make_head(), make_head()
-    head.token_scale = again.token_scale * 4
+    head.embedding_scale = again.embedding_scale * 4
     save_training_state(accelerator, tmp_path, Progress(step=5, window=1), head)
     load_training_state(accelerator, tmp_path, again)
-    assert again.token_scale == head.token_scale
+    assert again.embedding_scale == head.embedding_scale
+    file, again = tmp_path / "step_5" / "progress.json", make_head()
+    file.write_text(file.read_text().replace("embedding_scale", "token_scale"))  # as earlier versions wrote it
+    load_training_state(accelerator, tmp_path, again)
+    assert again.embedding_scale == head.embedding_scale

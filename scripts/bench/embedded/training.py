@@ -24,7 +24,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.packing import plan_batches
 from draftsmith.files import atomic_path
-from draftsmith.train.muon import Muon
+from draftsmith.train.optimizers import Muon
 
 _CHECKPOINT_SECONDS = 20.0
 _WARMUP_STEPS = 20

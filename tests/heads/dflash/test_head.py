@@ -22,11 +22,10 @@ from draftsmith.files import write_json
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.block import drafter as block_drafter
-from draftsmith.heads.block.base import BlockAttention, BlockHead
+from draftsmith.heads.block.base import BlockAttention, BlockHead, sample_rows
 from draftsmith.heads.block.drafter import DFlashDrafter
 from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.heads.dflash.head import DFlashOptions, build
-from draftsmith.heads.layers.row_sample import sample_rows
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import choose_mask_token

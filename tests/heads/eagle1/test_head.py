@@ -39,7 +39,7 @@ def make_target(kind: str = "llama", **overrides) -> Target:
 
 
 def make_head(
-    target: Target, head_class: type[Eagle1Head] = Eagle1Head, token_scale: float = 1.0, **options
+    target: Target, head_class: type[Eagle1Head] = Eagle1Head, embedding_scale: float = 1.0, **options
 ) -> Eagle1Head:
     """A head whose every tensor matters: biases away from zero, the norm away from one."""
     with torch.random.fork_rng(devices=[]):
@@ -48,7 +48,7 @@ def make_head(
         for name, parameter in head.named_parameters():
             if parameter.ndim == 1:
                 nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-    head.__class__, head.token_scale = head_class, token_scale
+    head.__class__, head.embedding_scale = head_class, embedding_scale
     return head.eval()
 
 
@@ -114,7 +114,7 @@ def check_training(head: Eagle1Head, batch: TrainBatch, draft: Callable[[int, Te
 
 
 def check_reference(head: Eagle1Head, target: Target) -> None:
-    slow = SlowEagle1(head.state_dict(), head.config, target, head.token_scale)
+    slow = SlowEagle1(head.state_dict(), head.config, target, head.embedding_scale)
     check_training(head, pack(target, documents_of(target), ()), slow.draft)
 
 
@@ -133,7 +133,7 @@ def test_training_logits_are_those_of_the_slow_reference(case):
     kind, overrides, options = CASES[case]
     target = make_target(kind, **overrides)
     check_target(target)  # finds the scale of the logits
-    check_reference(make_head(target, token_scale=4.0, **options), target)
+    check_reference(make_head(target, embedding_scale=4.0, **options), target)
 
 
 class HiddenFirst(Eagle1Head):

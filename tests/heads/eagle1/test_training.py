@@ -48,7 +48,7 @@ class SlowTraining(SlowEagle1):
     """The reference with gradients: its weights are copies of the head's."""
 
     def __init__(self, head: Eagle1Head, target: Target) -> None:
-        super().__init__(head.state_dict(), head.config, target, head.token_scale)
+        super().__init__(head.state_dict(), head.config, target, head.embedding_scale)
         self.fc = self.fc.clone().requires_grad_()
 
     def row(self, root: int, ids: Tensor, states: Tensor, passes: int, *, detach: bool) -> list[Tensor]:

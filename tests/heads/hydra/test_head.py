@@ -83,7 +83,7 @@ def replaced_layers(config: Any) -> Any:
 def slow_logits(head: HydraHead, target: Target, i: int, state_H: Tensor, tokens: list[int]) -> Tensor:
     """Head i on one row: its blocks and its projection written out. tokens: x_{t+1}, .., x_{t+1+i}."""
     assert len(tokens) == i + 1
-    x = torch.cat([state_H, *(head.token_scale * target.embedding[token] for token in tokens)])
+    x = torch.cat([state_H, *(head.embedding_scale * target.embedding[token] for token in tokens)])
     blocks = list(head.hydra_mlp[i])
     for j in range(head.options.num_layers):
         block = blocks[1 if head.options.tie_blocks and j else j]

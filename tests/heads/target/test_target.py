@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Dyna
 
 from draftsmith.errors import UserError
 from draftsmith.heads.target import pretrained
-from draftsmith.heads.target.files import TOKENIZER_FILES
-from draftsmith.heads.target.fingerprint import fingerprint_directory
+from draftsmith.heads.target.files import TOKENIZER_FILES, fingerprint_directory
 from draftsmith.heads.target.target import Target, TargetHead, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
 
@@ -297,7 +296,7 @@ def test_fingerprint_names_the_weights_not_the_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [10**9, 0])
 def test_fingerprint_sees_a_training_step(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.heads.target.fingerprint.FULL_HASH_BYTES", limit)
+    monkeypatch.setattr("draftsmith.heads.target.files.FULL_HASH_BYTES", limit)
     save_tiny_target(tmp_path, "llama", vocab_size=2000)
     before = fingerprint_directory(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

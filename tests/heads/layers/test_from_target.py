@@ -12,7 +12,7 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import read_config
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.hydra import head as hydra
-from draftsmith.heads.layers.token_scale import fold, token_scale
+from draftsmith.heads.layers.from_target import embedding_scale, fold
 from draftsmith.heads.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
@@ -40,13 +40,13 @@ def make_head(method: str, target: Target) -> DraftHead:
 @torch.no_grad()
 def test_the_scale_brings_embeddings_to_the_size_of_states() -> None:
     target = make_target()
-    scale = token_scale(target)
+    scale = embedding_scale(target)
     assert scale == 2 ** round(torch.tensor(scale).log2().item())
     ids = torch.arange(5, 150)[None]
     sizes = [x.square().mean(-1).sqrt().median() for x in (target.forward(ids).last, target.embedding[ids] * scale)]
     assert 0.5 < float(sizes[0] / sizes[1]) < 2
     louder = make_target(1.0)
-    assert token_scale(louder) < scale
+    assert embedding_scale(louder) < scale
 
 
 def test_fold_leaves_the_products_as_they_are() -> None:
@@ -60,13 +60,13 @@ def test_fold_leaves_the_products_as_they_are() -> None:
 def test_checkpoints_keep_the_scale_and_exports_multiply_it_in(method: str, tmp_path: Path) -> None:
     target = make_target()
     head = make_head(method, target)
-    assert head.token_scale == token_scale(target) > 4
+    assert head.embedding_scale == embedding_scale(target) > 4
     save_head(head, tmp_path / "head", target)
     kept = load_head(tmp_path / "head", target).eval()
-    assert kept.token_scale == head.token_scale
+    assert kept.embedding_scale == head.embedding_scale
     export_head(head, target, tmp_path / "out", dtype="float32")
     served = load_head(tmp_path / "out", target).eval()
-    assert served.token_scale == 1.0
+    assert served.embedding_scale == 1.0
     assert "token_scale" not in read_config(tmp_path / "out")
     batch = pack(target, documents_of(target), ())
     for ours, same, theirs in zip(head(batch, 3).steps, kept(batch, 3).steps, served(batch, 3).steps, strict=True):

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -85,23 +86,21 @@ def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
 
 def iterate_supervised_rows(batch: TrainBatch) -> Iterator[Tensor]:
     """Yield `supervised_rows(batch, 0)`, `supervised_rows(batch, 1)`, ... without end, one shift each."""
-    real_BL = batch.document >= 0
-
-    def learnable(steps: int) -> Tensor:
-        same_BL = shift_left(batch.document, steps, -1) == batch.document
-        return shift_left(batch.mask.bool(), steps, False) & same_BL
-
-    rows_BL, ahead = real_BL & learnable(1), 1
-    while True:
-        ahead += 1
-        rows_BL = rows_BL & learnable(ahead)
+    rows_BL = answer_rows(batch)
+    for ahead in count(2):
+        rows_BL = rows_BL & _learnable(batch, ahead)
         yield rows_BL
 
 
 def answer_rows(batch: TrainBatch) -> Tensor:
     """Return [B, L] bool: the rows t whose next token x_{t+1} is to be learned, the first of an answer included."""
-    same_BL = shift_left(batch.document, 1, -1) == batch.document
-    return (batch.document >= 0) & shift_left(batch.mask.bool(), 1, False) & same_BL
+    return (batch.document >= 0) & _learnable(batch, 1)
+
+
+def _learnable(batch: TrainBatch, ahead: int) -> Tensor:
+    """Return [B, L] bool: whether the token so far ahead is to be learned and of the row's own document."""
+    same_BL = shift_left(batch.document, ahead, -1) == batch.document
+    return shift_left(batch.mask.bool(), ahead, False) & same_BL
 
 
 def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
@@ -111,11 +110,7 @@ def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
     first token of an answer comes from the prefill and is never drafted, and no draft crosses a gap, a
     document's end or padding (docs/algorithms.md, rule 1: the mask follows the predicted token).
     """
-    assert offset >= 0
-    for step, rows_BL in enumerate(iterate_supervised_rows(batch)):
-        if step == offset:
-            return rows_BL
-    raise AssertionError("unreachable: the iterator has no end")
+    return next(islice(iterate_supervised_rows(batch), offset, None))
 
 
 def count_rows(batch: TrainBatch) -> Tensor:
@@ -196,10 +191,20 @@ class DraftHead(nn.Module, ABC):
     trains: Trains = Trains()
     draft_vocab: Tensor | None
 
-    def __init__(self, draft_vocab: Tensor | None = None) -> None:
-        """draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary."""
+    def __init__(self, draft_vocab: Tensor | None = None, target_head: "TargetHead | None" = None) -> None:
+        """draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary. target_head:
+        the target's output projection, for heads that make logits with it."""
         super().__init__()
         self.register_buffer("draft_vocab", draft_vocab)
+        # In a list, so that it is not registered: no optimizer may see it, and no checkpoint may hold it again.
+        self._target_head = [target_head]
+
+    @property
+    def target_head(self) -> "TargetHead":
+        """The target's output projection, shared and frozen, which is no part of this module."""
+        (head,) = self._target_head
+        assert head is not None, "this head has a projection of its own"
+        return head
 
     @abstractmethod
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:

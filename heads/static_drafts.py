@@ -100,14 +100,14 @@ def grow_tree(
 
 
 class StaticDrafter(StatelessDrafter):
-    """The base of drafters of chains and static trees (Medusa, Hydra).
+    """The base of drafters of chains and static trees.
 
     num_speculative_tokens: heads used. tree: at most that deep. drawn: a tree's tokens are drawn from their distributions without
     replacement instead of being the most likely ones. greedy_drafts: a chain of argmaxes at every temperature (as vLLM
-    drafts).
+    drafts). name: in results; that of the head's method where the class names none.
     """
 
-    name: str
+    name = ""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ class StaticDrafter(StatelessDrafter):
         assert most is None or num_speculative_tokens <= most
         assert tree is None or tree.depth <= num_speculative_tokens
         self.head: Any = head.eval()
-        self.num_speculative_tokens = num_speculative_tokens
+        self.name, self.layer_ids = self.name or head.method, head.reads.layer_ids
+        self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
         self.tree, self.drawn = tree, drawn
-        self.depth = num_speculative_tokens if tree is None else tree.depth
         self.max_nodes = 1 + (num_speculative_tokens if tree is None else len(tree.choices))
         self.greedy_drafts = greedy_drafts

@@ -9,7 +9,7 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,29 +65,26 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     return run.run(progress)
 
 
+@dataclass
 class _Run:
     """A training run: its parts, its schedule and the loop."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        accelerator: Accelerator,
-        model: torch.nn.Module,
-        head: DraftHead,
-        optimizers: Sequence[Any],
-        target_head: Any,
-        data: TrainData,
-        schedule: Schedule,
-        folder: Path,
-        target: Target,
-    ) -> None:
-        self.recipe, self.spec = recipe, recipe.train
-        self.accelerator, self.model, self.head, self.optimizers = accelerator, model, head, optimizers
-        self.target, self.target_head, self.data = target, target_head, data
-        self.schedule, self.folder = schedule, folder
+    recipe: Recipe
+    accelerator: Accelerator
+    model: torch.nn.Module
+    head: DraftHead
+    optimizers: Sequence[Any]
+    target_head: Any
+    data: TrainData
+    schedule: Schedule
+    folder: Path
+    target: Target
+
+    def __post_init__(self) -> None:
+        self.spec = self.recipe.train
         self.train_steps = self.head.trains.steps
         # Packing differs from epoch to epoch, and so may the number of steps.
-        self.epoch_steps = [len(schedule.epoch(e)) // schedule.window for e in range(self.spec.epochs)]
+        self.epoch_steps = [len(self.schedule.epoch(e)) // self.schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)
         self.total = min(total, self.spec.max_steps or total)
         count = min(self.spec.evaluations, self.total)
@@ -95,7 +92,9 @@ class _Run:
         if min(self.eval_steps) > 2 * _EARLY:
             # An early look, for the warnings: a long run should not wait for its first tenth.
             self.eval_steps.add(_EARLY)
-        self.heldout_batches = make_heldout_batches(data.source, data.heldout, self.spec.row_tokens, self.spec.rows)
+        self.heldout_batches = make_heldout_batches(
+            self.data.source, self.data.heldout, self.spec.row_tokens, self.spec.rows
+        )
 
     def run(self, progress: Progress) -> Path:
         """Train from `progress` to the end, to the patience's end, or to Ctrl-C."""
@@ -113,7 +112,11 @@ class _Run:
             config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
             tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
         if self.spec.warm_start is not None and not progress.step:
-            progress = self._evaluate_initial(progress, tracker)
+            # The head that training starts from stays the best one until another is better.
+            record: dict[str, Any] = {"step": 0, "tokens": 0, "epoch": 0.0}
+            progress = self._evaluate(record, progress)
+            if tracker:
+                tracker.log(record)
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
         self.pace = Pace(progress.tokens)
         stopping = False  # as all processes agreed, so that none leaves another waiting
@@ -183,17 +186,13 @@ class _Run:
             dataset, batch_size=None, num_workers=self.spec.workers, generator=torch.Generator().manual_seed(0)
         )
         window = []
-        for micro in self._read(loader):
-            window.append(micro)
-            if len(window) == self.spec.accumulation:
-                yield window
-                window = []
-
-    def _read(self, loader: Any) -> Any:
-        """Yield the loader's batches; a worker's UserError comes back as its sentence alone."""
         try:
-            yield from loader
-        except UserError as error:
+            for micro in loader:
+                window.append(micro)
+                if len(window) == self.spec.accumulation:
+                    yield window
+                    window = []
+        except UserError as error:  # of a worker: its sentence alone
             raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
 
     def _locate(self, step: int) -> "tuple[int, int]":
@@ -212,8 +211,7 @@ class _Run:
     def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
         """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
-        divisor = torch.zeros((), device=device)
-        rows = torch.zeros((), device=device)
+        divisor, rows = torch.zeros((), device=device), torch.zeros((), device=device)
         for batch, counts in window:
             bare = batch.without_states().to(device)
             divisor += loss_divisor(bare, self.spec.loss, self.head) * counts
@@ -248,12 +246,8 @@ class _Run:
         counted = [sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
         loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
         check_finite("The loss became", loss, progress.step + 1)
-        progress = replace(
-            progress,
-            step=progress.step + 1,
-            tokens=progress.tokens + int(tokens),
-            rows=progress.rows + int(rows),
-        )
+        seen, learned = progress.tokens + int(tokens), progress.rows + int(rows)
+        progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)
         record = {
             "step": progress.step,
             "tokens": progress.tokens,
@@ -276,14 +270,6 @@ class _Run:
                 "`draftsmith inspect`."
             )
         return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
-
-    def _evaluate_initial(self, progress: Progress, tracker: Tracker | None) -> Progress:
-        """Evaluate the head that training starts from, which stays the best one until another is better."""
-        record = {"step": 0, "tokens": 0, "epoch": 0.0}
-        progress = self._evaluate(record, progress)
-        if tracker:
-            tracker.log(record)
-        return progress
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
         """Evaluate on the held-out answers, and save the head if its tau is the best so far."""

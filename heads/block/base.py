@@ -88,8 +88,8 @@ class BlockHead(DraftHead):
     """A head that drafts blocks. Parameters carry the names of the published DFlash files.
 
     Subclasses define their options, the first slot that drafts (`first_slot`) and what the slots' states become (`outputs`).
-    embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and frozen;
-    it is no part of the head's parameters. draft_vocab: [W] sorted target ids, or None for all. Weights start in fp32.
+    embedding: [V, H] the target's input embedding, shared and frozen. draft_vocab: [W] sorted target ids, or None for all. Weights
+    start in fp32.
     """
 
     options_class: ClassVar[type[BlockOptions]]
@@ -104,7 +104,7 @@ class BlockHead(DraftHead):
         target_head: TargetHead,
         draft_vocab: Tensor | None,
     ) -> None:
-        super().__init__(draft_vocab)
+        super().__init__(draft_vocab, target_head)
         H, eps = config.hidden_size, config.rms_norm_eps
         assert embedding.shape == (config.vocab_size, H)
         assert options.mask_token_id is not None, "the mask token is chosen before"
@@ -116,8 +116,6 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList(PlainLayer(config, BlockAttention(config)) for _ in range(options.num_layers))
         self.norm = RMSNorm(H, eps=eps)
         self.rotary_emb = Rotary(config)
-        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
-        self._target_head = [target_head]
 
     @classmethod
     def build(cls, options: BlockOptions, target: Target, draft_vocab: Tensor | None) -> Self:
@@ -200,7 +198,7 @@ class BlockHead(DraftHead):
 
     def logits(self, states: Tensor) -> Tensor:
         """States behind the final norm [..., H] -> logits [..., W] by the target's projection."""
-        return self._target_head[0].logits(states, self.draft_vocab)
+        return self.target_head.logits(states, self.draft_vocab)
 
     def read(self, aux: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate) -> None:
         """Store the keys and values of text that the target has read: aux streams [B, n, A*H], cosines and sines [B, n, D]

@@ -7,16 +7,13 @@ block's own entries are never committed: the next round overwrites them.
 Shapes: B rows, n new tokens, S slots of a block, K drafted tokens, H hidden, W draft vocab.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
-from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.heads.block.base import BlockHead
-from draftsmith.heads.static_drafts import draft_chain, draft_tree
+from draftsmith.heads.static_drafts import StaticDrafter, draft_chain, draft_tree
 
 
 class BlockCache(KVCache):
@@ -60,20 +57,11 @@ class BlockCache(KVCache):
         return self.cos_sin_table[0][position_Bn], self.cos_sin_table[1][position_Bn]
 
 
-class BlockDrafter:
-    """Fill in a block per round; subclasses draft from the states of its slots.
+class BlockDrafter(StaticDrafter):
+    """Fill in a block per round, of which at most `num_speculative_tokens` are proposed; subclasses draft from the states of its
+    slots."""
 
-    num_speculative_tokens: how many tokens of a block are proposed at most. greedy_drafts: a chain of argmaxes at every
-    temperature.
-    """
-
-    def __init__(self, head: BlockHead, num_speculative_tokens: int, *, greedy_drafts: bool = False) -> None:
-        assert 1 <= num_speculative_tokens <= head.trains.steps
-        self.head: Any = head.eval()
-        self.name, self.layer_ids = head.method, head.reads.layer_ids
-        self.num_speculative_tokens, self.greedy_drafts = num_speculative_tokens, greedy_drafts
-        self.max_nodes = 1 + num_speculative_tokens
-        self._cache: BlockCache | None = None
+    _cache: BlockCache | None = None
 
     @property
     def cache(self) -> BlockCache:
@@ -111,23 +99,7 @@ class BlockDrafter:
 
 class DFlashDrafter(BlockDrafter):
     """Drafts a chain, token k drawn from slot k under the target's sampling settings, or a static tree of the most
-    likely tokens of each slot, or (drawn) of tokens sampled from it without replacement. tree: at most as deep as K."""
-
-    def __init__(
-        self,
-        head: BlockHead,
-        num_speculative_tokens: int,
-        *,
-        tree: StaticTree | None = None,
-        drawn: bool = False,
-        greedy_drafts: bool = False,
-    ) -> None:
-        assert tree is not None or not drawn
-        assert tree is None or tree.depth <= num_speculative_tokens
-        depth = num_speculative_tokens if tree is None else tree.depth
-        super().__init__(head, depth, greedy_drafts=greedy_drafts)
-        self.tree, self.drawn = tree, drawn
-        self.max_nodes = 1 + (depth if tree is None else len(tree.choices))
+    likely tokens of each slot, or (drawn) of tokens sampled from it without replacement."""
 
     def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
         """Turn the states of the slots that draft into a chain or a tree."""

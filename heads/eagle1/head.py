@@ -46,9 +46,8 @@ class Eagle1Layer(EagleLayer):
 class Eagle1Head(EagleHead):
     """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see formats.py).
 
-    embedding: [V, H] the target's raw input embedding, shared and frozen. target_head: its output projection, shared
-    and frozen; it is no part of the head's parameters. embedding_scale: the embedding
-    scale (see `embedding_scale`), 1 for heads trained elsewhere. Weights start in fp32 at torch's defaults.
+    embedding: [V, H] the target's raw input embedding, shared and frozen. embedding_scale: see from_target.py, 1 for heads
+    trained elsewhere. Weights start in fp32 at torch's defaults.
     """
 
     method: ClassVar[str] = "eagle1"
@@ -61,7 +60,7 @@ class Eagle1Head(EagleHead):
         target_head: TargetHead,
         embedding_scale: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(target_head=target_head)
         self.embedding_scale = embedding_scale
         H = config.hidden_size
         assert embedding.shape[1] == target_head.weight.shape[1] == H
@@ -71,8 +70,6 @@ class Eagle1Head(EagleHead):
         self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])
         self.rotary_emb = Rotary(config)
-        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
-        self._target_head = [target_head]
 
     def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
         """The target's last states; aux streams are not read."""
@@ -85,7 +82,7 @@ class Eagle1Head(EagleHead):
 
     def logits(self, out: Tensor) -> Tensor:
         """The layer's output [..., H] -> fp32 draft logits [..., V], by the target's own projection."""
-        return self._target_head[0].logits(out)
+        return self.target_head.logits(out)
 
     def feedback(self, out: Tensor) -> Tensor:
         """The layer's output [..., H] is the hidden state of the next step."""

@@ -7,8 +7,6 @@ Shapes: B rows, m nodes of one level with children, K drafted tokens, H target h
 what a head reads.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,12 +22,8 @@ class HydraDrafter(StaticDrafter):
     """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
     likely tokens of each head given the path to them, or (drawn) of tokens sampled from it without replacement."""
 
-    name = "hydra"
     head: HydraHead
-
-    def __init__(self, head: HydraHead, num_speculative_tokens: int, **shape: Any) -> None:
-        super().__init__(head, num_speculative_tokens, **shape)
-        self._cache: PrefixCache | None = None
+    _cache: PrefixCache | None = None
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the prefix layer's cache, if there is one."""
@@ -50,7 +44,7 @@ class HydraDrafter(StaticDrafter):
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Run the new states, then draft at most as many tokens as a row may still emit."""
-        depth = min(self.depth, state.tokens_left)
+        depth = min(self.num_speculative_tokens, state.tokens_left)
         states_BH = self._state(state)
         if self.tree is None:
             return self._chain(state, states_BH, depth)

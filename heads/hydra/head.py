@@ -93,9 +93,8 @@ class HydraHead(DraftHead):
     `hydra_mlp.{i}.{j}.{linear,res_connection}.{weight,bias}`, `hydra_lm_head.{i}.{weight,bias}`,
     `prefix_embedding_layer.{layers.0.*,norm.weight}`.
 
-    embedding: [V, H] the target's input embedding, shared and frozen. target_head: its output projection, shared and
-    frozen; it is no part of the head's parameters. config: of the prefix layer, None without one. embedding_scale: the
-    embedding scale (see `embedding_scale`), 1 for heads trained elsewhere. Weights start in fp32.
+    embedding: [V, H] the target's input embedding, shared and frozen. config: of the prefix layer, None without one.
+    embedding_scale: see from_target.py, 1 for heads trained elsewhere. Weights start in fp32.
     """
 
     method: ClassVar[str] = "hydra"
@@ -108,7 +107,7 @@ class HydraHead(DraftHead):
         target_head: TargetHead,
         embedding_scale: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(target_head=target_head)
         self.embedding_scale = embedding_scale
         V, H = target_head.weight.shape
         self.options, self.config = options, config
@@ -126,8 +125,6 @@ class HydraHead(DraftHead):
             Projection(V, H, shared=options.original_lm_head, bias=options.lm_head_bias)
             for _ in range(options.num_heads)
         )
-        # In a list, so that it is not registered: it belongs to the target, and no checkpoint may hold it again.
-        self._target_head = [target_head]
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
@@ -176,11 +173,6 @@ class HydraHead(DraftHead):
     def dtype(self) -> torch.dtype:
         """That of the trained weights; the target's embedding may have another."""
         return self.blocks(0)[0].linear.weight.dtype
-
-    @property
-    def target_head(self) -> TargetHead:
-        """The target's output projection, which is no part of this module."""
-        return self._target_head[0]
 
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""

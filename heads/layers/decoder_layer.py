@@ -4,13 +4,15 @@ Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n]
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+
+from draftsmith.heads.target.target import Derived, Weights
 
 
 class Rotary(LlamaRotaryEmbedding):
@@ -76,15 +78,6 @@ CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """New keys and values [B, G, n, D] of a layer, which it stores -> all of them, [B, G, slots, D] each."""
 
 
-class _Joint(NamedTuple):
-    """Joined projections and the weights they were made from, which are kept so that no other tensor gets their address."""
-
-    state: tuple[object, ...]
-    made_of: tuple[Tensor, ...]
-    weight: Tensor
-    bias: Tensor | None
-
-
 class EagleAttention(nn.Module):
     """The projections of an attention over states of `width` numbers; the caller keeps the keys.
 
@@ -99,7 +92,7 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(width, shared, bias=qkv_bias)
         self.v_proj = nn.Linear(width, shared, bias=qkv_bias)
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
-        self._joint: _Joint | None = None
+        self._joint = Derived()
 
     def query(self, x: Tensor) -> Tensor:
         """Return queries [..., N, D] of x [..., width], not yet rotated."""
@@ -111,17 +104,13 @@ class EagleAttention(nn.Module):
         heads = F.linear(x, *self._joined()).unflatten(-1, (-1, self.head_dim))
         return heads[..., :-groups, :], heads[..., -groups:, :]
 
-    def _joined(self) -> tuple[Tensor, Tensor | None]:
+    def _joined(self) -> Weights:
         """Return the three projections joined, computed again when any of them has changed; without gradients."""
         parts = (self.q_proj, self.k_proj, self.v_proj)
         assert not torch.is_grad_enabled(), "joined projections have no gradients"
         weights: list[Tensor] = [part.weight for part in parts]
         biases: list[Tensor] = [part.bias for part in parts if part.bias is not None]
-        made_of = (*weights, *biases)
-        state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
-        if self._joint is None or self._joint.state != state:
-            self._joint = _Joint(state, made_of, torch.cat(weights), torch.cat(biases) if biases else None)
-        return self._joint.weight, self._joint.bias
+        return self._joint.get((*weights, *biases), lambda: (torch.cat(weights), torch.cat(biases) if biases else None))
 
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys, not yet rotated, and values of x [..., width], each [..., G, D]."""

@@ -107,52 +107,35 @@ class LossSpec:
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
-        self.check_steps(head.trains.steps)
+        trains, heads = head.trains, f"{head.method} heads of this recipe"
+        self.check_steps(trains.steps)
+        if self.decay not in (type(self).decay, 1.0) and trains.steps == 1:
+            raise UserError(f"train.loss.decay is {self.decay}, but {heads} learn a single step: leave it out.")
         terms = [
-            *self.term_weights(head.trains.predicts_features, head.trains.tunes_target),
+            *self.term_weights(trains.predicts_features, trains.tunes_target),
             *self.also.values(),
             self.top_k_weight,
         ]
-        terms += [1.0 if weight is None else weight for weight in self._of_parts(head)]
-        if self.decay not in (type(self).decay, 1.0) and head.trains.steps == 1:
-            raise UserError(
-                f"train.loss.decay is {self.decay}, but {head.method} heads of this recipe learn a single step: leave it out."
-            )
-        if not any(terms):
+        # Losses that only some heads have; null where they count in full.
+        parts = [self.confidence_weight] * trains.has_confidence + [self.tuned_weight] * trains.tunes_target
+        if not any(terms) and all(weight == 0 for weight in parts):
             raise UserError(
                 "train.loss.weight is 0 and no other loss has a weight, so nothing would be learned: raise one."
             )
-        if self.confidence_weight == 0 and head.trains.has_confidence:
+        if self.confidence_weight == 0 and trains.has_confidence:
             raise UserError(
                 "train.loss.confidence_weight is 0, which leaves the confidence untrained: set head.confidence_head to false, "
                 "or a weight."
             )
-        if self.confidence_weight and not head.trains.has_confidence:
+        if self.confidence_weight and not trains.has_confidence:
             raise UserError(
-                f"train.loss.confidence_weight is {self.confidence_weight}, but {head.method} heads of this recipe say no "
-                "confidence: leave it out."
+                f"train.loss.confidence_weight is {self.confidence_weight}, but {heads} say no confidence: leave it out."
             )
-        unusual = {
-            "tuned_kind": self.tuned_kind != "kl",
-            "tuned_weight": bool(self.tuned_weight),
-            "ramp": self.ramp > 0,
-        }
-        if (key := next((key for key, named in unusual.items() if named), None)) and not head.trains.tunes_target:
+        unusual = {"tuned_kind": self.tuned_kind != "kl", "tuned_weight": self.tuned_weight, "ramp": self.ramp}
+        if (key := next((key for key, named in unusual.items() if named), None)) and not trains.tunes_target:
             raise UserError(
                 f"train.loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
                 "train medusa2."
-            )
-
-    def _of_parts(self, head: "DraftHead") -> list[float | None]:
-        """The weights of losses that only some heads have: null where they count in full."""
-        return [self.confidence_weight] * head.trains.has_confidence + [self.tuned_weight] * head.trains.tunes_target
-
-    def check_features(self, present: bool) -> None:
-        """Raise UserError where the recipe weighs features that the head's outputs do not have."""
-        if self.feature_weight and not present:
-            raise UserError(
-                f"train.loss.feature_weight is {self.feature_weight}, but no output of the head stands for a state of the target: "
-                "leave it out, or train EAGLE-1."
             )
 
     def term_weights(self, features: bool, tuned: bool = False) -> tuple[float, float]:
@@ -161,7 +144,11 @@ class LossSpec:
 
         Raises UserError for a weight on features that are not there.
         """
-        self.check_features(features)
+        if self.feature_weight and not features:
+            raise UserError(
+                f"train.loss.feature_weight is {self.feature_weight}, but no output of the head stands for a state of the target: "
+                "leave it out, or train EAGLE-1."
+            )
         feature_weight = float(features) if self.feature_weight is None else self.feature_weight
         usual = WEIGHT_WITH_FEATURES if feature_weight else WEIGHT_WITH_TUNED if tuned else 1.0
         return usual if self.weight is None else self.weight, feature_weight

@@ -20,7 +20,7 @@ class MedusaDrafter(StaticDrafter):
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Draft at most as many tokens as a row may still emit."""
-        depth = min(self.depth, state.tokens_left)
+        depth = min(self.num_speculative_tokens, state.tokens_left)
         last_BH = state.new_tokens.at_last(state.new_tokens.last_BnD)
         logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
         if self.tree is not None:

@@ -41,16 +41,13 @@ class ResBlock(nn.Module):
 
 class MedusaHead(DraftHead):
     """Medusa's heads. Parameters: `blocks.{i}.{j}.linear.{weight,bias}` and, with projections of their own,
-    `lm_heads.{i}.weight` [V, H].
-
-    target_head: the target's output projection, shared and frozen; it is no part of the head's parameters. Weights
-    start in fp32.
+    `lm_heads.{i}.weight` [V, H]. Weights start in fp32.
     """
 
     method: ClassVar[str] = "medusa"
 
     def __init__(self, options: MedusaOptions, target_head: TargetHead) -> None:
-        super().__init__()
+        super().__init__(target_head=target_head)
         self.options = options
         self.drafts, self.trains = Drafts(options.num_heads), Trains(options.num_heads)
         V, H = target_head.weight.shape
@@ -59,8 +56,6 @@ class MedusaHead(DraftHead):
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(H) for _ in range(options.num_layers))) for _ in heads)
         own = () if options.original_lm_head else heads
         self.lm_heads = nn.ModuleList(nn.Linear(H, V, bias=False) for _ in own)
-        # In a list, so that it is not registered: it belongs to the target, and no optimizer may see it.
-        self._target_head = [target_head]
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
@@ -80,11 +75,6 @@ class MedusaHead(DraftHead):
     def project(self, state: Tensor) -> Tensor:
         """State [..., H] -> fp32 logits [..., V] by the target's output projection."""
         return self.target_head.logits(state)
-
-    @property
-    def target_head(self) -> TargetHead:
-        """The target's output projection, which is no part of this module: a checkpoint does not hold it again."""
-        return self._target_head[0]
 
     def describe(self) -> dict[str, Any]:
         """Return what `load` needs besides the tensors, as JSON."""

@@ -23,18 +23,11 @@ class PEagleDrafter(EagleDrafter):
 
     head: PEagleHead
 
-    def __init__(
-        self,
-        head: PEagleHead,
-        num_speculative_tokens: int,
-        *,
-        tree: StaticTree | None = None,
-        drawn: bool = False,
-        greedy_drafts: bool = False,
-    ) -> None:
-        super().__init__(head, num_speculative_tokens, tree=tree, drawn=drawn, greedy_drafts=greedy_drafts)
-        with torch.no_grad():
-            self._mask_hidden_1H = head.mask_inputs()[1]
+    @torch.no_grad()
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the cache of the head's layers, and fuse the streams of mask entries."""
+        super().start(rows, capacity)
+        self._mask_hidden_1H = self.head.mask_inputs()[1]
 
     def _sizes(self) -> tuple[int, int]:
         """Return the most nodes of a draft, the root included, and the most entries behind the committed ones: mask

@@ -3,22 +3,20 @@
 Hui et al., "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training" (2026); what a row sees and where it stands follow
 vLLM's `parallel_drafting` and the package speculators.
 
-Shapes: B batch rows, L tokens, R rows of one depth (flat b*L+t), H draft hidden, Ht target hidden, A aux layers.
+Shapes: B batch rows, L tokens, R rows of one depth (flat b*L+t), U rows of depth 0, H draft hidden, Ht target hidden, A aux layers.
 
 Depth d of row t predicts x_{t+2+d} and stands at RoPE position t+d. Depth 0 reads x_{t+1} and the target's streams of
 position t, as EAGLE-3 does; deeper ones read the embedding of a mask token and learnt streams in their place, so that
 they need not wait for the tokens between. A row of depth d sees depth 0 of the rows j <= t, and depths 1..d of its own.
 
-Which rows a head that drafts in parallel is trained on at each depth: fewer the deeper, by a draw per document.
-
-All depths of all rows would be as many times the rows as there are depths. Shapes: B batch rows, L tokens, R rows of one
-depth (flat b*L+t), U rows of depth 0.
+Training takes fewer rows the deeper they are, by a draw per document: all depths of all rows would be as many times the rows as
+there are depths.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -124,20 +122,10 @@ def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> PE
         return PEagleHead(with_mask_token(options, target), config, spec["layer_ids"], target.embedding, draft_vocab)
 
 
-class Shares(Protocol):
-    """How many rows are kept: of n rows of a document at depth d int((n - d) * max(keep**d, keep_min))."""
-
-    @property
-    def keep(self) -> float: ...
-    @property
-    def keep_min(self) -> float: ...
-    @property
-    def steps(self) -> int: ...
-
-
-def sample_depths(batch: TrainBatch, masks: Iterator[Tensor], shares: Shares) -> Iterator[Tensor]:
-    """Yield the rows [B, L] bool of depth 0, 1, ..., `shares.steps` of them: all that `masks` yields first, then of those
-    kept before which `masks` still counts as many as `shares` says, or all where there are no more.
+def sample_depths(batch: TrainBatch, masks: Iterator[Tensor], options: PEagleOptions) -> Iterator[Tensor]:
+    """Yield the rows [B, L] bool of depth 0, 1, ..., `options.depths` of them: all that `masks` yields first, then of those kept
+    before which `masks` still counts so many: of n rows of a document at depth d int((n - d) * max(keep**d, keep_min)), or all
+    where there are no more.
 
     The draw is by the documents' seeds and the rows' positions alone: the same however documents are packed.
     """
@@ -146,12 +134,12 @@ def sample_depths(batch: TrainBatch, masks: Iterator[Tensor], shares: Shares) ->
     number_U = plan.documents.flatten()[plan.rows]
     count_D = torch.bincount(number_U, minlength=int(plan.documents.max()) + 1)
     seeds_U, place_U = batch.seeds.flatten()[plan.rows], batch.position.flatten()[plan.rows]
-    uniform_US = uniforms(seeds_U, place_U, SAMPLE, shares.steps)
+    uniform_US = uniforms(seeds_U, place_U, SAMPLE, options.depths)
     kept_U = torch.ones_like(plan.rows, dtype=torch.bool)
     yield first_BL
-    for depth in range(1, shares.steps):
+    for depth in range(1, options.depths):
         pool_U = kept_U & next(masks).flatten()[plan.rows]
-        share = max(shares.keep**depth, shares.keep_min)
+        share = max(options.keep**depth, options.keep_min)
         wanted_D = ((count_D - depth).clamp(min=0).double() * share).long()
         rank_U = _ranks(number_U, torch.where(pool_U, uniform_US[:, depth], 2.0), count_D)
         kept_U = pool_U & (rank_U < wanted_D[number_U])

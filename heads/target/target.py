@@ -6,11 +6,11 @@ Aux layer id k is the residual stream that enters decoder layer k = Hugging Face
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +25,23 @@ from draftsmith.heads.target.probe import check_target
 AttentionMask = Tensor | dict[str, Tensor]
 
 
-class _Rows(NamedTuple):
-    """Selected rows of the projection. made_of: the tensors they were copied from, kept alive so that no other tensor gets
-    their address; state: addresses and versions of these."""
+Weights = tuple[Tensor, Tensor | None]
+"""A matrix and its bias."""
 
-    state: tuple[object, ...]
-    made_of: tuple[Tensor, ...]
-    weight: Tensor
-    bias: Tensor | None
+
+class Derived:
+    """Weights that are computed from other tensors, and again when one of these has changed."""
+
+    def __init__(self) -> None:
+        self._state: tuple[object, ...] = ()
+
+    def get(self, made_of: tuple[Tensor, ...], make: Callable[[], Weights]) -> Weights:
+        """Return what `make` computes from the tensors `made_of`."""
+        state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
+        if self._state != state:
+            # The tensors are kept, so that no other gets their address.
+            self._state, self._made_of, self._weights = state, made_of, make()
+        return self._weights
 
 
 class TargetHead(nn.Module):
@@ -53,7 +62,7 @@ class TargetHead(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self.scale = scale
         self.softcap = softcap
-        self._cached: _Rows | None = None
+        self._selected = Derived()
 
     @property
     def vocab_size(self) -> int:
@@ -75,15 +84,15 @@ class TargetHead(nn.Module):
                 logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
 
-    def _select(self, columns: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _select(self, columns: Tensor) -> Weights:
         """Return the projection's rows for some tokens, kept for the next call: a drafter needs the same ones every round."""
-        made_of = tuple(x for x in (self.weight, columns, self.bias) if x is not None)
-        state = tuple((id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in made_of)
-        if self._cached is None or self._cached.state != state:
-            with torch.inference_mode(False):  # a later call may be one of training
-                bias = None if self.bias is None else self.bias.index_select(0, columns)
-                self._cached = _Rows(state, made_of, self.weight.index_select(0, columns), bias)
-        return self._cached.weight, self._cached.bias
+
+        @torch.inference_mode(False)  # a later call may be one of training
+        def select() -> Weights:
+            bias = None if self.bias is None else self.bias.index_select(0, columns)
+            return self.weight.index_select(0, columns), bias
+
+        return self._selected.get(tuple(x for x in (self.weight, columns, self.bias) if x is not None), select)
 
 
 @dataclass(frozen=True)

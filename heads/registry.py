@@ -9,7 +9,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import UserError
 
@@ -18,19 +18,6 @@ if TYPE_CHECKING:
 
     from draftsmith.heads.base import DraftHead
     from draftsmith.heads.target.target import Target
-
-
-class Build(Protocol):
-    """Builds a new head with its initial weights. draft_vocab: see `DraftHead`."""
-
-    def __call__(self, options: Any, target: "Target", draft_vocab: "Tensor | None") -> "DraftHead": ...
-
-
-class Load(Protocol):
-    """Builds the head that a checkpoint's config describes: `DraftHead.describe` and `layer_ids`. Its weights are
-    filled in after."""
-
-    def __call__(self, spec: dict[str, Any], target: "Target", draft_vocab: "Tensor | None") -> "DraftHead": ...
 
 
 @dataclass(frozen=True)
@@ -70,11 +57,14 @@ class Method:
         return self._resolve(self.options)
 
     @property
-    def build(self) -> Build:
+    def build(self) -> "Callable[[Any, Target, Tensor | None], DraftHead]":
+        """(options, target, draft_vocab, see `DraftHead`) -> a new head with its initial weights."""
         return self._module(self.head).build
 
     @property
-    def load(self) -> Load:
+    def load(self) -> "Callable[[dict[str, Any], Target, Tensor | None], DraftHead]":
+        """(`DraftHead.describe` and `layer_ids` of a checkpoint's config, target, draft_vocab) -> that head, whose weights are
+        filled in after."""
         return self._module(self.head).load
 
     @property

@@ -4,29 +4,21 @@ Shapes: V target vocab, W draft vocab, L tokens of a sample.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from draftsmith.data.batch import Features, Tokenized
 from draftsmith.errors import UserError
 
 LOW_COVERAGE = 0.95
 CHUNK_TOKENS = 1 << 20
 
 
-class Supervised(Protocol):
-    """A sample that marks the tokens to learn, such as Tokenized and Features."""
-
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def mask(self) -> Tensor: ...
-    @property
-    def slice(self) -> str: ...
+Sample = Tokenized | Features
 
 
-def count_tokens(samples: Iterable[Supervised], vocab_size: int) -> Tensor:
+def count_tokens(samples: Iterable[Sample], vocab_size: int) -> Tensor:
     """Return [V] int64: how often each token is to be learned. Raises UserError for ids outside the target's
     vocabulary."""
     total = torch.zeros(vocab_size, dtype=torch.int64)
@@ -41,9 +33,9 @@ def count_tokens(samples: Iterable[Supervised], vocab_size: int) -> Tensor:
     return total + _bincount(waiting, vocab_size)
 
 
-def count_by_slice(samples: Iterable[Supervised], vocab_size: int) -> dict[str, Tensor]:
+def count_by_slice(samples: Iterable[Sample], vocab_size: int) -> dict[str, Tensor]:
     """Return `count_tokens` of each slice of the data, sorted by name."""
-    groups: dict[str, list[Supervised]] = {}
+    groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.slice, []).append(sample)
     return {name: count_tokens(groups[name], vocab_size) for name in sorted(groups)}

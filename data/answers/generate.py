@@ -1,4 +1,4 @@
-"""The target's own answers to the prompts of a data set: writing the file and reading it again.
+"""The target's own answers to the prompts of a data set: writing the file, reading it again, and holding some out of training.
 
 A head must learn to predict what the target writes, not what somebody else once answered. The file is JSONL with a line
 per answer in the order of the prompts: `prompt_ids` and `output_ids` as the model saw them, and the text for people.
@@ -19,7 +19,7 @@ from draftsmith.eval.decode.answers import Generation, Request
 from draftsmith.eval.decode.decode import check_requests, decode
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.files import explain_os_error
+from draftsmith.files import explain_os_error, fingerprint
 from draftsmith.heads.target.target import Target
 
 _BATCHES_PER_CHUNK = 4
@@ -122,3 +122,25 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                     f"{path}, line {number} is not an answer ({error!r}): a line needs id, slice, prompt_ids and "
                     "output_ids; make the file again with `draftsmith regenerate --redo answers`."
                 ) from error
+
+
+def split_heldout(conversations: list[str], count: int) -> tuple[list[int], list[int]]:
+    """Split samples into (train, held out), about `count` of them, the same for every run over the same data.
+
+    conversations: the id of each sample's. Turns of one stay together: a later turn's prompt holds the earlier answers.
+    """
+    if count >= len(conversations):
+        raise UserError(
+            f"data.heldout is {count} but there are only {len(conversations)} answers: lower it or add data."
+        )
+    groups: dict[str, list[int]] = {}
+    for place, name in enumerate(conversations):
+        groups.setdefault(name, []).append(place)
+    heldout: list[int] = []
+    for name in sorted(groups, key=fingerprint):
+        if len(heldout) >= count:
+            break
+        heldout += groups[name]
+    if len(heldout) == len(conversations):
+        raise UserError("data.heldout takes every conversation: lower it or add data.")
+    return sorted(set(range(len(conversations))) - set(heldout)), sorted(heldout)

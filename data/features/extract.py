@@ -16,8 +16,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features.index import StoreSpec, check_disk_space, estimate_bytes, parse_dtype, readable_bytes
-from draftsmith.data.features.store import SHARD_BYTES, FeatureStore, FeatureWriter
+from draftsmith.data.features.store import (
+    SHARD_BYTES,
+    FeatureStore,
+    FeatureWriter,
+    StoreSpec,
+    check_disk_space,
+    estimate_bytes,
+    parse_dtype,
+    readable_bytes,
+)
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, TargetHead

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from draftsmith.data.features.index import DTYPES, estimate_bytes
+from draftsmith.data.features.store import DTYPES, estimate_bytes
 from draftsmith.errors import UserError
 from draftsmith.heads.cost import HeadCost
 from draftsmith.heads.losses.divergences import LOSSES

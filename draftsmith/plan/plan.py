@@ -9,7 +9,7 @@ which the plan states.
 import textwrap
 from pathlib import Path
 
-from draftsmith.data.features.index import DTYPES, readable_bytes
+from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.data.answers.split import split_heldout
+from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields

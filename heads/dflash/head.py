@@ -18,8 +18,6 @@ from draftsmith.heads.base import StepOutput
 from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.dflash.options import DFlashOptions
 
-__all__ = ["DFlashHead", "DFlashOptions", "build", "load"]
-
 
 class DFlashHead(BlockHead):
     """The DFlash drafter: a block of S slots drafts S - 1 tokens, none of which knows the others."""

@@ -25,10 +25,9 @@ from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput, iter
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.draft_model.start import describe_config, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary, rotate
-from draftsmith.heads.layers.ttt_attention import RowPlan, plan_rows, ttt_attention
+from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
+from draftsmith.heads.layers.ttt_attention import ttt_attention
 from draftsmith.heads.target.target import Target
-
-__all__ = ["DraftLmHead", "DraftLmOptions", "build", "load"]
 
 
 @dataclass(frozen=True)

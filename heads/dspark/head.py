@@ -25,8 +25,6 @@ from draftsmith.heads.dspark.calibration import calibrate
 from draftsmith.heads.dspark.options import DSparkOptions
 from draftsmith.heads.target.target import TargetHead
 
-__all__ = ["DSparkHead", "DSparkOptions", "build", "load"]
-
 
 class MarkovHead(nn.Module):
     """The token before a slot -> a bias of the slot's logits. Parameters are named as in the published files."""

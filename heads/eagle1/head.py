@@ -30,8 +30,6 @@ from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RM
 from draftsmith.heads.layers.from_target import embedding_scale
 from draftsmith.heads.target.target import Target, TargetHead
 
-__all__ = ["Eagle1Head", "Eagle1Options", "build", "load"]
-
 
 class Eagle1Layer(EagleLayer):
     """A Llama layer without input_layernorm."""

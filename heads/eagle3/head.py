@@ -17,8 +17,6 @@ from draftsmith.heads.eagle.fused import FusedHead, start
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.target.target import Target
 
-__all__ = ["Eagle3Head", "Eagle3Options", "build", "load"]
-
 
 class Eagle3Head(FusedHead):
     """The EAGLE-3 drafter."""

@@ -30,8 +30,6 @@ from draftsmith.heads.layers.config import derive_layer_config, describe_layer_c
 from draftsmith.heads.layers.from_target import embedding_scale, sizes
 from draftsmith.heads.target.target import Target, TargetHead
 
-__all__ = ["HydraHead", "HydraOptions", "build", "load"]
-
 
 class ResBlock(nn.Module):
     """r(x) + SiLU(W x + b): r is x itself, or a learned projection where x is wider than the output.

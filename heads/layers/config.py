@@ -1,6 +1,6 @@
 """The Llama configuration of a draft layer, derived from its target so that no dimension is written twice."""
 
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import LlamaConfig
 
@@ -24,22 +24,10 @@ DEFAULT_ROPE_THETA = 10_000.0
 LONGEST_CONTEXT = 1 << 20
 
 
-class LayerSizes(Protocol):
-    """The options of a head that set the sizes of its layer; None stands for the target's."""
-
-    @property
-    def intermediate_size(self) -> int | None: ...
-    @property
-    def num_attention_heads(self) -> int | None: ...
-    @property
-    def num_key_value_heads(self) -> int | None: ...
-    @property
-    def head_dim(self) -> int | None: ...
-
-
-def derive_layer_config(sizes: LayerSizes, target: Target) -> LlamaConfig:
+def derive_layer_config(options: Any, target: Target) -> LlamaConfig:
     """Return the configuration of one Llama layer that matches `target`, its RoPE and norm epsilon included.
 
+    options: of a head, whose fields set the sizes; None (or no such field) stands for the target's.
     The activation is SiLU whatever the target's, because serving engines run draft layers as Llama layers.
     Raises UserError where the sizes do not fit together or the target does not say them.
     """
@@ -50,11 +38,11 @@ def derive_layer_config(sizes: LayerSizes, target: Target) -> LlamaConfig:
             f"but {V} output tokens and hidden size {target.hidden_size}: a draft layer needs the same; choose another "
             "target."
         )
-    H = getattr(sizes, "hidden_size", None) or target.hidden_size
-    heads = sizes.num_attention_heads or config.num_attention_heads
-    groups = sizes.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
-    head_dim = sizes.head_dim or getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
-    width = sizes.intermediate_size or getattr(config, "intermediate_size", None)
+    H = getattr(options, "hidden_size", None) or target.hidden_size
+    heads = options.num_attention_heads or config.num_attention_heads
+    groups = options.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
+    head_dim = options.head_dim or getattr(config, "head_dim", None) or target.hidden_size // config.num_attention_heads
+    width = options.intermediate_size or getattr(config, "intermediate_size", None)
     if not isinstance(width, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")
     check_heads(heads, groups, head_dim, H)

@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftsmith.heads.layers.causal_kernels import Attended, causal_attention, causal_backward, gpu_kernel_takes
-from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
-
-__all__ = ["RowPlan", "eager_ttt_attention", "merged_attention", "plan_rows", "ttt_attention"]
+from draftsmith.heads.layers.row_plan import RowPlan
 
 
 def ttt_attention(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.target.target import TargetHead
 
 _CHUNK_ROWS = 1024
 """Rows whose distributions are held at a time without gradients: block drafters are evaluated on many times the rows that
@@ -30,15 +30,9 @@ _TEACHER_CHUNK = 1 << 26
 """Teacher logits made at a time (256 MB of fp32)."""
 
 
-class TargetLogits(Protocol):
-    """The part of `TargetHead` that a teacher needs."""
-
-    def logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor: ...
-
-
 @torch.no_grad()
 def make_teacher(
-    batch: TrainBatch, positions_U: Tensor, target_head: TargetLogits, draft_vocab: Tensor | None
+    batch: TrainBatch, positions_U: Tensor, target_head: TargetHead, draft_vocab: Tensor | None
 ) -> Teacher:
     """Return the target's distribution of the token after each flat position, exp(logit - logsumexp over the whole vocabulary),
     on the draft vocabulary's columns."""
@@ -155,7 +149,7 @@ def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = Non
 def head_loss(
     output: HeadOutput,
     batch: TrainBatch,
-    target_head: TargetLogits,
+    target_head: TargetHead,
     draft_vocab: Tensor | None,
     spec: LossSpec,
     warmup_weight: float = 1.0,

@@ -22,8 +22,6 @@ from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Tra
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.target.target import Target, TargetHead
 
-__all__ = ["MedusaHead", "MedusaOptions", "build", "load"]
-
 
 class ResBlock(nn.Module):
     """y + SiLU(W y + b), W and b zero at first, so that a new head repeats the target's own prediction."""

@@ -22,8 +22,6 @@ from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.target.target import Target, TargetHead
 from draftsmith.heads.target.tuned import AdapterSpec, TunedTarget
 
-__all__ = ["DeployedMedusa2", "Medusa2Head", "Medusa2Options", "build", "load"]
-
 
 class Medusa2Head(MedusaHead):
     """Heads and adapter in training. Parameters: those of `MedusaHead`, and

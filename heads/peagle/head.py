@@ -33,8 +33,6 @@ from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import spare_tokens
 
-__all__ = ["PEagleHead", "PEagleOptions", "build", "load"]
-
 
 class PEagleHead(FusedHead):
     """The P-EAGLE drafter: EAGLE-3's parameters and `mask_hidden` [1, 1, A*Ht], the streams of tokens not drafted yet.

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads.layers.ttt_attention import plan_rows, ttt_attention
+from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.ttt_attention import ttt_attention
 from draftsmith.heads.registry import find_method
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS, make_target

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.answers.split import split_heldout
+from draftsmith.data.answers.generate import split_heldout
 from draftsmith.errors import UserError
 from draftsmith.stages.run import DATA_STAGES, FOLLOWERS, STAGES, RunDirectory
 

@@ -12,8 +12,7 @@ import torch
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features import extract as extract_module
 from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
-from draftsmith.data.features.index import read_index
-from draftsmith.data.features.store import FeatureStore
+from draftsmith.data.features.store import FeatureStore, read_index
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, load_target
@@ -252,7 +251,7 @@ def test_bad_samples_layers_and_dtype(tmp_path: Path) -> None:
 
 
 def test_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.data.features.index.shutil.disk_usage", lambda _path: type("U", (), {"free": 1000}))
+    monkeypatch.setattr("draftsmith.data.features.store.shutil.disk_usage", lambda _path: type("U", (), {"free": 1000}))
     refused(tmp_path, make_samples(3), "1 KB left")
 
 

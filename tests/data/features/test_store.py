@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features import store as features
-from draftsmith.data.features.index import StoreSpec, check_disk_space, estimate_bytes
-from draftsmith.data.features.store import FeatureStore, FeatureWriter
+from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec, check_disk_space, estimate_bytes
 from draftsmith.errors import UserError
 
 WIDTH, LAYERS = 6, (0, 2, 5)

@@ -65,26 +65,16 @@ def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -
     return filled
 
 
-def collate(
-    rows: list[list[Features]],
-    row_tokens: int,
-    *,
-    multiple_of: int | None = None,
-    seeds: Sequence[Sequence[int]] | None = None,
-) -> TrainBatch:
-    """Lay the documents of each row one after the other and pad to `row_tokens`.
+def collate(rows: list[list[Features]], length: int, *, seeds: Sequence[Sequence[int]] | None = None) -> TrainBatch:
+    """Lay the documents of each row one after the other and pad to `length`.
 
-    Padding has document -1, mask False and zeros elsewhere; positions count from 0 in every document. With
-    `multiple_of` the batch is only as long as its longest row needs, rounded up to that multiple (and never
-    longer than `row_tokens`). seeds: TrainBatch.seed of each document.
+    Padding has document -1, mask False and zeros elsewhere; positions count from 0 in every document. seeds:
+    TrainBatch.seed of each document.
     """
     filled = [sum(len(document.ids) for document in row) for row in rows]
     assert rows, "a batch needs a row"
     assert all(filled), "every row needs a document"
-    assert max(filled) <= row_tokens, f"a row of {max(filled)} tokens in a batch of {row_tokens}"
-    length = row_tokens
-    if multiple_of is not None:
-        length = min(row_tokens, -(-max(filled) // multiple_of) * multiple_of)
+    assert max(filled) <= length, f"a row of {max(filled)} tokens in a batch of {length}"
     return TrainBatch(
         ids=_stack([[d.ids.long() for d in row] for row in rows], length),
         mask=_stack([[d.mask.bool() for d in row] for row in rows], length),

@@ -44,7 +44,8 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
     tensors = dict(head.state_dict() if tensors is None else tensors)
     if EMBEDDING in tensors and borrows_embedding(tensors[EMBEDDING], target):
         del tensors[EMBEDDING]
-    write_model_directory(Path(path), config, tensors)
+    with atomic_directory(Path(path)) as temporary:
+        write_model_files(temporary, config, tensors)
 
 
 def load_checkpoint(path: Path, target: Target) -> DraftHead:
@@ -99,12 +100,6 @@ def fill(
         raise UserError(f"{source}: tensor {bad} holds NaN or infinity, so drafts would mean nothing; {remedy}.")
     floats = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     head.load_state_dict(floats, strict=False, assign=True)
-
-
-def write_model_directory(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write `config.json` and `model.safetensors` into the folder `path`, all or nothing."""
-    with atomic_directory(path) as temporary:
-        write_model_files(temporary, config, tensors)
 
 
 def write_model_files(

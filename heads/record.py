@@ -23,8 +23,13 @@ TUNED = "target"
 
 def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentity) -> None:
     """Write `draftsmith.json` into the folder of an export: what it is, and for which target."""
-    facts = {"schema_version": SCHEMA_VERSION, "draftsmith": draftsmith.__version__, "method": method, "layout": layout}
-    write_json(folder / RECORD, facts | {"target": made_for.to_json()})
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "draftsmith": draftsmith.__version__,
+        "method": method,
+        "layout": layout,
+    }
+    write_json(folder / RECORD, record | {"target": made_for.to_json()})
 
 
 def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:

@@ -154,7 +154,7 @@ def _installed() -> dict[str, metadata.EntryPoint]:
 
 def _load(point: metadata.EntryPoint) -> Method:
     """Import the method of an installed package with all its parts. Raises UserError where one cannot be used."""
-    told = f"The method {point.name!r} of the installed package {_package(point)}"
+    named = f"The method {point.name!r} of the installed package {_package(point)}"
     try:
         method = point.load()
         sound = isinstance(method, Method)
@@ -163,13 +163,13 @@ def _load(point: metadata.EntryPoint) -> Method:
         )
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{told} cannot be imported ({reason}): repair or uninstall the package.") from error
+        raise UserError(f"{named} cannot be imported ({reason}): repair or uninstall the package.") from error
     if not parts:
         raise UserError(
-            f"{told} is no Method of draftsmith.heads.registry but {type(method).__name__}: its entry point must name one."
+            f"{named} is no Method of draftsmith.heads.registry but {type(method).__name__}: its entry point must name one."
         )
     if not is_dataclass(parts[0]):
-        raise UserError(f"{told} has options that are no dataclass ({method.options}): make them one.")
+        raise UserError(f"{named} has options that are no dataclass ({method.options}): make them one.")
     return method
 
 

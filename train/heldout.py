@@ -81,8 +81,8 @@ def evaluate_heldout(
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
             divisor = loss_divisor(batch, spec, head)
-        judged = HeadOutput(output.steps[:train_steps], output.tuned)
-        scored = head_loss(judged, batch, target_head, head.draft_vocab, spec)
+        trained = HeadOutput(output.steps[:train_steps], output.tuned)
+        scored = head_loss(trained, batch, target_head, head.draft_vocab, spec)
         tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
         of_slice = losses[samples[0][0].slice]
         of_slice[0] += float(scored.loss_sum)
@@ -126,11 +126,11 @@ def calibrate_best(
             yield collate(samples, row_tokens).to(target.device)
 
     with drafting(head):
-        facts = head.calibrate(packed(), target.head, sampling)
-    if not facts:
+        report = head.calibrate(packed(), target.head, sampling)
+    if not report:
         return {}
     save_head(head, folder, target)
-    return {"calibration": facts}
+    return {"calibration": report}
 
 
 def warn_at_chance(held: HeldOut) -> None:

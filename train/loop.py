@@ -292,7 +292,7 @@ class _Run:
             "heldout_accuracy": held.accuracy,
             "heldout_acceptance": held.acceptance,
             "tau": {"overall": held.tau, "slices": held.tau_by_slice},
-            **{f"heldout_{name}": facts for name, facts in held.tuned.items()},
+            **{f"heldout_{name}": figures for name, figures in held.tuned.items()},
         }
         if not progress.best_tau and self.accelerator.is_main_process:
             warn_at_chance(held)

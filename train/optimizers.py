@@ -25,10 +25,10 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
     matrices: _Groups = {}
     others: _Groups = {}
     factor_of = head.lr_factor if isinstance(head, DraftHead) else lambda name: 1.0
-    outer = ("lm_head", "embed_tokens", *(head.trains.no_muon if isinstance(head, DraftHead) else ()))
+    no_muon = ("lm_head", "embed_tokens", *(head.trains.no_muon if isinstance(head, DraftHead) else ()))
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
-            inner = parameter.ndim == 2 and not any(part in name for part in outer)
+            inner = parameter.ndim == 2 and not any(part in name for part in no_muon)
             chosen = matrices if inner and spec.optimizer == "muon" else others
             decays = not spec.weight_decay or parameter.ndim > 1
             chosen.setdefault((factor_of(name), decays), []).append(parameter)

@@ -1,6 +1,6 @@
 """The KV cache: keys and values of several sequences, each with its own length. A commit happens in `KVCache.commit`.
 
-A row's committed tokens fill slots 0..length-1; node j of a draft is written to slot length + j. One forward over a
+A row's cached tokens fill slots 0..length-1; node j of a draft is written to slot length + j. One forward over a
 draft is `run_draft`; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
 that any causal LM that takes 4D masks can use it; draft heads with layers of their own use the same class.
 
@@ -167,10 +167,10 @@ class _Layer(CacheLayerMixin):
 class KVCache(Cache):
     """Keys and values of B sequences, of the target, of a draft model or of a draft head's own layers.
 
-    A forward is framed by two calls: `stage` reserves the slots behind the committed tokens, the layers write them, and
+    A forward is framed by two calls: `stage` reserves the slots behind the cached tokens, the layers write them, and
     a writer keeps some. What no writer keeps is overwritten by the next forward.
 
-    `lengths_B` is the one true number of committed tokens of each row. It is read-only outside this class, and three
+    `lengths_B` is the one true number of cached tokens of each row. It is read-only outside this class, and three
     methods write it:
 
     - `append` keeps the first entries of a forward (a prompt, or the tokens that a drafter reads);
@@ -210,7 +210,7 @@ class KVCache(Cache):
 
     @property
     def lengths_B(self) -> Tensor:
-        """Committed tokens of each row."""
+        """Cached tokens of each row."""
         return self._lengths_B
 
     def stage(self, count: int, rows_b: Tensor | None = None, longest: int | None = None, skip: int = 0) -> WriteRange:
@@ -230,7 +230,7 @@ class KVCache(Cache):
         return self.layers[layer].update(keys_bhNd, values_bhNd)
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
-        """Commit the first `count` entries that the last forward wrote to each row, of all rows or of the rows
+        """Keep the first `count` entries that the last forward wrote to each row, of all rows or of the rows
         `rows_b`."""
         if rows_b is None:
             self._lengths_B = self._lengths_B + count
@@ -239,7 +239,7 @@ class KVCache(Cache):
             self._lengths_B = self._lengths_B.index_add(0, rows_b, count)
 
     def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
-        """Commit the nodes of `path_BD` (-1 pads), moved together behind the committed tokens; the draft's other nodes
+        """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the draft's other nodes
         are dropped.
 
         kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing.
@@ -281,7 +281,7 @@ class KVCache(Cache):
 def build_mask(
     lengths_B: Tensor, ancestors_BNT: Tensor, visible: int, depth_BT: Tensor | None = None, window: int | None = None
 ) -> Tensor:
-    """Return the attention mask, bool [B, 1, N, S]: a node sees the committed slots and its ancestors, itself included.
+    """Return the attention mask, bool [B, 1, N, S]: a node sees the cached tokens and its ancestors, itself included.
 
     ancestors_BNT: for each of the last N nodes of a tree, which of its T nodes are its ancestors or itself; node j sits
     in slot length + j. window: a node sees only the last so many positions. It counts positions (length + depth_BT),
@@ -289,20 +289,20 @@ def build_mask(
     """
     rows, queries, nodes = ancestors_BNT.shape
     if rows == 1 and window is None and visible > nodes:
-        # A single row has no slots between its committed ones and its tree.
-        committed = ancestors_BNT.new_ones(1, queries, visible - nodes)
-        return torch.cat([committed, ancestors_BNT], 2)[:, None]
+        # A single row has no slots between its cached tokens and its tree.
+        cached = ancestors_BNT.new_ones(1, queries, visible - nodes)
+        return torch.cat([cached, ancestors_BNT], 2)[:, None]
     slot_S = torch.arange(visible, device=lengths_B.device)
     relative_BS = slot_S - lengths_B[:, None]
-    committed_BS = relative_BS < 0
+    cached_BS = relative_BS < 0
     node_BS = relative_BS.clamp(0, nodes - 1)
     in_tree_BS = (relative_BS >= 0) & (relative_BS < nodes)
     ancestor_BNS = ancestors_BNT.gather(2, node_BS[:, None].expand(rows, queries, visible))
-    mask_BNS = committed_BS[:, None] | (ancestor_BNS & in_tree_BS[:, None])
+    mask_BNS = cached_BS[:, None] | (ancestor_BNS & in_tree_BS[:, None])
     if window is not None:
         assert depth_BT is not None
         position_BT = lengths_B[:, None] + depth_BT
-        key_position_BS = torch.where(committed_BS, slot_S, position_BT.gather(1, node_BS))
+        key_position_BS = torch.where(cached_BS, slot_S, position_BT.gather(1, node_BS))
         query_position_BN = position_BT[:, nodes - queries :]
         mask_BNS &= key_position_BS[:, None] > query_position_BN[:, :, None] - window
     return mask_BNS[:, None]
@@ -346,7 +346,7 @@ def run_draft(
 ) -> TargetOutput:
     """Run the target over the nodes of a draft: aux [B, N, A*H] of `layer_ids` and last [B, N, H] at every node.
 
-    Keys and values are written behind the committed ones; `cache.commit` or `cache.append` then decides which stay.
+    Keys and values are written behind the cached ones; `cache.commit` or `cache.append` then decides which stay.
     rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
     """
     at = cache.stage(draft.tokens_BN.shape[1], rows_b, longest)

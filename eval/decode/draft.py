@@ -22,7 +22,7 @@ from draftsmith.eval.decode.trees import StaticTree
 class Draft:
     """A tree of proposed tokens per row.
 
-    tokens_BN: node 0 is the root, the last committed token, which the target has not read yet. parents_BN: index of
+    tokens_BN: node 0 is the root, the last token of the text, which the target has not read yet. parents_BN: index of
     each node's parent, -1 for the root; parents come before their children. count_B: valid nodes per row, the root
     included; nodes from there on are padding. draft_probs_BMW: entry i is the distribution that the children of node i
     were drawn from, one after the other and without replacement; nodes from M on have no children. None where tokens
@@ -139,7 +139,7 @@ def numbers(first: int, last: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Tokens committed since the last proposal, paired as heads read them: token x_{t+1} with the target's state at t.
+    """The tokens that joined the text since the last proposal, paired as heads read them: token x_{t+1} with the target's state at t.
 
     tokens_Bn: x_{t+1}. aux_BnF: aux features of t. last_BnD: post-final-norm state of t.
     count_B: valid entries per row, padding follows; the last valid entry has t = length - 1.
@@ -179,9 +179,9 @@ class Prompts:
 class DecodeState:
     """What a drafter reads at the start of a round.
 
-    root_B: the last committed token. length_B: its position, which is the number of tokens in the target's cache
+    root_B: the last token of the text. length_B: its position, which is the number of tokens in the target's cache
     (`KVCache.lengths_B`). limit_B: tokens that may still be emitted. keys_B: keys of the rows' random numbers.
-    new_tokens: what was committed since the last proposal. host_lengths, host_limits: length_B and limit_B of the
+    new_tokens: what joined the text since the last proposal. host_lengths, host_limits: length_B and limit_B of the
     unfinished rows where the host knows them, which saves waiting for a GPU.
     """
 

@@ -83,7 +83,7 @@ def verify(
 ) -> Verdict:
     """Verify a draft against the target's logits at every node (of the token after the node).
 
-    typical: accept by this lossy rule instead of the lossless one. seen_BV: bool, the tokens committed so far, the root
+    typical: accept by this lossy rule instead of the lossless one. seen_BV: bool, the tokens of the text so far, the root
     included; a repetition penalty needs them, and adds those on the path to each node. Raises NotFinite for logits at
     any node of the draft, accepted or not, and UserError where a distribution of the draft holds NaN, infinity or 0 for
     its own token.

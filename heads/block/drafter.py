@@ -2,7 +2,7 @@
 proposed.
 
 Before that, the keys and values of new tokens are made of the target's states and appended to the context's cache. A
-block's own entries are never committed: the next round overwrites them.
+block's own entries are never kept: the next round overwrites them.
 
 Shapes: B rows, n new tokens, S slots of a block, K drafted tokens, H hidden, W draft vocab.
 """

@@ -80,7 +80,7 @@ class DraftLmCost(HeadCost):
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
         """Per position and layer: gate, up, their activation and product (8I); two norms' inputs in fp32, as they are and
         normalised (16H), and what five projections take, each a copy in bf16 (10H); queries, the attention's output, keys
-        and values (4*N*D + 4*G*D), its log-sum-exp (4N), and the turns of queries and keys (8D). The final norm's inputs
+        and values (4*N*D + 4*G*D), its log-sum-exp (4N), and the rotation of queries and keys (8D). The final norm's inputs
         per position (8H), the states with logits per row (2H)."""
         c, H, (ND, GD, FF) = self.config, self.config.hidden_size, self.widths
         layer = 8 * FF + 26 * H + 4 * ND + 4 * GD + 4 * c.num_attention_heads + 8 * c.head_dim

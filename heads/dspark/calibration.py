@@ -42,13 +42,13 @@ def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calib
         for fitted in (True, False)
     ]
     survived_MS = accepted_MS.cumprod(1)
-    judged_MS = torch.full_like(log_odds_MS, torch.nan)
+    heldout_MS = torch.full_like(log_odds_MS, torch.nan)
     for temperatures_S, other_M in halves:
-        judged_MS[other_M] = survival(log_odds_MS[other_M], temperatures_S)
+        heldout_MS[other_M] = survival(log_odds_MS[other_M], temperatures_S)
     return Calibrated(
         fit_temperatures(log_odds_MS, accepted_MS).tolist(),
         _errors(survival(log_odds_MS, ones), survived_MS),
-        _errors(judged_MS, survived_MS),
+        _errors(heldout_MS, survived_MS),
         (~(log_odds_MS + accepted_MS).isnan()).sum(0).tolist(),
     )
 

@@ -19,16 +19,16 @@ class DSparkCost(BlockCost):
     def others(self) -> int:
         """As DFlash's; also the embedding [V, r] of the token before, the bias' projection [W, r], and the confidence's
         [1, H + r] with its offset."""
-        r, sure = self.options.markov_rank, self.options.confidence_head
-        return super().others + (self.target.vocab + self.draft_vocab) * r + sure * (self.target.hidden + r + 1)
+        r, confidence = self.options.markov_rank, self.options.confidence_head
+        return super().others + (self.target.vocab + self.draft_vocab) * r + confidence * (self.target.hidden + r + 1)
 
     def product_flops(self, positions: float, rows: Sequence[float]) -> float:
         """As DFlash's; also 2*r*W of the bias and 2*(H + r) of the confidence, on R_k rows of step k."""
-        r, sure = self.options.markov_rank, self.options.confidence_head
-        each = 6 * (r * self.draft_vocab + sure * (self.target.hidden + r))
+        r, confidence = self.options.markov_rank, self.options.confidence_head
+        each = 6 * (r * self.draft_vocab + confidence * (self.target.hidden + r))
         return super().product_flops(positions, rows) + each * sum(rows)
 
     def saved_bytes(self, positions: float, rows: Sequence[float]) -> float:
         """As DFlash's; also the inputs of bias and confidence."""
-        r, sure = self.options.markov_rank, self.options.confidence_head
-        return super().saved_bytes(positions, rows) + sum(rows) * (2 * r + sure * 2 * (self.target.hidden + r))
+        r, confidence = self.options.markov_rank, self.options.confidence_head
+        return super().saved_bytes(positions, rows) + sum(rows) * (2 * r + confidence * 2 * (self.target.hidden + r))

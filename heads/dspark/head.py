@@ -85,15 +85,15 @@ class DSparkHead(BlockHead):
             sources = [self.late(self._biased, state, own) for state, own in pairs]
         if self.confidence_head is None:
             return [StepOutput(k, at, source) for k, (at, source) in enumerate(zip(rows, sources, strict=True))]
-        sure = self.log_odds(every, before).split(sizes)
+        odds = self.log_odds(every, before).split(sizes)
         survival = every.new_ones(batch.ids.numel(), dtype=torch.float32)
         steps = []
         for k, at in enumerate(rows):
             stops = None
             if self.threshold is not None:
-                survival[at] = survival[at] * self.calibrated(k, sure[k].detach())
+                survival[at] = survival[at] * self.calibrated(k, odds[k].detach())
                 stops = survival[at] < self.threshold
-            steps.append(StepOutput(k, at, sources[k], confidence=sure[k], stops=stops))
+            steps.append(StepOutput(k, at, sources[k], confidence=odds[k], stops=stops))
         return steps
 
     def _biased(self, states: Tensor, before: Tensor) -> Tensor:
@@ -130,12 +130,12 @@ class DSparkHead(BlockHead):
             steps = self(batch, self.trains.steps).steps
             c_BLK = chain_acceptance(HeadOutput(steps), batch, target_head, self.draft_vocab, sampling).c_BLK
             rows = steps[0].rows
-            sure = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)
+            odds = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)
             for step in steps:
                 assert step.confidence is not None
-                sure[step.rows, step.offset] = step.confidence.double()
+                odds[step.rows, step.offset] = step.confidence.double()
             number = batch.document + place + torch.arange(len(batch.ids), device=rows.device)[:, None]
-            log_odds.append(sure[rows])
+            log_odds.append(odds[rows])
             accepted.append(c_BLK.flatten(0, 1)[rows])
             halves.append((number.flatten()[rows] % 2).bool())
         found = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))

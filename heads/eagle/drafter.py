@@ -2,8 +2,8 @@
 
 Entry t of a sequence pairs token x_{t+1} with a hidden state of position t. A proposal first runs the new tokens with
 the target's states and appends them to the head's cache; the output at the last one gives the first draft tokens. A
-draft token of depth d becomes entry t + d, with its parent's output as hidden state, and sees the committed entries and
-its ancestors in the draft. Entries of a draft are never committed: the next proposal overwrites them.
+draft token of depth d becomes entry t + d, with its parent's output as hidden state, and sees the cached entries and
+its ancestors in the draft. Entries of a draft are never kept: the next proposal overwrites them.
 
 Shapes: B rows, n new tokens, m nodes of one level that are run, T draft tokens run so far, K drafted tokens, C children
 of a node, H hidden, W draft vocab.
@@ -69,7 +69,7 @@ class EagleDrafter:
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the cache of the head's layers."""
         weight = self.head.fc.weight
-        # Committed and drafted entries, and one more for padding behind the new ones.
+        # Cached and drafted entries, and one more for padding behind the new ones.
         slots = capacity + self._draft_entries + 1
         shapes = llama_layer_shapes(self.head.config, len(self.head.layers), weight.dtype)
         self._cache = KVCache(shapes, rows, slots, weight.device)
@@ -203,11 +203,11 @@ class EagleDrafter:
         above_BmT: Tensor | None,
         depths: Sequence[int],
     ) -> Tensor:
-        """Run the head's layers over the last m of T entries that follow the committed ones; return their outputs [B,
+        """Run the head's layers over the last m of T entries that follow the cached ones; return their outputs [B,
         m, H].
 
         cos_sin: of the positions, None to compute them. above_BmT: which of the T each entry sees, None for all.
-        depths: each of the T entries' distance from the first position behind the committed ones."""
+        depths: each of the T entries' distance from the first position behind the cached ones."""
         mask, window = None, self.head.window
         if above_BmT is not None:
             depth_BT = None if window is None else torch.tensor([depths], device=at.lengths_B.device)

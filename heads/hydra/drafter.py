@@ -1,6 +1,6 @@
 """Draft with Hydra's heads: each head reads the path of draft tokens that leads to it.
 
-The heads keep nothing between two rounds. The prefix layer of Hydra++ has a KV cache of committed tokens, to which
+The heads keep nothing between two rounds. The prefix layer of Hydra++ has a KV cache of the text's tokens, to which
 every proposal appends the new ones.
 
 Shapes: B rows, m nodes of one level with children, K drafted tokens, H target hidden, V target vocab; C the width of

@@ -67,7 +67,7 @@ class PrefixCache(KVCache):
     """
 
     def __init__(self, layer: PrefixLayer, rows: int, capacity: int, new_tokens: int) -> None:
-        """capacity: most tokens of a sequence. new_tokens: most tokens that a round of several rows commits per row."""
+        """capacity: most tokens of a sequence. new_tokens: most tokens that join a row's text in a round of several rows."""
         weight = layer.norm.weight
         # Behind the new tokens of the longest row there is padding, where another row has more of them.
         super().__init__(llama_layer_shapes(layer.config, 1, weight.dtype), rows, capacity + new_tokens, weight.device)

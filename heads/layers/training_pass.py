@@ -1,7 +1,7 @@
 """Run the steps of EAGLE's training pass through a head's decoder layers.
 
 Every layer keeps the keys and values of step 0 (the context keys) of all tokens that a query row may see; they are
-computed from the target's states, as those of committed tokens are in decoding. Each query row adds its own keys of steps
+computed from the target's states, as those of the text's tokens are in decoding. Each query row adds its own keys of steps
 1..k. Shapes: B batch rows, L tokens, R query rows (flat b*L+t), H draft hidden, N query heads, G key/value heads,
 D head size, S steps so far.
 """

@@ -30,7 +30,7 @@ class PEagleDrafter(EagleDrafter):
         self._mask_hidden_1H = self.head.mask_inputs()[1]
 
     def _sizes(self) -> tuple[int, int]:
-        """Return the most nodes of a draft, the root included, and the most entries behind the committed ones: mask
+        """Return the most nodes of a draft, the root included, and the most entries behind the cached ones: mask
         entries and as many of padding."""
         nodes = len(self.tree.choices) if isinstance(self.tree, StaticTree) else self.num_speculative_tokens
         return 1 + nodes, 2 * self.num_speculative_tokens

@@ -109,16 +109,8 @@ class TargetIdentity:
 
         The fingerprint stays, so that another target is noticed.
         """
-        return replace(
-            self,
-            hidden_size=None,
-            num_layers=None,
-            num_heads=None,
-            config=None,
-            weights=None,
-            embeddings=None,
-            lm_head=None,
-        )
+        sizes, hashes = ("hidden_size", "num_layers", "num_heads"), ("config", "weights", "embeddings", "lm_head")
+        return replace(self, **dict.fromkeys((*sizes, *hashes)))
 
     def completed(self, other: "TargetIdentity") -> "TargetIdentity":
         """Return this identity with its unknown fields taken from `other`."""

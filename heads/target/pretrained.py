@@ -31,7 +31,11 @@ def open_model(
     Raises UserError for: a missing path, a folder that is no model, an encoder-only or encoder-decoder model, a type
     transformers does not know, missing, pickled or damaged weights, an unknown dtype, a missing device.
     """
-    where = _check_device(device)
+    try:
+        where = torch.device(device)
+        torch.empty(1, device=where)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"device {str(device)!r} is not available here ({first_line(error)}): use cpu.") from error
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
     _check_path(path)
@@ -55,16 +59,6 @@ def open_model(
             "language-model head or incompletely; save it as a causal language model."
         )
     return OpenedModel(model=model.to(where), directory=directory)
-
-
-def _check_device(device: str | torch.device) -> torch.device:
-    """Return the device. Raises UserError where this machine has none of that name."""
-    try:
-        where = torch.device(device)
-        torch.empty(1, device=where)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {str(device)!r} is not available here ({first_line(error)}): use cpu.") from error
-    return where
 
 
 def _check_path(path: str) -> None:

@@ -149,12 +149,6 @@ class TunedTarget:
         held = [(name, list(x.shape), x.float().numpy().tobytes()) for name, x in sorted(tensors.items())]
         return fingerprint([self.target.fingerprint, self.spec.alpha / self.spec.rank, held])
 
-    @contextmanager
-    def original(self) -> Iterator[None]:
-        """Disable the adapter for the time of the context."""
-        with self.model.disable_adapter():
-            yield
-
 
 def view_of(model: nn.Module) -> Any:
     """Return a copy of the modules of `model` that shares its tensors; attributes set on it do not change `model`."""

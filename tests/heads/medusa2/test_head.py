@@ -76,7 +76,7 @@ def test_without_the_adapter_the_states_are_the_stored_ones_bit_by_bit() -> None
     target, head, _ = example()
     batch = pack(target, documents_of(target, ((30,), (30,), (30,))), ())
     stored = target.forward(batch.ids).last  # in one pass, as extraction has it
-    with head.tuned.original():
+    with head.tuned.model.disable_adapter():
         assert torch.equal(head.tuned.states(batch), stored)
     assert float((head.tuned.states(batch).detach() - stored).abs().max()) > 0.1
     new_tokens = build(Medusa2Options(2), target, None).eval()

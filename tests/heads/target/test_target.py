@@ -118,10 +118,10 @@ def test_rows_of_some_columns_are_kept_and_follow_the_weights() -> None:
     hidden, columns = torch.randn(3, 4, requires_grad=True), torch.tensor([8, 0])
     with torch.inference_mode():
         first = head.logits(hidden, columns)
-    rows = head._cached
+    rows = head._selected._weights
     head.logits(hidden, columns).sum().backward()
     torch.testing.assert_close(hidden.grad, head.weight[columns].sum(0).expand(3, 4))
-    assert head._cached is rows, "made once"
+    assert head._selected._weights is rows, "made once"
     torch.testing.assert_close(first, head.logits(hidden)[:, columns])
     changes: dict[str, Callable[[], object]] = {
         "other columns": lambda: columns.copy_(torch.tensor([1, 2])),

@@ -3,7 +3,7 @@
 Shapes: R rows, W draft vocab, V target vocab. q is the draft's distribution over the draft vocabulary; p the target's over the
 whole one; p' is p renormalised over the draft vocabulary. A loss that compares two distributions over the same tokens takes p';
 one about acceptance takes p, since p' would promise more acceptance than there is. All are pure functions in the dtype of
-their inputs. Where a logarithm of p' is taken, p' is at least TINY, as reverse KL would be infinite otherwise.
+their inputs, finite with their gradients where p or q is 0: where a logarithm of p' is taken, p' is at least TINY (`_log_p`).
 
 To add a loss, write its function with its entry in LOSSES, and its definition in tests/heads/losses/oracles.py; then
 `python -m tests.heads.losses.test_divergences` writes the docs' table. A number of its own is a field of `LossSpec`, too.

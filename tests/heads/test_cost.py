@@ -20,7 +20,6 @@ from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.dspark.options import DSparkOptions
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.hydra import prefix_layer
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers import causal_kernels, training_pass
 from draftsmith.heads.layers.ttt_attention import merged_attention
@@ -143,7 +142,6 @@ def _attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causal_kernels, "_cpu_backward", wide)
     monkeypatch.setattr(training_pass, "ttt_attention", attention)
     monkeypatch.setattr(block_base, "ttt_attention", attention)
-    monkeypatch.setattr(prefix_layer, "ttt_attention", attention)
     monkeypatch.setattr(draft_lm, "ttt_attention", attention)
     # A GPU keeps a mask of one byte per number, a CPU's own code four.
     monkeypatch.setattr(

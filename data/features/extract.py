@@ -8,7 +8,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,14 +34,6 @@ BATCH_TOKENS = 2048
 # 128 MiB there), or what keeps a GPU busy; at least LOGITS_ROWS rows, so that the weights are not read too often.
 LOGITS_BYTES = {"cpu": 8 * 2**20, "gpu": 256 * 2**20}
 LOGITS_ROWS = 64
-
-
-@dataclass(frozen=True)
-class LogitSummary:
-    """The target's full-vocabulary logits in two numbers per row: top1 [R] int32 (argmax) and logsumexp [R] float32."""
-
-    top1: Tensor
-    logsumexp: Tensor
 
 
 def extract(
@@ -154,9 +145,8 @@ def compute_features(
     output = target.forward(ids.to(target.device), layer_ids=layer_ids)
     kept = real.to(target.device)
     aux, last = output.aux[kept].to(dtype), output.last[kept].to(dtype)
-    summary = summarise_logits(target.head, last)
     lengths = [len(sample.ids) for sample in samples]
-    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, summary.top1, summary.logsumexp))
+    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, *summarise_logits(target.head, last)))
     return [
         Features(
             ids=sample.ids.long().cpu(),
@@ -173,8 +163,9 @@ def compute_features(
 
 
 @torch.no_grad()
-def summarise_logits(head: TargetHead, last: Tensor) -> LogitSummary:
-    """Return argmax and log-sum-exp of the logits of last [R, Ht], some rows at a time so that [R, V] never exists."""
+def summarise_logits(head: TargetHead, last: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the argmax [R] int32 and the log-sum-exp [R] float32 of the full-vocabulary logits of last [R, Ht], some rows at a time
+    so that [R, V] never exists."""
     piece = LOGITS_BYTES["cpu" if last.device.type == "cpu" else "gpu"]
     rows = max(LOGITS_ROWS, piece // (4 * head.vocab_size))
     top1, logsumexp = [], []
@@ -182,7 +173,7 @@ def summarise_logits(head: TargetHead, last: Tensor) -> LogitSummary:
         logits = head.logits(part)
         top1.append(logits.argmax(dim=-1).to(torch.int32))
         logsumexp.append(logits.logsumexp(dim=-1))
-    return LogitSummary(torch.cat(top1), torch.cat(logsumexp))
+    return torch.cat(top1), torch.cat(logsumexp)
 
 
 def digest_samples(samples: Sequence[Tokenized]) -> str:

@@ -6,8 +6,7 @@ the best prediction of whether the draft survived (Guo et al., "On Calibration o
 slot). Shapes: M rows, S slots; NaN where a row has no such slot.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,10 +25,6 @@ class Calibrated:
     before: list[float]
     after: list[float]
     rows: list[int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a plain object for summary.json."""
-        return asdict(self)
 
 
 def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calibrated:

@@ -9,7 +9,7 @@ bias W2 E1[x_{t+1+k}] of low rank to the slot's logits: in training the text's, 
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,18 +55,11 @@ class DSparkHead(BlockHead):
     temperatures: Tensor
     threshold: float | None = None
 
-    def __init__(
-        self,
-        options: DSparkOptions,
-        config: LlamaConfig,
-        layer_ids: Sequence[int],
-        embedding: Tensor,
-        target_head: TargetHead,
-        draft_vocab: Tensor | None,
-    ) -> None:
-        super().__init__(options, config, layer_ids, embedding, target_head, draft_vocab)
+    def __init__(self, options: DSparkOptions, config: LlamaConfig, *others: Any) -> None:
+        """others: as of `BlockHead`."""
+        super().__init__(options, config, *others)
         V, H, r = config.vocab_size, config.hidden_size, options.markov_rank
-        self.markov_head = MarkovHead(V, V if draft_vocab is None else len(draft_vocab), r)
+        self.markov_head = MarkovHead(V, V if self.draft_vocab is None else len(self.draft_vocab), r)
         no_muon = ("markov_head", "confidence_head")
         self.trains = replace(self.trains, has_confidence=options.confidence_head, no_muon=no_muon)
         self.confidence_head = ConfidenceHead(H + r) if options.confidence_head else None
@@ -140,7 +133,7 @@ class DSparkHead(BlockHead):
             halves.append((number.flatten()[rows] % 2).bool())
         found = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))
         self.temperatures.copy_(torch.tensor(found.temperatures))
-        return found.to_json()
+        return asdict(found)
 
 
 build, load = DSparkHead.build, DSparkHead.load

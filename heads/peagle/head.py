@@ -43,15 +43,9 @@ class PEagleHead(FusedHead):
     method: ClassVar[str] = "peagle"
     options: PEagleOptions
 
-    def __init__(
-        self,
-        options: PEagleOptions,
-        config: LlamaConfig,
-        layer_ids: Sequence[int],
-        embedding: Tensor,
-        draft_vocab: Tensor | None,
-    ) -> None:
-        super().__init__(options, config, layer_ids, embedding, draft_vocab)
+    def __init__(self, options: PEagleOptions, *others: Any) -> None:
+        """others: as of `FusedHead`."""
+        super().__init__(options, *others)
         assert options.mask_token_id is not None
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 

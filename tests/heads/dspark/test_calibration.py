@@ -1,7 +1,7 @@
 """Sequential temperature scaling: known temperatures are found, and a trained head's confidences come to mean something."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def test_errors_before_and_after() -> None:
     # After fitting, the product of confidences is the share of drafts that survive.
     predicted, seen = survival(log_odds, torch.tensor(found.temperatures)).nanmean(0), accepted.cumprod(1).nanmean(0)
     assert predicted.tolist() == pytest.approx(seen.tolist(), abs=0.01)
-    assert json.loads(json.dumps(found.to_json()))["after"] == found.after
+    assert json.loads(json.dumps(asdict(found)))["after"] == found.after
 
 
 def test_the_error_after_is_of_texts_that_were_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:

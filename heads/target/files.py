@@ -198,31 +198,13 @@ def fingerprint_directory(directory: Path) -> str:
     Raises UserError for a damaged or missing weight file.
     """
     spans = read_directory(directory)
-    digest = hashlib.sha256(json.dumps(stable_config(directory), sort_keys=True).encode())
-    _hash_spans(digest, spans, everything=_small(spans))
-    return digest.hexdigest()[:16]
+    return hash_weights(spans, json.dumps(stable_config(directory), sort_keys=True).encode())
 
 
-def hash_weights(spans: Sequence[TensorSpan]) -> str:
-    """Return 16 hex digits that name the weights alone, from the same bytes as `fingerprint_directory`."""
-    digest = hashlib.sha256()
-    _hash_spans(digest, spans, everything=_small(spans))
-    return digest.hexdigest()[:16]
-
-
-def hash_tensor(span: TensorSpan) -> str:
-    """Return 16 hex digits that name one tensor as stored, whatever its name; hashed in full if it is small itself."""
-    digest = hashlib.sha256()
-    _hash_spans(digest, [replace(span, name="")], everything=_small([span]))
-    return digest.hexdigest()[:16]
-
-
-def _small(spans: Sequence[TensorSpan]) -> bool:
-    return sum(span.size for span in spans) <= FULL_HASH_BYTES
-
-
-def _hash_spans(digest: Any, spans: Sequence[TensorSpan], *, everything: bool) -> None:
-    """Feed the tensors to `digest`, each after a line with its name, dtype and shape."""
+def hash_weights(spans: Sequence[TensorSpan], before: bytes = b"") -> str:
+    """Return 16 hex digits that name the bytes `before` and tensors: each a line with its name, dtype and shape, and its bytes in
+    full or in pieces, as in `fingerprint_directory`."""
+    digest, everything = hashlib.sha256(before), sum(span.size for span in spans) <= FULL_HASH_BYTES
     with ExitStack() as stack:
         handles: dict[Path, BinaryIO] = {}
         for span in spans:
@@ -232,6 +214,12 @@ def _hash_spans(digest: Any, spans: Sequence[TensorSpan], *, everything: bool) -
             for start, size in _pieces(span.size, everything):
                 handles[span.file].seek(span.start + start)
                 digest.update(handles[span.file].read(size))
+    return digest.hexdigest()[:16]
+
+
+def hash_tensor(span: TensorSpan) -> str:
+    """Return 16 hex digits that name one tensor as stored, whatever its name; hashed in full if it is small itself."""
+    return hash_weights([replace(span, name="")])
 
 
 def read_directory(directory: Path) -> list[TensorSpan]:

@@ -254,7 +254,6 @@ class BlockHead(DraftHead):
             yield layer
 
     def describe(self) -> dict[str, Any]:
-        """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
 
 

@@ -74,7 +74,6 @@ class BlockDrafter(StaticDrafter):
         self._cache = BlockCache(self.head, rows, capacity)
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows."""
         self.cache.select(rows)
 
     @torch.no_grad()

@@ -85,7 +85,6 @@ class DraftLmHead(DraftHead):
         return self.model.norm(x)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_config(self.config)}
 
 

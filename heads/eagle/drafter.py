@@ -83,7 +83,6 @@ class EagleDrafter:
         return self._cache
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows."""
         self.cache.select(rows)
 
     @torch.no_grad()

@@ -102,7 +102,6 @@ class Eagle1Head(EagleHead):
         return hidden + noise
 
     def describe(self) -> dict[str, Any]:
-        """Return what `load` needs besides the tensors, as JSON."""
         layer = describe_layer_config(self.config)
         return {"options": asdict(self.options), "layer_config": layer, "token_scale": self.embedding_scale}
 

@@ -37,7 +37,6 @@ class HydraDrafter(StaticDrafter):
             self._cache.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows."""
         if self._cache is not None:
             self._cache.select(rows)
 

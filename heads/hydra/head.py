@@ -173,7 +173,6 @@ class HydraHead(DraftHead):
         return self.blocks(0)[0].linear.weight.dtype
 
     def describe(self) -> dict[str, Any]:
-        """Return what `load` needs besides the tensors, as JSON."""
         layer = {} if self.config is None else {"layer_config": describe_layer_config(self.config)}
         return {"options": asdict(self.options), **layer, "token_scale": self.embedding_scale}
 

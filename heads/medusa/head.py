@@ -75,7 +75,6 @@ class MedusaHead(DraftHead):
         return self.target_head.logits(state)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options)}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
-from draftsmith.data.conversations.prompts import Prompt
+from draftsmith.data.conversations.templates import Prompt
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation, Request
 from draftsmith.eval.decode.decode import check_requests, decode

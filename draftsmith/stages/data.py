@@ -7,7 +7,7 @@ from typing import Any
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.conversations.prompts import prepare_prompts
+from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.fields import fingerprint_fields

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.load import Conversation, load_conversations
-from draftsmith.data.conversations.prompts import prepare_prompts
+from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.contender import Contender

@@ -144,7 +144,7 @@ def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Te
     """
     layer_ids = layer_ids_of(options, target)
     target.check_layer_ids(layer_ids)
-    options.check_window()
+    options.check_adopted()
     vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
     assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
     config = derive_layer_config(options, target)

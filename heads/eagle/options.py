@@ -67,14 +67,10 @@ class DraftShape:
         require_positive(self, "lm_head_rank", or_null=", or null for a full matrix")
         require_positive(self, *SIZES, or_null=", or null for the target's")
 
-    def check_window(self) -> None:
-        """Raise UserError where the steps do not fit into the sliding window."""
+    def check_adopted(self) -> None:
+        """Raise UserError where the steps do not fit into the sliding window; of a head that exists, its size counts."""
         if self.sliding_window is not None and self.sliding_window < self.steps:
             raise UserError(
                 f"head.sliding_window is {self.sliding_window}, less than the {self.steps} tokens of a draft: choose a larger "
                 "one, or null."
             )
-
-    def check_adopted(self) -> None:
-        """Raise UserError where a head that exists, whose sizes these are, cannot be trained on as the rest says."""
-        self.check_window()

@@ -3,19 +3,51 @@
 The heads keep nothing between two rounds. The prefix layer of Hydra++ has a KV cache of the text's tokens, to which
 every proposal appends the new ones.
 
-Shapes: B rows, m nodes of one level with children, K drafted tokens, H target hidden, V target vocab; C the width of
+Shapes: B rows, n new tokens, m nodes of one level with children, K drafted tokens, H target hidden, V target vocab; C the width of
 what a head reads.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.chains import chain_token_by_token
-from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
 from draftsmith.eval.decode.growth import Level
-from draftsmith.heads.hydra.head import HydraHead
-from draftsmith.heads.hydra.prefix_layer import PrefixCache
+from draftsmith.heads.hydra.head import HydraHead, PrefixLayer
 from draftsmith.heads.static_drafts import StaticDrafter, grow_tree
+
+
+class PrefixCache(KVCache):
+    """The keys and values of a prefix layer for the sequences of a batch.
+
+    Its entries are made of states that the target has computed, so no draft ever enters it.
+    """
+
+    def __init__(self, layer: PrefixLayer, rows: int, capacity: int, new_tokens: int) -> None:
+        """capacity: most tokens of a sequence. new_tokens: most tokens that join a row's text in a round of several rows."""
+        weight = layer.norm.weight
+        # Behind the new tokens of the longest row there is padding, where another row has more of them.
+        super().__init__(llama_layer_shapes(layer.config, 1, weight.dtype), rows, capacity + new_tokens, weight.device)
+        self.prefix = layer
+
+    def read(self, new_tokens: NewTokens, length_B: Tensor, longest: int, rows_b: Tensor | None = None) -> Tensor:
+        """Run and append the states of new tokens, the last of which make a row `length_B` long; return the outputs [B,
+        H] there. longest: an upper bound of where a row's new tokens begin, exact for a single row. rows_b: the rows
+        that are read, None for all."""
+        rows, count = new_tokens.tokens_Bn.shape
+        self.rollback(length_B - new_tokens.count_B, rows_b)
+        at = self.stage(count, rows_b, longest)
+        mask = None
+        if count > 1 or not at.single:
+            above_BnT = chain_above(count, length_B.device).expand(rows, -1, -1)
+            mask = build_mask(at.lengths_B, above_BnT, at.visible)
+        position_Bn = at.lengths_B[:, None] + numbers(0, count, length_B.device)
+        out_BnH = self.prefix.step(new_tokens.last_BnD, position_Bn, partial(self.write, 0), mask)
+        self.append(new_tokens.count_B, rows_b)
+        return new_tokens.at_last(out_BnH)
 
 
 class HydraDrafter(StaticDrafter):

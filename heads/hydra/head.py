@@ -2,8 +2,8 @@
 
 Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), sections 3 and 4.
 
-Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H target hidden, V target vocab; C the width of what a head
-reads, (i + 2) * H for head i.
+Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H target hidden, V target vocab;
+C the width of what a head reads, (i + 2) * H for head i.
 
 Row t has the target's post-final-norm state y_t (or what the prefix layer makes of the states up to it) and the token
 x_{t+1} that the target itself gives. Head i reads [y_t, e(x_{t+1}), e(x_{t+2}), .., e(x_{t+1+i})], e being the target's
@@ -25,9 +25,11 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.noise import DROP, kept
 from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.hydra.options import HydraOptions
-from draftsmith.heads.hydra.prefix_layer import PrefixLayer
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, RMSNorm, Rotary
 from draftsmith.heads.layers.from_target import embedding_scale, sizes
+from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.target.target import Target, TargetHead
 
 
@@ -67,6 +69,50 @@ class Projection(nn.Module):
             return F.linear(state, self.weight, self.bias)
         logits = target_head.logits(state)
         return logits if self.bias is None else logits + self.bias
+
+
+class PrefixLayer(nn.Module):
+    """Hydra++'s prefix layer: a Llama model of one layer without embeddings, over the target's last states. Parameters: `layers.0.*`
+    and `norm.weight`.
+
+    The state of position t sees those of its own document up to t, which the target has all computed: nothing that is drafted
+    passes through here.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList([PlainLayer(config)])
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Rotary(config)
+
+    @torch.no_grad()
+    def start(self, size: float) -> None:
+        """Let a new layer give its states back, but for their norm: the layer adds nothing at first, and its outputs
+        have the root mean square `size`, that of the target's states."""
+        for last in (self._layer.self_attn.o_proj, self._layer.mlp.down_proj):
+            nn.init.zeros_(last.weight)
+        nn.init.constant_(self.norm.weight, size)
+
+    def rows(self, batch: TrainBatch, needed_BL: Tensor) -> Tensor:
+        """Return the outputs [R, H] of the rows marked in `needed_BL`, each having seen its document up to itself."""
+        plan = plan_rows(batch.document, needed_BL)
+        given = self._layer.layer_input(batch.last.to(self._layer.self_attn.q_proj.weight.dtype))
+        passing = TrainingPass(self._layer, (), self.rotary_emb, batch.position, plan, steps=1)
+        passing.context_keys(*given)
+        return self.norm(passing.first(*(x.flatten(0, 1)[plan.rows] for x in given)))
+
+    def step(self, last_BnH: Tensor, position_Bn: Tensor, update: CacheUpdate, mask: Tensor | None) -> Tensor:
+        """Return the outputs [B, n, H] of new states; see `EagleLayer.decode`."""
+        last_BnH = last_BnH.to(self._layer.self_attn.q_proj.weight.dtype)
+        rotation = self.rotary_emb(last_BnH, position_Bn)
+        return self.norm(self._layer.decode(*self._layer.layer_input(last_BnH), rotation, update, mask))
+
+    @property
+    def _layer(self) -> PlainLayer:
+        layer = self.layers[0]
+        assert isinstance(layer, PlainLayer)
+        return layer
 
 
 class Dropper:

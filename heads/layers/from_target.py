@@ -44,9 +44,9 @@ def fold(weight: Tensor, tokens: slice, scale: float) -> Tensor:
 
 @torch.no_grad()
 def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
-    """Copy the weight [Ht] of the target's final norm into the draft's, which feeds the target's output projection, unless their
-    widths differ or the target's norm is of another kind. scale: of the target's logits, where the draft's projection has none of its own. Return the part of the
-    scale that is left for the projection: 1 where the norm has taken it.
+    """Copy the weight [Ht] of the target's final norm into the draft's, which feeds the target's output projection, unless
+    their widths differ or the target's norm is of another kind. scale: of the target's logits, where the draft's projection
+    has none of its own. Return the part of the scale that is left for the projection: 1 where the norm has taken it.
 
     With a final norm of ones, the draft's logits have another scale and other proportions than the target's: a Llama's norm
     weights are far from one. A drafter that starts from the target's weights need not learn them again.

@@ -110,7 +110,8 @@ class TargetIdentity:
         The fingerprint stays, so that another target is noticed.
         """
         sizes, hashes = ("hidden_size", "num_layers", "num_heads"), ("config", "weights", "embeddings", "lm_head")
-        return replace(self, **dict.fromkeys((*sizes, *hashes)))
+        unknown: dict[str, Any] = dict.fromkeys((*sizes, *hashes))
+        return replace(self, **unknown)
 
     def completed(self, other: "TargetIdentity") -> "TargetIdentity":
         """Return this identity with its unknown fields taken from `other`."""

@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.prompts import prepare_prompts
+from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.heads.target.target import Target

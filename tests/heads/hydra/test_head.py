@@ -25,10 +25,9 @@ from draftsmith.eval.simulate.texts import simulate_generations, to_sample
 from draftsmith.heads.base import drafting, supervised_rows
 from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.heads.hydra import head as hydra
-from draftsmith.heads.hydra import prefix_layer
-from draftsmith.heads.hydra.drafter import HydraDrafter
-from draftsmith.heads.hydra.head import HydraHead, HydraOptions, build
-from draftsmith.heads.hydra.prefix_layer import PrefixCache, PrefixLayer
+from draftsmith.heads.hydra import head as hydra_head
+from draftsmith.heads.hydra.drafter import HydraDrafter, PrefixCache
+from draftsmith.heads.hydra.head import HydraHead, HydraOptions, PrefixLayer, build
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.target import Target
@@ -163,8 +162,8 @@ def untied(patch: pytest.MonkeyPatch) -> None:
 
 def leak(patch: pytest.MonkeyPatch) -> None:
     """Documents of a row see those before them."""
-    real = prefix_layer.plan_rows
-    patch.setattr(prefix_layer, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
+    real = hydra_head.plan_rows
+    patch.setattr(hydra_head, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
 
 
 def no_norm(patch: pytest.MonkeyPatch) -> None:

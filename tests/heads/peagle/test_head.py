@@ -269,13 +269,13 @@ def spec(**options) -> Spec:
 
 def last_mask_row(patch):
     """The mask rows read what the last token does."""
-    real = PEagleDrafter.__init__
+    real = PEagleDrafter.start
 
-    def init(self, *args, **options):
-        real(self, *args, **options)
+    def start(self, rows, capacity):
+        real(self, rows, capacity)
         self._mask_hidden_1H = self._mask_hidden_1H * 0
 
-    patch.setattr(PEagleDrafter, "__init__", init)
+    patch.setattr(PEagleDrafter, "start", start)
 
 
 def unmasked_token(patch):

@@ -15,7 +15,7 @@ from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
 from draftsmith.eval.decode.growth import Level, child_uniforms, growth
 from draftsmith.eval.decode.noise import DRAFT, uniforms
 from draftsmith.eval.decode.sampling import draw, draw_children, probs
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 
 
@@ -99,11 +99,11 @@ def grow_tree(
     return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], head.draft_vocab) if drawn else draft
 
 
-class StaticDrafter(StatelessDrafter):
-    """The base of drafters of chains and static trees.
+class HeadDrafter(StatelessDrafter):
+    """The base of drafters of chains and trees.
 
-    num_speculative_tokens: heads used. tree: at most that deep. drawn: a tree's tokens are drawn from their distributions without
-    replacement instead of being the most likely ones. greedy_drafts: a chain of argmaxes at every temperature (as vLLM
+    num_speculative_tokens: length of a chain. tree: at most that deep. drawn: a static tree's tokens are drawn from their
+    distributions without replacement instead of being the most likely ones. greedy_drafts: a chain of argmaxes at every temperature (as vLLM
     drafts). name: in results; that of the head's method where the class names none.
     """
 
@@ -114,18 +114,18 @@ class StaticDrafter(StatelessDrafter):
         head: DraftHead,
         num_speculative_tokens: int,
         *,
-        tree: StaticTree | None = None,
+        tree: StaticTree | DynamicTree | None = None,
         drawn: bool = False,
         greedy_drafts: bool = False,
     ) -> None:
         most = head.drafts.max_speculative_tokens
-        assert tree is not None or not drawn
+        assert not drawn or isinstance(tree, StaticTree)
         assert num_speculative_tokens >= 1
         assert most is None or num_speculative_tokens <= most
         assert tree is None or tree.depth <= num_speculative_tokens
         self.head: Any = head.eval()
         self.name, self.layer_ids = self.name or head.method, head.reads.layer_ids
         self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
-        self.tree, self.drawn = tree, drawn
-        self.max_nodes = 1 + (num_speculative_tokens if tree is None else len(tree.choices))
-        self.greedy_drafts = greedy_drafts
+        self.tree: Any = tree
+        self.max_nodes = 1 + num_speculative_tokens if tree is None else tree.max_nodes
+        self.drawn, self.greedy_drafts = drawn, greedy_drafts

@@ -91,6 +91,11 @@ class StaticTree:
         """The longest path: num_speculative_tokens of the tree."""
         return len(self.choices[-1])
 
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of a draft, the root included."""
+        return 1 + len(self.choices)
+
     @cached_property
     def ranks(self) -> int:
         """The number of most likely tokens per head that the tree needs."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
 from draftsmith.heads.block.base import BlockHead
-from draftsmith.heads.static_drafts import StaticDrafter, draft_chain, draft_tree
+from draftsmith.heads.static_drafts import HeadDrafter, draft_chain, draft_tree
 
 
 class BlockCache(KVCache):
@@ -57,7 +57,7 @@ class BlockCache(KVCache):
         return self.cos_sin_table[0][position_Bn], self.cos_sin_table[1][position_Bn]
 
 
-class BlockDrafter(StaticDrafter):
+class BlockDrafter(HeadDrafter):
     """Fill in a block per round, of which at most `num_speculative_tokens` are proposed; subclasses draft from the states of its
     slots."""
 

@@ -20,57 +20,33 @@ from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts,
 from draftsmith.eval.decode.growth import Level, start_beam
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle.base import EagleHead
-from draftsmith.heads.static_drafts import grow_tree
+from draftsmith.heads.static_drafts import HeadDrafter, grow_tree
 
 
-class EagleDrafter:
-    """Drafts a chain of `num_speculative_tokens` tokens sampled under the target's settings, or a tree.
+class EagleDrafter(HeadDrafter):
+    """Drafts a chain of `num_speculative_tokens` tokens sampled under the target's settings, or a tree: a static one, or a dynamic
+    one. A chain of argmaxes (greedy_drafts) is lossless too, but accepted less often above temperature 0."""
 
-    tree: a static one, its nodes the most likely tokens of each distribution, or (drawn) sampled from it without
-    replacement; or a dynamic one. greedy_drafts: a chain of argmaxes at every temperature (as vLLM does by default);
-    lossless too, but accepted less often above temperature 0.
-    """
+    head: EagleHead
+    _cache: KVCache | None = None
+    # Cosines and sines of every position, and those of this round's drafts by depth.
+    _cos_sin_table: tuple[Tensor, Tensor] | None = None
+    _draft_cos_sin: list[tuple[Tensor, Tensor]] | None = None
+    _draft_positions: tuple[Tensor, ...] = ()
+    _longest = 0
+    # The depth of each draft token that was run, which masks of a sliding window need.
+    _draft_depths: tuple[int, ...] = ()
 
-    def __init__(
-        self,
-        head: EagleHead,
-        num_speculative_tokens: int,
-        *,
-        tree: StaticTree | DynamicTree | None = None,
-        drawn: bool = False,
-        greedy_drafts: bool = False,
-    ) -> None:
-        assert not drawn or isinstance(tree, StaticTree)
-        self.head = head.eval()
-        self.name = head.method
-        self.layer_ids = head.reads.layer_ids
-        # A tree has its own depth.
-        self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
-        self.tree, self.drawn, self.greedy_drafts = tree, drawn, greedy_drafts
-        self.max_nodes, self._draft_entries = self._sizes()
-        self._cache: KVCache | None = None
-        # Cosines and sines of every position, and those of this round's drafts by depth.
-        self._cos_sin_table: tuple[Tensor, Tensor] | None = None
-        self._draft_cos_sin: list[tuple[Tensor, Tensor]] | None = None
-        self._draft_positions: tuple[Tensor, ...] = ()
-        self._every_position = torch.empty(0)
-        self._longest = 0
-        # The depth of each draft token that was run, which masks of a sliding window need.
-        self._draft_depths: list[int] = []
-
-    def _sizes(self) -> tuple[int, int]:
-        """Return the most nodes of a draft, the root included, and the most entries that a draft writes."""
-        if self.tree is None:
-            return self.num_speculative_tokens + 1, self.num_speculative_tokens
-        if isinstance(self.tree, StaticTree):
-            return len(self.tree.choices) + 1, len(self.tree.choices)
-        return self.tree.max_nodes, self.tree.depth * self.tree.branching
+    def most_entries(self) -> int:
+        """Return the most entries that a draft writes."""
+        dynamic = isinstance(self.tree, DynamicTree)
+        return self.tree.depth * self.tree.branching if dynamic else self.max_nodes - 1
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the cache of the head's layers."""
         weight = self.head.fc.weight
         # Cached and drafted entries, and one more for padding behind the new ones.
-        slots = capacity + self._draft_entries + 1
+        slots = capacity + self.most_entries() + 1
         shapes = llama_layer_shapes(self.head.config, len(self.head.layers), weight.dtype)
         self._cache = KVCache(shapes, rows, slots, weight.device)
         self._cos_sin_table = self.head.rotary_emb.table(slots, weight)
@@ -177,7 +153,7 @@ class EagleDrafter:
         new, total = (1, depth + 1) if above_BmT is None else above_BmT.shape[1:]
         at = self.cache.stage(new, longest=self._longest, skip=total - new)
         cos_sin = None if self._draft_cos_sin is None else self._draft_cos_sin[depth]
-        depths = self._draft_depths = [*self._draft_depths[: total - new], *[depth] * new]
+        depths = self._draft_depths = (*self._draft_depths[: total - new], *[depth] * new)
         position_Bm = self._draft_positions[depth].expand_as(tokens_Bm)
         return self.forward(tokens_Bm, hidden_BmH, position_Bm, cos_sin, at, above_BmT, depths)
 

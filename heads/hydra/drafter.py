@@ -17,7 +17,7 @@ from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
 from draftsmith.eval.decode.growth import Level
 from draftsmith.heads.hydra.head import HydraHead, PrefixLayer
-from draftsmith.heads.static_drafts import StaticDrafter, grow_tree
+from draftsmith.heads.static_drafts import HeadDrafter, grow_tree
 
 
 class PrefixCache(KVCache):
@@ -50,7 +50,7 @@ class PrefixCache(KVCache):
         return new_tokens.at_last(out_BnH)
 
 
-class HydraDrafter(StaticDrafter):
+class HydraDrafter(HeadDrafter):
     """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
     likely tokens of each head given the path to them, or (drawn) of tokens sampled from it without replacement."""
 

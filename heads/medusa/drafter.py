@@ -7,10 +7,10 @@ import torch
 
 from draftsmith.eval.decode.draft import DecodeState, Draft
 from draftsmith.heads.medusa.head import MedusaHead
-from draftsmith.heads.static_drafts import StaticDrafter, draft_chain, draft_tree
+from draftsmith.heads.static_drafts import HeadDrafter, draft_chain, draft_tree
 
 
-class MedusaDrafter(StaticDrafter):
+class MedusaDrafter(HeadDrafter):
     """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
     likely tokens of each head, or (drawn) of tokens sampled from it without replacement."""
 

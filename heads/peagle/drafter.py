@@ -29,11 +29,9 @@ class PEagleDrafter(EagleDrafter):
         super().start(rows, capacity)
         self._mask_hidden_1H = self.head.mask_inputs()[1]
 
-    def _sizes(self) -> tuple[int, int]:
-        """Return the most nodes of a draft, the root included, and the most entries behind the cached ones: mask
-        entries and as many of padding."""
-        nodes = len(self.tree.choices) if isinstance(self.tree, StaticTree) else self.num_speculative_tokens
-        return 1 + nodes, 2 * self.num_speculative_tokens
+    def most_entries(self) -> int:
+        """Return the most entries behind the cached ones: mask entries and as many of padding."""
+        return 2 * self.num_speculative_tokens
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:

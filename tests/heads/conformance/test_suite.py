@@ -33,7 +33,7 @@ from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.registry import methods
-from draftsmith.heads.static_drafts import StaticDrafter
+from draftsmith.heads.static_drafts import HeadDrafter
 from tests.exports import replace_layout
 
 pytestmark = pytest.mark.full
@@ -311,8 +311,8 @@ def with_replacement(patch: pytest.MonkeyPatch) -> None:
 
 def no_trees(patch: pytest.MonkeyPatch) -> None:
     """A method that names trees, with a drafter that knows of none."""
-    real = StaticDrafter.__init__
-    patch.setattr(StaticDrafter, "__init__", lambda self, head, length: real(self, head, length))
+    real = HeadDrafter.__init__
+    patch.setattr(HeadDrafter, "__init__", lambda self, head, length: real(self, head, length))
 
 
 def later_ends(patch: pytest.MonkeyPatch) -> None:

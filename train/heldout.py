@@ -21,7 +21,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.target import Target, TargetHead
-from draftsmith.train.metrics import tuned_facts
+from draftsmith.train.metrics import tuned_figures
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class HeldOut:
 
     loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
-    the target's most common choice. tuned: "tuned" -> how far a tuned target is from the original (see `tuned_facts`), empty
+    the target's most common choice. tuned: "tuned" -> how far a tuned target is from the original (see `tuned_figures`), empty
     where no target is tuned. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
     are the original's.
     """
@@ -104,7 +104,7 @@ def evaluate_heldout(
         everything.tau or 0.0,
         {name: tau for name, tau in by_slice.items() if tau is not None},
         int(choices.max()) / max(1, int(choices.sum())),
-        tuned_facts(tuned),
+        tuned_figures(tuned),
     )
 
 

@@ -36,7 +36,7 @@ from draftsmith.train.heldout import (
     warn_at_chance,
     warn_at_start,
 )
-from draftsmith.train.metrics import Pace, StepSums, Tracker, check_finite, tuned_facts
+from draftsmith.train.metrics import Pace, StepSums, Tracker, check_finite, tuned_figures
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
@@ -256,7 +256,7 @@ class _Run:
             "lr": factor * self.spec.lr,
             "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
             "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
-            **tuned_facts(tuned),
+            **tuned_figures(tuned),
         }
         return record, progress
 

@@ -56,7 +56,7 @@ def check_finite(became: str, value: Tensor | float | None, step: int) -> None:
         )
 
 
-def tuned_facts(sums: Tensor) -> dict[str, Any]:
+def tuned_figures(sums: Tensor) -> dict[str, Any]:
     """Return a record's figures of a tuned target from the sum of `LossOutput.tuned`; nothing where no target is tuned."""
     _, apart, same, rows = sums.tolist()
     return {"tuned": {"kl": apart / rows, "agreement": same / rows}} if rows else {}

@@ -128,3 +128,16 @@ def make_hydra(target: Target, **options) -> HydraHead:
     head = hydra.build(HydraOptions(**{"num_heads": 3, **options}), target, None)
     shake(head)
     return head
+
+
+PLAIN = {
+    "dflash": make_dflash,
+    "draft_model": make_draft_model,
+    "dspark": make_dspark,
+    "eagle1": make_eagle1,
+    "eagle3": make_eagle3,
+    "hydra": make_hydra,
+    "medusa": make_medusa,
+    "peagle": make_peagle,
+}
+"""A head of each method, as engines serve it."""

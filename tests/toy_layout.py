@@ -14,8 +14,6 @@ CONTRACT = Contract(
     name="bigram_table",
     tensors=(TensorRule("table", ("V", "V")),),
     keys=(KeyRule("vocab_size", int, "the reader makes the table of it"),),
-    sizes=lambda config: {"V": config["vocab_size"]},
-    ranges={},
 )
 
 

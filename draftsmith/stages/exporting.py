@@ -8,12 +8,11 @@ from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
-from draftsmith.heads.export.tuned import FOLDERS, check_tuned, write_adapter, write_merged
+from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
 from draftsmith.heads.formats.contracts import target_reference
-from draftsmith.heads.formats.engines import ENGINES
+from draftsmith.heads.formats.engines import ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, layouts_of
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.formats.start import Adapter
 from draftsmith.heads.record import check_made_for, read_record
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import Recipe
@@ -89,7 +88,7 @@ def export_stage(session: Session) -> Path:
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
         if tuned_folder is not None:
-            check_tuned(tuned_folder)
+            check_replaceable(tuned_folder, replaceable(tuned_folder))
     if session.begin("export", inputs) and all(one.exists() for one in (destination, tuned_folder) if one is not None):
         return destination
     if tuned_folder is None:

@@ -13,8 +13,8 @@ from huggingface_hub import snapshot_download
 
 from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
+from draftsmith.heads.formats.engines import GGUF_TYPES
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.formats.start import GGUF_TYPES
 from draftsmith.stages import gguf_wrapper
 from draftsmith.stages.exporting import export_options
 from draftsmith.stages.session import Session, say

@@ -90,13 +90,8 @@ class Spec:
     def samples(self) -> list[Tokenized]:
         """The target's answers to the prompts, half of them sampled."""
         half = len(self.requests) // 2
-        found = [
-            decode_batch(self.target, TargetAlone(), requests, sampling).generations
-            for requests, sampling in (
-                (self.requests[:half], Sampling()),
-                (self.requests[half:], Sampling(1.0)),
-            )
-        ]
+        halves = ((self.requests[:half], Sampling()), (self.requests[half:], Sampling(1.0)))
+        found = [decode_batch(self.target, TargetAlone(), *one).generations for one in halves]
         return [to_sample(generation) for pair in zip(*found, strict=True) for generation in pair]
 
     @cached_property
@@ -120,24 +115,17 @@ class Spec:
         return find_method(self.method).make_drafter(self.deployed, self.length)
 
 
-def pack(spec: Spec, rows: Sequence[Sequence[Tokenized]]) -> TrainBatch:
-    """Compute the target's features of documents and pack them into rows, each as long as the longest."""
-    return _pack(spec.target, rows, spec.head.reads.layer_ids)
-
-
 def train_briefly(spec: Spec, steps: int) -> DraftHead:
     """Return a new head after so many steps of AdamW on the target's answers, from a fixed seed."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        head = _build(spec).train()
+        head = find_method(spec.method).build(spec.options, spec.target, spec.draft_vocab).train()
         with torch.no_grad():
             for parameter in head.parameters():
                 if parameter.requires_grad:
                     # Weights that start at zero would hide errors in the layers before them.
                     parameter.add_((0.02 if parameter.any() else 0.1) * torch.randn_like(parameter))
-        batch = _pack(
-            spec.target, [spec.samples[i : i + 2] for i in range(0, len(spec.samples), 2)], head.reads.layer_ids
-        )
+        batch = pack(spec, [spec.samples[i : i + 2] for i in range(0, len(spec.samples), 2)], head)
         optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=spec.learning_rate)
         for _ in range(steps):
             scored = head_loss(head(batch, head.trains.steps), batch, spec.target.head, head.draft_vocab, spec.loss)
@@ -147,14 +135,13 @@ def train_briefly(spec: Spec, steps: int) -> DraftHead:
     return head
 
 
-def _build(spec: Spec) -> DraftHead:
-    return find_method(spec.method).build(spec.options, spec.target, spec.draft_vocab)
-
-
-def _pack(target: Target, rows: Sequence[Sequence[Tokenized]], layer_ids: tuple[int, ...]) -> TrainBatch:
+def pack(spec: Spec, rows: Sequence[Sequence[Tokenized]], head: DraftHead | None = None) -> TrainBatch:
+    """Compute the features of documents that a head reads (that of `spec` if none is given) and pack them into rows, each as
+    long as the longest."""
+    layer_ids = (head or spec.head).reads.layer_ids
     samples = [sample for row in rows for sample in row]
-    features = iter(compute_features(target, samples, layer_ids, target.dtype))
+    features = iter(compute_features(spec.target, samples, layer_ids, spec.target.dtype))
     documents = [[next(features) for _ in row] for row in rows]
     longest = max(sum(len(d.ids) for d in row) for row in documents)
     seeds = [[row_key(0, sample.sample_id) for sample in row] for row in rows]
-    return collate(documents, longest, seeds=seeds).to(target.device)
+    return collate(documents, longest, seeds=seeds).to(spec.target.device)

@@ -24,12 +24,12 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.eval.drafters.contender import make_contender
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead, agree, supervised_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.conformance.recorded_drafts import record
-from draftsmith.heads.conformance.spec import Spec, pack, tiny_target, train_briefly
-from draftsmith.heads.conformance.tools import (
+from draftsmith.heads.conformance.recorded_drafts import (
     CLOSE,
     FEW,
     GREEDY,
@@ -38,10 +38,12 @@ from draftsmith.heads.conformance.tools import (
     drawn_from,
     equal,
     figures,
+    record,
+    record_trees,
     require,
     require_training_probs,
 )
-from draftsmith.heads.conformance.trees import check_drawn_trees, check_trees
+from draftsmith.heads.conformance.spec import Spec, pack, tiny_target, train_briefly
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
@@ -49,6 +51,8 @@ from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
 
 __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
+
+_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
 
 
 def check_decoding_equals_training(spec: Spec) -> None:
@@ -63,7 +67,7 @@ def check_decoding_equals_training(spec: Spec) -> None:
 def check_drawn_as_named(spec: Spec) -> None:
     """Check that sampled drafts are drawn from the probabilities that they name: lossless sampling rests on it."""
     _, answers = record(spec.verifier, spec.drafter(), spec.requests, SAMPLED)
-    drafts = [drafted for answer in answers for drafted in answer if drafted.probs_kW is not None and drafted.tokens]
+    drafts = [drafted for answer in answers for drafted in answer if drafted.probs_MW is not None and drafted.tokens]
     draws = [draw for drafted in drafts for draw in drafted.draws()]
     require(not draws or drawn_from(draws), "sampled drafts are not drawn from the probabilities that they name")
 
@@ -227,8 +231,8 @@ def check_rows_are_independent(spec: Spec) -> None:
             require(same, f"an answer at {sampling} differs between a batch and alone")
             for ours, theirs in zip(drafted[place], drafted_alone, strict=True):
                 require(ours.tokens == theirs.tokens, f"a draft at {sampling} differs between a batch and alone")
-                if ours.probs_kW is not None and theirs.probs_kW is not None:
-                    apart = float((ours.probs_kW - theirs.probs_kW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
+                if ours.probs_MW is not None and theirs.probs_MW is not None:
+                    apart = float((ours.probs_MW - theirs.probs_MW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
                     require(apart < CLOSE, f"a draft's probabilities differ by {apart:.3g} between a batch and alone")
 
 
@@ -238,6 +242,48 @@ def check_greedy_text(spec: Spec) -> None:
     drafted = decode_batch(spec.verifier, spec.drafter(), spec.requests[:16], GREEDY, rows=5).generations
     wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, drafted, strict=True))
     require(not wrong, f"{wrong} of {len(alone)} greedy answers differ from the target's own")
+
+
+def check_trees(spec: Spec) -> None:
+    """Check, for every kind of tree that the method names, that greedy answers are the target's own, and for a static
+    tree that simulated acceptance is decoded acceptance."""
+    method, requests = find_method(spec.method), spec.requests[:16]
+    alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
+    for kind in sorted(method.trees):
+        depth, drawn = min(2, spec.length), kind == "drawn"
+        tree = DynamicTree(depth, 2, 5) if kind == "dynamic" else StaticTree.of("small", _TREE).cut(depth)
+        contender = make_contender("", spec.deployed, depth, depth, tree=tree, drawn=drawn)
+        try:
+            drafter = contender.make(depth)
+        except TypeError as error:
+            raise AssertionError(f"The method names {kind} trees, but its drafter takes none ({error}).") from error
+        found = decode_batch(spec.verifier, drafter, requests, GREEDY, rows=5).generations
+        wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, found, strict=True))
+        require(not wrong, f"{wrong} of {len(alone)} greedy answers with a {kind} tree differ from the target's own")
+        if contender.simulate is not None:
+            decoded = total([tally_generation(g, depth) for g in found], depth)
+            simulated = contender.simulate(spec.verifier, found, GREEDY, depth).tallies
+            same = torch.allclose(figures(total([t[-1] for t in simulated], depth)), figures(decoded), atol=1e-6)
+            require(same, f"simulated and decoded rounds differ with a {kind} tree")
+
+
+def check_drawn_trees(spec: Spec) -> None:
+    """Check that above temperature 0 the children of a drawn tree's node are drawn, in their order and without
+    replacement, from the probabilities that the training pass has for the text and the node's path; and that dynamic
+    trees draft there too."""
+    trees, depth = find_method(spec.method).trees, min(2, spec.length)
+    if "dynamic" in trees:
+        dynamic = make_contender("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)
+        decode_batch(spec.verifier, dynamic.make(depth), spec.requests[:4], SAMPLED, rows=2)
+    if "drawn" not in trees:
+        return
+    tree = StaticTree.of("small", _TREE).cut(depth)
+    drafter = make_contender("", spec.deployed, depth, depth, tree=tree, drawn=True).make(depth)
+    found = record_trees(spec.verifier, drafter, spec.requests, SAMPLED, rows=8)
+    require(len(found) >= FEW, f"only {len(found)} drawn trees were drafted")
+    draws = [draw for tree in found for draw in tree.draws()]
+    require(drawn_from(draws), "nodes of drawn trees are not drawn from the probabilities that they name")
+    require_training_probs(spec, [branch for tree in found[: 3 * FEW] for branch in tree.branches()], SAMPLED)
 
 
 CHECKS: dict[str, Callable[[Spec], None]] = {

@@ -1,6 +1,6 @@
 """Draft models as a directory that transformers and the engines load like any Llama: contract, and the way there and back.
 
-Symbols in shapes: V target vocab, H draft hidden, I feed-forward width, N query heads, G key/value heads, D head size.
+Symbols in shapes: those of LLAMA_KEYS.
 """
 
 from collections.abc import Mapping
@@ -24,77 +24,45 @@ from draftsmith.heads.draft_model.start import (
     read_llama,
 )
 from draftsmith.heads.files import INDEX, PICKLED, WEIGHTS, explain_config, read_config, read_weights
+from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import (
     LLAMA_KEYS,
-    Config,
     Contract,
     ExportRequest,
     KeyRule,
     ModelFiles,
     TensorRule,
-    check_torch_dtype,
+    llama_layer,
+    replace_keys,
 )
-from draftsmith.heads.formats.engine_rules import LLAMA_CPP_SILENT, SGLANG_ROOT
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.published import is_the_same, layer_keys
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.formats.start import (
-    start_llama_cpp_draft_model,
-    start_sglang,
-    start_tensorrt_llm_draft_model,
-    start_transformers,
-    start_vllm,
-)
 from draftsmith.heads.target.files import TOKENIZER_FILES
 from draftsmith.heads.target.target import Target
 
 REMEDY = "fetch it again, or export it again"
-_LAYER = "model.layers.{i}."
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-
-def _sizes(config: Config) -> dict[str, int]:
-    names = {
-        "V": "vocab_size",
-        "H": "hidden_size",
-        "I": "intermediate_size",
-        "N": "num_attention_heads",
-        "G": "num_key_value_heads",
-        "D": "head_dim",
-        "layers": "num_hidden_layers",
-    }
-    return {symbol: config[name] for symbol, name in names.items()}
 
 
 DRAFT_MODEL = Contract(
     name="draft_model",
     tensors=(
         TensorRule(EMBEDDING, ("V", "H")),
-        TensorRule(f"{_LAYER}input_layernorm.weight", ("H",)),
-        TensorRule(f"{_LAYER}self_attn.q_proj.weight", ("N*D", "H")),
-        TensorRule(f"{_LAYER}self_attn.k_proj.weight", ("G*D", "H")),
-        TensorRule(f"{_LAYER}self_attn.v_proj.weight", ("G*D", "H")),
-        TensorRule(f"{_LAYER}self_attn.o_proj.weight", ("H", "N*D")),
-        TensorRule(f"{_LAYER}post_attention_layernorm.weight", ("H",)),
-        TensorRule(f"{_LAYER}mlp.gate_proj.weight", ("I", "H")),
-        TensorRule(f"{_LAYER}mlp.up_proj.weight", ("I", "H")),
-        TensorRule(f"{_LAYER}mlp.down_proj.weight", ("H", "I")),
+        *llama_layer("model.layers.{m}."),
         TensorRule("model.norm.weight", ("H",)),
         TensorRule(PROJECTION, ("V", "H"), when=lambda config: not config["tie_word_embeddings"]),
     ),
     keys=(
         KeyRule("architectures", list, "the class that every reader loads", ["LlamaForCausalLM"]),
-        *(rule for rule in LLAMA_KEYS if rule.name != "num_hidden_layers"),
-        KeyRule("num_hidden_layers", int, "the layers; missing ones would be random"),
+        *replace_keys(LLAMA_KEYS, "missing layers would be random", num_hidden_layers=None),
         KeyRule("attention_bias", bool, "readers would look for biases", False),
         KeyRule("mlp_bias", bool, "readers would look for biases", False),
         KeyRule("tie_word_embeddings", bool, "without it readers look for a projection, or pass it over"),
         KeyRule("torch_dtype", str, "the dtype of every tensor"),
     ),
-    sizes=_sizes,
-    ranges={"i": "layers"},
+    ranges={"m": "M"},
     forbidden={"quantization_config": "the weights are plain"},
-    checks=(check_torch_dtype,),
 )
 
 
@@ -156,22 +124,26 @@ LAYOUTS = (
         load_draft_model_directory,
         {
             "vllm": Served(
-                start_vllm("draft_model"),
+                engines.start_vllm("draft_model"),
                 rules=(),
                 caveats=(
-                    '`"method": "draft_model"` does not settle the method alone: a path of the draft that holds `eagle-`, `eagle3`, '
-                    "`dflash` or `dspark` wins, so move the folder where there is such a name in its path.",
+                    engines.path_decides("draft_model"),
                     'vLLM drafts greedily at every temperature; `"draft_sample_method": "probabilistic"` beside the method draws '
                     "drafts from the model's distribution.",
                 ),
+                reserved=engines.RESERVED_PATH_WORDS,
             ),
             "sglang": Served(
-                start_sglang("STANDALONE"), rules=(), caveats=(f"The algorithm is STANDALONE. {SGLANG_ROOT}",)
+                engines.start_sglang("STANDALONE"),
+                rules=(),
+                caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",),
             ),
-            "tensorrt_llm": Served(start_tensorrt_llm_draft_model, rules=(), caveats=()),
-            "llama_cpp": Served(start_llama_cpp_draft_model, rules=(), caveats=(LLAMA_CPP_SILENT,)),
+            "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget"), rules=(), caveats=()),
+            "llama_cpp": Served(
+                engines.start_llama_cpp("draft-simple", whole=True), rules=(), caveats=(engines.LLAMA_CPP_SILENT,)
+            ),
             "transformers": Served(
-                start_transformers,
+                engines.start_transformers,
                 rules=(),
                 caveats=(
                     "One prompt at a time. It changes the number of drafted tokens as it goes, unless "

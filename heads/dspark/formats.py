@@ -1,52 +1,24 @@
 """DSpark heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from draftsmith.heads.block.contracts import (
-    BLOCK_LENGTH_LLAMA_CPP,
-    BLOCK_LENGTH_VLLM,
-    CHECKS,
-    FORBIDDEN,
-    KEYS,
-    TENSORS,
-    bare_matrix,
-    block_sizes,
-    scaled_rope,
-    without_tensors,
-)
-from draftsmith.heads.block.convert import (
-    block_config,
-    block_options,
-    block_tensors,
-    load_block,
-    not_computed,
-    read_block_config,
-)
-from draftsmith.heads.checkpoint import EMBEDDING
+from draftsmith.heads.block import formats as block
 from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
 from draftsmith.heads.files import explain_config
-from draftsmith.heads.formats.contracts import (
-    Config,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-)
+from draftsmith.heads.formats import engines
+from draftsmith.heads.formats.contracts import Config, ExportRequest, KeyRule, ModelFiles, TensorRule
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.start import start_llama_cpp, start_vllm
 from draftsmith.heads.target.target import Target
 
 
 def to_dspark(head: DSparkHead, target: Target, request: ExportRequest) -> ModelFiles:
     """Convert to the layout of the published DSpark, the embeddings included. The temperatures stand in the configuration,
     where no engine looks."""
-    config: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], **block_config(head, target, request)}
+    config: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], **block.block_config(head, target, request)}
     config |= {
         "markov_rank": head.options.markov_rank,
         "markov_head_type": "vanilla",
@@ -56,22 +28,24 @@ def to_dspark(head: DSparkHead, target: Target, request: ExportRequest) -> Model
     }
     if head.options.confidence_head:
         config["confidence_temperatures"] = head.temperatures.tolist()
-    return ModelFiles(config, block_tensors(head, target, request), request.dtype)
+    return ModelFiles(config, block.block_tensors(head, target, request), request.dtype)
 
 
 def load_dspark_directory(path: Path | str, target: Target) -> DSparkHead:
     """Return the head in a directory of the DSpark layout; otherwise as `load_dflash_directory`."""
     path = Path(path)
-    config = read_block_config(path, target)
+    config = block.read_block_config(path, target)
     if config.get("sample_from_anchor") is False or config.get("markov_head_type", "vanilla") != "vanilla":
-        raise not_computed(path, "a block whose first slot drafts nothing, or another Markov head than the vanilla one")
+        raise block.not_computed(
+            path, "a block whose first slot drafts nothing, or another Markov head than the vanilla one"
+        )
     confident = bool(config.get("enable_confidence_head", False))
     if confident and not config.get("confidence_head_with_markov", False):
-        raise not_computed(path, "a confidence that does not read the token before")
+        raise block.not_computed(path, "a confidence that does not read the token before")
     with explain_config(path, "DSpark head", "fetch the head again"):
         rank = int(config["markov_rank"])
-    options = DSparkOptions(**block_options(path, config, target), markov_rank=rank, confidence_head=confident)
-    head = load_block(path, config, target, DSparkHead, options)
+    options = DSparkOptions(**block.block_options(path, config, target), markov_rank=rank, confidence_head=confident)
+    head = block.load_block(path, config, target, DSparkHead, options)
     if confident and (found := config.get("confidence_temperatures")) is not None:
         with explain_config(path, "list of temperatures", "fetch the head again"):
             temperatures = torch.tensor(found, dtype=torch.float32)
@@ -85,18 +59,16 @@ def _confident(config: Config) -> bool:
     return bool(config["enable_confidence_head"])
 
 
-DSPARK = Contract(
-    name="dspark",
+DSPARK = block.block_contract(
+    "dspark",
+    "Qwen3DSparkModel",
     tensors=(
-        *TENSORS,
         TensorRule("markov_head.markov_w1.weight", ("V", "r")),
         TensorRule("markov_head.markov_w2.weight", ("W", "r")),
         TensorRule("confidence_head.proj.weight", ("1", "H+r"), when=_confident),
         TensorRule("confidence_head.proj.bias", ("1",), when=_confident),
     ),
     keys=(
-        KeyRule("architectures", list, "how engines find the model class", ["Qwen3DSparkModel"]),
-        *KEYS,
         KeyRule("markov_rank", int, "r"),
         KeyRule("markov_head_type", str, "engines know others", "vanilla"),
         KeyRule("enable_confidence_head", bool, "whether there is one"),
@@ -104,14 +76,7 @@ DSPARK = Contract(
         KeyRule("sample_from_anchor", bool, "every slot drafts", True),
         KeyRule("confidence_temperatures", list, "no engine reads them", optional=True),
     ),
-    sizes=lambda config: {**block_sizes(config), "H+r": config["hidden_size"] + config["markov_rank"]},
-    ranges={"m": "M"},
-    forbidden=FORBIDDEN,
-    checks=CHECKS,
 )
-
-DSPARK_LLAMA_CPP = replace(DSPARK, name="dspark_llama_cpp", tensors=without_tensors(DSPARK, EMBEDDING))
-
 
 LAYOUTS = (
     Layout(
@@ -121,30 +86,29 @@ LAYOUTS = (
         load_dspark_directory,
         {
             "vllm": Served(
-                start_vllm("dspark"),
-                rules=(bare_matrix("DSpark"),),
+                engines.start_vllm("dspark"),
+                rules=(block.bare_matrix("DSpark"),),
                 caveats=(
-                    BLOCK_LENGTH_VLLM,
+                    block.BLOCK_LENGTH_VLLM,
                     "vLLM 0.32 has DSpark in its runner for GPUs alone, which is the default there: leave "
                     "`VLLM_USE_V2_MODEL_RUNNER` unset.",
                     "vLLM 0.32 knows no temperatures of the confidences: `enable_adaptive_verification` (off by default) "
                     "ranks drafts by the raw ones, not by those of evaluate.drafts.",
                 ),
-                tested=False,
             )
         },
     ),
     Layout(
         "dspark",
-        DSPARK_LLAMA_CPP,
+        block.for_llama_cpp(DSPARK),
         to_dspark,
         load_dspark_directory,
         {
-            "llama_cpp": Served(
-                start_llama_cpp("draft-dspark"),
-                rules=(scaled_rope("dspark", "DSpark"), bare_matrix("DSpark")),
+            "llama_cpp": block.served_by_llama_cpp(
+                "dspark",
+                "DSpark",
+                rules=(),
                 caveats=(
-                    BLOCK_LENGTH_LLAMA_CPP,
                     "`--spec-draft-p-min` ends a draft before the first slot whose own confidence is lower. It knows no "
                     "temperatures, and no product over slots: its thresholds are not those of evaluate.drafts.",
                 ),

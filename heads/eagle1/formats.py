@@ -1,80 +1,43 @@
-"""The contracts of the EAGLE-1 layouts: what vLLM serves as `eagle`, and what SGLang serves as `EAGLE`.
+"""EAGLE-1 heads for engines: the layouts that vLLM serves as `eagle` and SGLang as `EAGLE`, and heads as EAGLE publishes them.
 
-Both read EAGLE's own tensors; they differ in the name of the model class and in biases. vLLM adds none to `fc` and drops
-a stored one in silence; SGLang always has one there, which it draws at random where the file holds none. vLLM finds the
+Both engines read EAGLE's own tensors; they differ in the name of the model class and in biases. vLLM adds none to `fc` and
+drops a stored one in silence; SGLang always has one there, which it draws at random where the file holds none. vLLM finds the
 biases of query, key and value under `qkv_bias`; SGLang knows only `attention_bias`, which asks for one of the output
-projection too.
-
-Symbols in shapes: H hidden (draft and target alike), V target vocab, I feed-forward width, N query heads, G key/value
-heads, D head size.
-
-EAGLE-1 heads into the layouts that engines read; back again it is `eagle1_layouts.load_eagle1_directory`.
+projection too. EAGLE's own reader is `eagle/model/{ea_model,cnets1}.py`.
 
 Engines compute the drafts' logits with the target's projection. Its scale and softcap change no rank; a bias does, and
-neither adds it (engines.py has the rule). Shapes: H hidden.
-
-EAGLE-1 heads as EAGLE publishes them: a Llama configuration and one file of tensors.
-
-EAGLE's own reader is `eagle/model/{ea_model,cnets1}.py`; vLLM and SGLang serve the same files.
+neither adds it, hence the rule below. Symbols in shapes: those of LLAMA_KEYS, H being the width of draft and target alike.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import fill
+from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.eagle1.head import Eagle1Head
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.files import explain_config, read_config, read_weights
+from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import (
     LLAMA_KEYS,
-    Config,
     Contract,
     ExportRequest,
     KeyRule,
     ModelFiles,
     TensorRule,
     broken,
-    check_torch_dtype,
+    llama_layer,
 )
-from draftsmith.heads.formats.engine_rules import (
-    MEASURE,
-    SGLANG_ROOT,
-    VLLM_SAME_GPUS,
-    biased_target,
-    changed_embedding,
-    name_the_method,
-)
-from draftsmith.heads.formats.layout import Layout, Rule, Served
+from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target, changed_embedding
 from draftsmith.heads.formats.published import check_sizes, is_the_same, layer_keys, read_layer, tidy
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.start import start_sglang, start_vllm
 from draftsmith.heads.layers.from_target import fold
 from draftsmith.heads.target.target import Target
 
 FC_BIAS, OUTPUT_BIAS = "fc.bias", "layers.0.self_attn.o_proj.bias"
-
-
-def _sizes(config: Config) -> dict[str, int]:
-    return {
-        "H": config["hidden_size"],
-        "V": config["vocab_size"],
-        "I": config["intermediate_size"],
-        "N": config["num_attention_heads"],
-        "G": config["num_key_value_heads"],
-        "D": config["head_dim"],
-    }
-
-
-def _check_heads(contract: Contract, files: ModelFiles) -> None:
-    sizes = _sizes(files.config)
-    if sizes["N"] % sizes["G"] or sizes["D"] % 2:
-        expected = f"a divisor of num_attention_heads {sizes['N']}, and an even head_dim"
-        raise broken(contract, "config key num_key_value_heads", expected, f"{sizes['G']} and {sizes['D']}")
+PROJECTION = "lm_head.weight"
 
 
 def _check_rope(contract: Contract, files: ModelFiles) -> None:
@@ -97,20 +60,12 @@ def _check_empty_output_bias(contract: Contract, files: ModelFiles) -> None:
 def _tensor_rules(biased: str) -> tuple[TensorRule, ...]:
     """The tensors that both engines read; the key `biased` asks for the biases of query, key and value."""
     attention = "layers.0.self_attn."
+    widths = {"q_proj": "N*D", "k_proj": "G*D", "v_proj": "G*D"}
     return (
         TensorRule("fc.weight", ("H", "2*H")),
-        TensorRule(f"{attention}q_proj.weight", ("N*D", "H")),
-        TensorRule(f"{attention}k_proj.weight", ("G*D", "H")),
-        TensorRule(f"{attention}v_proj.weight", ("G*D", "H")),
-        TensorRule(f"{attention}q_proj.bias", ("N*D",), when=lambda config: config[biased]),
-        TensorRule(f"{attention}k_proj.bias", ("G*D",), when=lambda config: config[biased]),
-        TensorRule(f"{attention}v_proj.bias", ("G*D",), when=lambda config: config[biased]),
-        TensorRule(f"{attention}o_proj.weight", ("H", "N*D")),
-        TensorRule("layers.0.mlp.gate_proj.weight", ("I", "H")),
-        TensorRule("layers.0.mlp.up_proj.weight", ("I", "H")),
-        TensorRule("layers.0.mlp.down_proj.weight", ("H", "I")),
-        TensorRule("layers.0.post_attention_layernorm.weight", ("H",)),
-        TensorRule("embed_tokens.weight", ("V", "H"), optional=True),
+        *(rule for rule in llama_layer("layers.0.") if "input_layernorm" not in rule.name),  # `fc` reads it as it is
+        *(TensorRule(f"{attention}{n}.bias", (w,), when=lambda config: config[biased]) for n, w in widths.items()),
+        TensorRule(EMBEDDING, ("V", "H"), optional=True),
     )
 
 
@@ -125,7 +80,6 @@ _FORBIDDEN = {
     "draft_vocab_size": "readers take it for EAGLE-3",
     "quantization_config": "the weights are plain",
 }
-_CHECKS = (check_torch_dtype, _check_heads, _check_rope)
 
 # vLLM makes EagleLlamaForCausalLM of the architecture, has no place for lm_head.weight (it raises) and shares the
 # target's embeddings where the file holds none or the same.
@@ -139,10 +93,8 @@ EAGLE1 = Contract(
         KeyRule("qkv_bias", bool, "vLLM adds biases to query, key and value"),
         KeyRule("logit_scale", float, "vLLM multiplies the drafts' logits by it, as the target its own"),
     ),
-    sizes=_sizes,
-    ranges={},
     forbidden=_FORBIDDEN,
-    checks=_CHECKS,
+    checks=(_check_rope,),
 )
 
 # SGLang binds the target's embeddings and projection whatever the file holds.
@@ -158,10 +110,8 @@ EAGLE1_SGLANG = Contract(
         *_KEYS,
         KeyRule("attention_bias", bool, "SGLang adds biases to all projections of the attention"),
     ),
-    sizes=_sizes,
-    ranges={},
     forbidden={**_FORBIDDEN, "hot_vocab_size": "SGLang would expect fewer rows in the projection"},
-    checks=(*_CHECKS, _check_empty_output_bias),
+    checks=(_check_rope, _check_empty_output_bias),
 )
 
 
@@ -193,9 +143,6 @@ def _tensors(head: Eagle1Head, request: ExportRequest) -> dict[str, Tensor]:
     return {name: value.detach().to(request.dtype) for name, value in own.items()}
 
 
-PROJECTION = "lm_head.weight"
-
-
 def load_eagle1_directory(path: Path | str, target: Target) -> Eagle1Head:
     """Return the head in a directory of EAGLE's layout, fp32, on the target's device.
 
@@ -217,49 +164,39 @@ def load_eagle1_directory(path: Path | str, target: Target) -> Eagle1Head:
         raise UserError(
             f"{file} lacks the tensor fc.weight, so it is no EAGLE-1 head: give the folder of a draft head."
         )
-    _drop_the_targets_projection(tensors, file, target)
-    for name in (FC_BIAS, OUTPUT_BIAS):
-        if name in tensors and not config.get("bias") and not bool(tensors[name].any()):
-            del tensors[name]  # SGLang's layout has zeros where the head has no bias
-    head = _make_head(path, config, tensors, target)
-    fill(head, tensors, file, remedy="fetch the head again")
-    return head
-
-
-def _drop_the_targets_projection(tensors: dict[str, Tensor], file: Path, target: Target) -> None:
-    """Remove a projection that is the target's; refuse another one."""
-    projection, own = tensors.pop(PROJECTION, None), target.head.weight
-    if projection is not None and not is_the_same(projection, own):
+    projection = tensors.pop(PROJECTION, None)
+    if projection is not None and not is_the_same(projection, target.head.weight):
         raise UserError(
             f"{file} holds an {PROJECTION} that is not the target's, but EAGLE-1 heads draft with the target's own: give "
             "the target that it was made for, or another head."
         )
-
-
-def _make_head(path: Path, config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target) -> Eagle1Head:
-    """Return the head that `config` describes, weights still to be filled in."""
+    for name in (FC_BIAS, OUTPUT_BIAS):
+        if name in tensors and not config.get("bias") and not bool(tensors[name].any()):
+            del tensors[name]  # SGLang's layout has zeros where the head has no bias
     options = Eagle1Options(
-        fc_bias=bool(config.get("bias", "fc.bias" in tensors)),
+        fc_bias=bool(config.get("bias", FC_BIAS in tensors)),
         qkv_bias=bool(config.get("qkv_bias", "layers.0.self_attn.q_proj.bias" in tensors)),
     )
     with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
-        return Eagle1Head(options, read_layer(config), target.embedding, target.head)
+        head = Eagle1Head(options, read_layer(config), target.embedding, target.head)
+    fill(head, tensors, file, remedy="fetch the head again")
+    return head
 
 
-def _target_bias() -> Rule:
-    return Rule(
-        "a target whose output projection has a bias", "leaves the bias out of the drafts", MEASURE, biased_target
-    )
-
-
-def _activation() -> Rule:
-    return Rule(
+_BOTH_LACK = (
+    Rule(
+        "a target whose output projection has a bias",
+        "leaves the bias out of the drafts",
+        "measure it with draftsmith evaluate, or train an EAGLE-3 head, which has a projection of its own",
+        biased_target,
+    ),
+    Rule(
         "another activation than SiLU",
         "stops at it",
         "measure it with draftsmith evaluate",
         lambda files, target, head: files.config["hidden_act"] != "silu",
-    )
-
+    ),
+)
 
 LAYOUTS = (
     Layout(
@@ -269,7 +206,7 @@ LAYOUTS = (
         load_eagle1_directory,
         {
             "vllm": Served(
-                start_vllm("eagle"),
+                engines.start_vllm("eagle"),
                 rules=(
                     Rule(
                         "a bias of `fc`",
@@ -277,10 +214,9 @@ LAYOUTS = (
                         "export the layout eagle1_sglang for SGLang, which adds it",
                         lambda files, target, head: FC_BIAS in files.tensors,
                     ),
-                    _target_bias(),
-                    _activation(),
+                    *_BOTH_LACK,
                 ),
-                caveats=(name_the_method("eagle"), VLLM_SAME_GPUS),
+                caveats=(engines.name_the_method("eagle"), engines.VLLM_SAME_GPUS),
             )
         },
     ),
@@ -291,7 +227,7 @@ LAYOUTS = (
         load_eagle1_directory,
         {
             "sglang": Served(
-                start_sglang("EAGLE"),
+                engines.start_sglang("EAGLE"),
                 rules=(
                     Rule(
                         "input embeddings of its own",
@@ -299,10 +235,9 @@ LAYOUTS = (
                         "export the layout eagle1 for vLLM, which keeps them",
                         changed_embedding,
                     ),
-                    _target_bias(),
-                    _activation(),
+                    *_BOTH_LACK,
                 ),
-                caveats=("The algorithm is EAGLE, not EAGLE3.", SGLANG_ROOT),
+                caveats=("The algorithm is EAGLE, not EAGLE3.", engines.SGLANG_ROOT),
             )
         },
     ),

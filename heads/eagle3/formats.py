@@ -1,37 +1,28 @@
 """EAGLE-3 heads for engines: the layouts, what each engine lacks of them, and how such heads are recognised.
 
-Contracts and conversion are shared with P-EAGLE: heads/eagle/contracts.py and convert.py.
+Contracts and conversion are shared with P-EAGLE: heads/eagle/formats.py.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
-from draftsmith.heads.eagle.contracts import EAGLE3, EAGLE3_LLAMA_CPP, EAGLE3_SPECULATORS, FLAGS
-from draftsmith.heads.eagle.convert import read_fused, read_speculators, to_flat_eagle3, to_speculators
+from draftsmith.heads.eagle.formats import (
+    AUX_LAYERS,
+    EAGLE3,
+    EAGLE3_SPECULATORS,
+    FLAGS,
+    read_fused,
+    read_speculators,
+    to_flat_eagle3,
+    to_speculators,
+)
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.files import read_config
+from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import ModelFiles, flatten
-from draftsmith.heads.formats.engine_rules import (
-    LLAMA_CPP_SILENT,
-    SGLANG_ROOT,
-    SPECULATORS_COMPLETE,
-    SPECULATORS_NUMBERS,
-    VLLM_SAME_GPUS,
-    changed_embedding,
-    has_flag,
-    name_the_method,
-    other_width,
-)
-from draftsmith.heads.formats.layout import Layout, Rule, Served
+from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.formats.start import (
-    start_llama_cpp,
-    start_sglang,
-    start_speculators,
-    start_tensorrt_llm,
-    start_vllm,
-    start_vllm_speculators,
-)
 from draftsmith.heads.target.target import Target
 
 
@@ -53,7 +44,7 @@ def load_speculators_directory(path: Path | str, target: Target) -> Eagle3Head:
 
 
 def _layers(files: ModelFiles) -> list[int]:
-    return files.config["eagle_aux_hidden_state_layer_ids"]
+    return files.config[AUX_LAYERS]
 
 
 def _one_layer(why: str, refused: bool) -> Rule:
@@ -76,81 +67,72 @@ def _window(refused: bool) -> Rule:
     )
 
 
-_NORM_BEFORE_RESIDUAL = Rule(
-    "head.norm_before_residual",
-    "ignores it in silence and adds the raw state",
-    "serve it with vLLM, or train without it",
-    has_flag("norm_before_residual"),
-    refused=False,
-)
-_LAYER_0 = Rule(
-    "layer 0 among head.layer_ids",
-    "counts layer outputs, and the embeddings are none",
-    "serve it with vLLM, or train with other layers",
-    lambda files, target, head: 0 in _layers(files),
-    refused=False,
-)
-_TRAINED_EMBEDDINGS = Rule(
-    "input embeddings that were trained",
-    "takes the target's in silence",
-    "serve it with vLLM, or train with head.train_embeddings false",
-    changed_embedding,
-    refused=False,
-)
-
-
-def _single_layer(why: str) -> Rule:
-    return Rule(
-        "a single layer in head.layer_ids",
-        why,
-        "serve it with vLLM, or train with three layers",
-        lambda files, target, head: len(_layers(files)) == 1,
-        refused=False,
+def _other_engines(one_layer: str, single_layer: str) -> tuple[Rule, ...]:
+    """What SGLang and TensorRT-LLM lack of the flat layout. one_layer: what they do with several decoder layers; single_layer:
+    with one layer of the target."""
+    return (
+        _one_layer(one_layer, refused=False),
+        _window(refused=False),
+        Rule(
+            "head.norm_before_residual",
+            "ignores it in silence and adds the raw state",
+            "serve it with vLLM, or train without it",
+            has_flag("norm_before_residual"),
+            refused=False,
+        ),
+        Rule(
+            "layer 0 among head.layer_ids",
+            "counts layer outputs, and the embeddings are none",
+            "serve it with vLLM, or train with other layers",
+            lambda files, target, head: 0 in _layers(files),
+            refused=False,
+        ),
+        Rule(
+            "a single layer in head.layer_ids",
+            single_layer,
+            "serve it with vLLM, or train with three layers",
+            lambda files, target, head: len(_layers(files)) == 1,
+            refused=False,
+        ),
+        Rule(
+            "input embeddings that were trained",
+            "takes the target's in silence",
+            "serve it with vLLM, or train with head.train_embeddings false",
+            changed_embedding,
+            refused=False,
+        ),
     )
 
 
 _OTHER_LAYOUT = "export the layout eagle3 for vLLM, SGLang and TensorRT-LLM, or train without it"
 
 _VLLM = Served(
-    start_vllm("eagle3"),
+    engines.start_vllm("eagle3"),
     rules=(),
     caveats=(
-        name_the_method("eagle3"),
+        engines.name_the_method("eagle3"),
         "Leave `parallel_drafting` out: it asks for a head that was trained for it, which this is not.",
-        VLLM_SAME_GPUS,
+        engines.VLLM_SAME_GPUS,
     ),
 )
 _SGLANG = Served(
-    start_sglang("EAGLE3"),
-    rules=(
-        _one_layer(
-            "calls the first norm of a later layer by another name, so that it stays untrained, in silence", False
-        ),
-        _window(refused=False),
-        _NORM_BEFORE_RESIDUAL,
-        _LAYER_0,
-        _single_layer("leaves out `fc`, which it applies to wider states alone"),
-        _TRAINED_EMBEDDINGS,
+    engines.start_sglang("EAGLE3"),
+    rules=_other_engines(
+        "calls the first norm of a later layer by another name, so that it stays untrained, in silence",
+        "leaves out `fc`, which it applies to wider states alone",
     ),
-    caveats=("The algorithm must be EAGLE3. With EAGLE it accepts nothing, and says nothing.", SGLANG_ROOT),
+    caveats=("The algorithm must be EAGLE3. With EAGLE it accepts nothing, and says nothing.", engines.SGLANG_ROOT),
 )
 _TENSORRT_LLM = Served(
-    start_tensorrt_llm,
-    rules=(
-        _one_layer("knows one draft layer", False),
-        _window(refused=False),
-        _NORM_BEFORE_RESIDUAL,
-        _LAYER_0,
-        _single_layer("builds no `fc` for one"),
-        _TRAINED_EMBEDDINGS,
-    ),
+    engines.start_tensorrt_llm("Eagle3"),
+    rules=_other_engines("knows one draft layer", "builds no `fc` for one"),
     caveats=(
         "It counts layer outputs, so its layers are one lower than those of the recipe. Older releases: "
         "`decoding_type: Eagle` and `speculative_model_dir`.",
     ),
 )
 _LLAMA_CPP = Served(
-    start_llama_cpp("draft-eagle3"),
+    engines.start_llama_cpp("draft-eagle3"),
     rules=(
         Rule(
             "head.norm_output",
@@ -168,7 +150,7 @@ _LLAMA_CPP = Served(
         _one_layer("knows one draft layer", True),
         _window(refused=True),
     ),
-    caveats=(f"{LLAMA_CPP_SILENT} Qwen2 targets abort.",),
+    caveats=(f"{engines.LLAMA_CPP_SILENT} Qwen2 targets abort.",),
 )
 
 LAYOUTS = (
@@ -179,19 +161,21 @@ LAYOUTS = (
         load_eagle3_directory,
         {"vllm": _VLLM, "sglang": _SGLANG, "tensorrt_llm": _TENSORRT_LLM},
     ),
-    Layout("eagle3", EAGLE3_LLAMA_CPP, to_flat_eagle3, load_eagle3_directory, {"llama_cpp": _LLAMA_CPP}),
+    Layout(
+        "eagle3",
+        replace(EAGLE3, name="eagle3_llama_cpp"),
+        to_flat_eagle3,
+        load_eagle3_directory,
+        {"llama_cpp": _LLAMA_CPP},
+    ),
     Layout(
         "eagle3",
         EAGLE3_SPECULATORS,
         to_speculators,
         load_speculators_directory,
         {
-            "vllm": Served(start_vllm_speculators, rules=(), caveats=(SPECULATORS_NUMBERS,)),
-            "speculators": Served(
-                start_speculators,
-                rules=(other_width("head.hidden_size other than the target's"),),
-                caveats=(SPECULATORS_COMPLETE,),
-            ),
+            "vllm": Served(engines.start_vllm_speculators, rules=(), caveats=(engines.SPECULATORS_NUMBERS,)),
+            "speculators": served_by_speculators("head.hidden_size other than the target's"),
         },
     ),
 )

@@ -15,14 +15,21 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, agree, drafting
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
 from draftsmith.heads.export.readme import README, Exported, write_readme
-from draftsmith.heads.formats.contracts import FLOATS, ExportRequest, ModelFiles, flatten, validate
-from draftsmith.heads.formats.engines import ENGINES, split_obstacle
+from draftsmith.heads.formats.contracts import (
+    FLOATS,
+    ExportRequest,
+    ModelFiles,
+    flatten,
+    target_reference,
+    validate,
+)
+from draftsmith.heads.formats.engines import ENGINES, Adapter, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
-from draftsmith.heads.formats.start import Adapter
 from draftsmith.heads.record import RECORD, what_it_reads, write_record
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
 
+USUAL_TOKENS = 5
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
@@ -64,15 +71,23 @@ def export_head(
         tensor_parallel=tensor_parallel,
     )
     chosen = find_layout(layout, head.method)
-    exported = Exported(
-        head, target, chosen, files, dest, num_speculative_tokens, tensor_parallel, target_note, adapter
+    serving = Serving(
+        draft=str(dest),
+        target=target_reference(target),
+        tokens=head.engine_draft_length(num_speculative_tokens or USUAL_TOKENS),
+        dtype=str(files.dtype).removeprefix("torch."),
+        gpus=tensor_parallel,
+        layer_ids=tuple(head.reads.layer_ids),
+        heads=getattr(head.options, "num_heads", 0),
+        adapter=adapter,
     )
     with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
             shutil.copyfile(source, temporary / name)
         write_record(temporary, head.method, layout, what_it_reads(head, made_for or target.identity))
-        (temporary / README).write_text(write_readme(exported), encoding="utf-8")
+        readme = write_readme(Exported(head, target, chosen, files, serving, target_note))
+        (temporary / README).write_text(readme, encoding="utf-8")
         reloaded = chosen.load(temporary, target)
         assert same_logits(head, reloaded, files, target), "the export gives other logits"
     return dest

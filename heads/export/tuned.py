@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from draftsmith.files import write_json
 from draftsmith.heads.base import agree
-from draftsmith.heads.checkpoint import CONFIG, atomic_directory, check_replaceable
+from draftsmith.heads.checkpoint import CONFIG, atomic_directory
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
 from draftsmith.heads.record import RECORD, TUNED, write_record
@@ -51,11 +51,6 @@ def replaceable(dest: Path) -> tuple[str, ...]:
     return tuple(file.name for kind in (*_COMPANIONS, "*.safetensors", README) for file in dest.glob(kind))
 
 
-def check_tuned(dest: Path) -> None:
-    """Raise UserError where `dest` holds anything but an earlier export."""
-    check_replaceable(dest, replaceable(dest))
-
-
 def write_merged(
     method: str, original: Target, tuned: Target, dest: Path, trust_remote_code: bool = False
 ) -> TargetIdentity:
@@ -74,12 +69,11 @@ def write_merged(
         identity = identify_directory(folder, str(dest))
         write_record(folder, method, TUNED, original.identity)
         (folder / README).write_text(_merged_readme(method, original), encoding="utf-8")
-        attention = tuned.config._attn_implementation
         again = open_model(
             str(folder),
             dtype=tuned.dtype_name,
             device=tuned.device,
-            attn_implementation=attention,
+            attn_implementation=tuned.config._attn_implementation,
             trust_remote_code=trust_remote_code,
         ).model
         assert _same_logits(tuned.model, again), "the merged target gives other logits"
@@ -105,25 +99,24 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
             simplefilter("ignore", FutureWarning)  # of peft about transformers
             again = PeftModel.from_pretrained(view_of(original.model), str(folder))
         assert _same_logits(tuned.model, again), "the adapter gives other logits"
-    changed = None if spec.lm_head else original.identity.lm_head
     # The tuned weights are stored nowhere, so they have no hash of their own: the fingerprint identifies them.
     return replace(
         original.identity,
         path=f"{target_reference(original)} with the adapter {dest}",
         fingerprint=tuned.fingerprint,
         weights=None,
-        lm_head=changed,
+        lm_head=None if spec.lm_head else original.identity.lm_head,
     )
 
 
 def adapter_contract(tuned: TunedTarget) -> Contract:
     """Return the contract of an adapter's files: two tensors for each layer that it changes, and no others."""
-    rules = []
-    for name, value in tuned.model.get_base_model().named_parameters():
-        if ".lora_" in name:
-            rule = f"base_model.model.{name.replace('.default.', '.')}"
-            rules.append(TensorRule(rule, tuple(map(str, value.shape)), torch.float32))
-    return Contract("adapter", tuple(rules), ADAPTER_KEYS, sizes=lambda config: {}, ranges={})
+    rules = (
+        TensorRule(f"base_model.model.{name.replace('.default.', '.')}", tuple(map(str, value.shape)), torch.float32)
+        for name, value in tuned.model.get_base_model().named_parameters()
+        if ".lora_" in name
+    )
+    return Contract("adapter", tuple(rules), ADAPTER_KEYS)
 
 
 @torch.no_grad()

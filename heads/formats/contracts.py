@@ -7,7 +7,7 @@ are in the formats.py of each method.
 Shapes are written in symbols, "A*Ht" being a product; each contract says what its symbols stand for.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
@@ -76,22 +76,40 @@ class KeyRule:
     optional: bool = False
 
 
+def layer_sizes(config: Config) -> dict[str, int]:
+    """Return what the symbols of LLAMA_KEYS stand for; M is the number of layers, W the draft vocab where that has a size."""
+    flat = flatten(config)
+    names = {
+        "V": "vocab_size",
+        "H": "hidden_size",
+        "I": "intermediate_size",
+        "N": "num_attention_heads",
+        "G": "num_key_value_heads",
+        "D": "head_dim",
+        "M": "num_hidden_layers",
+        "W": "draft_vocab_size",
+    }
+    return {symbol: flat[name] for symbol, name in names.items() if name in flat}
+
+
 @dataclass(frozen=True)
 class Contract:
     """A layout: its tensors (no others may be there), its keys (`forbidden` ones may not), and further checks.
 
-    sizes: from the configuration, what symbols stand for. ranges: placeholder in tensor names -> the symbol that
-    counts its values, "1:A" where they start at 1; a symbol in braces, "{n}", stands for its own value. closed: why no key without a rule may be
-    there, "" where it may. What heads of a layout's method may have and its engines lack is not here but in the rules of its
-    layout, which are asked first: what breaks a contract is a fault of the converter. more_tensors: rules that follow from the
-    configuration by more than a count.
+    sizes: from the configuration, what symbols stand for. ranges: placeholder in tensor names -> the symbol that counts its
+    values, "1:A" where they start at 1; a symbol in braces, "{n}", stands for its own value. closed: why no key without a rule
+    may be there, "" where it may. more_tensors: rules that follow from the configuration by more than a count. A key
+    torch_dtype and a map d2t of a draft vocabulary are checked wherever a contract has them.
+
+    What heads of a layout's method may have and its engines lack is not here but in the rules of its layout, which are asked
+    first: what breaks a contract is a fault of the converter.
     """
 
     name: str
     tensors: tuple[TensorRule, ...]
     keys: tuple[KeyRule, ...]
-    sizes: Callable[[Config], dict[str, int]]
-    ranges: Mapping[str, str]
+    sizes: Callable[[Config], dict[str, int]] = layer_sizes
+    ranges: Mapping[str, str] = field(default_factory=dict)
     forbidden: Mapping[str, str] = field(default_factory=dict)
     checks: tuple[Callable[["Contract", ModelFiles], None], ...] = ()
     closed: str = ""
@@ -126,15 +144,10 @@ def validate(files: ModelFiles, contract: Contract) -> None:
             raise broken(contract, f"tensor {name}", f"shape {shape}", f"{list(found.shape)}")
         if found.dtype != dtype:
             raise broken(contract, f"tensor {name}", f"{dtype}", f"{found.dtype}")
+    _check_dtype(files, contract)
+    _check_draft_vocab(files, contract)
     for check in contract.checks:
         check(contract, files)
-
-
-def check_torch_dtype(contract: Contract, files: ModelFiles, key: str = "torch_dtype") -> None:
-    """The configuration names the dtype that the float tensors have."""
-    name, found = str(files.dtype).removeprefix("torch."), lookup(files.config, key)
-    if found != name:
-        raise broken(contract, f"config key {key}", f"{name!r}, the dtype of the tensors", repr(found))
 
 
 def broken(contract: Contract, what: str, expected: str, got: str) -> UserError:
@@ -162,6 +175,35 @@ def _check_keys(config: Config, contract: Contract) -> None:
             raise broken(contract, f"config key {name}", f"no such key ({why})", repr(value))
 
 
+def _check_dtype(files: ModelFiles, contract: Contract) -> None:
+    """A key torch_dtype names the dtype that the float tensors have."""
+    name = str(files.dtype).removeprefix("torch.")
+    for key in (rule.name for rule in contract.keys if rule.name.endswith("torch_dtype")):
+        if (found := lookup(files.config, key)) != name:
+            raise broken(contract, f"config key {key}", f"{name!r}, the dtype of the tensors", repr(found))
+
+
+def _check_draft_vocab(files: ModelFiles, contract: Contract) -> None:
+    """A map d2t holds offsets (target id = i + d2t[i]) that name distinct ids, ascending; t2d marks the same ids."""
+    if "d2t" not in files.tensors:
+        return
+    target_ids, V = (
+        files.tensors["d2t"].cpu() + torch.arange(len(files.tensors["d2t"])),
+        flatten(files.config)["vocab_size"],
+    )
+    inside = bool(((target_ids >= 0) & (target_ids < V)).all())
+    if not inside or not bool((target_ids.diff() > 0).all()):
+        raise broken(
+            contract,
+            "tensor d2t",
+            f"offsets such that i + d2t[i] are ascending ids below {V}",
+            f"ids {int(target_ids.min())}..{int(target_ids.max())} (are they absolute ids?)",
+        )
+    marked = files.tensors["t2d"].cpu().nonzero().flatten() if "t2d" in files.tensors else target_ids
+    if not torch.equal(marked, target_ids):
+        raise broken(contract, "tensor t2d", "true exactly at i + d2t[i]", f"{len(marked)} other true entries")
+
+
 def _expected_tensors(config: Config, contract: Contract, sizes: Mapping[str, int]) -> dict[str, TensorRule]:
     expected = {}
     more = () if contract.more_tensors is None else contract.more_tensors(config)
@@ -179,6 +221,27 @@ def _values(counted: str, sizes: Mapping[str, int]) -> range:
     """Return the values of a placeholder: "A" for 0..A-1, "1:A" for 1..A-1."""
     first, _, symbol = counted.rpartition(":")
     return range(int(first or 0), sizes[symbol])
+
+
+def llama_layer(prefix: str, reads: str = "H") -> tuple[TensorRule, ...]:
+    """Return the weights of a Llama layer. reads: how wide the input of its attention is."""
+    shapes = {
+        "input_layernorm": ("H",),
+        "self_attn.q_proj": ("N*D", reads),
+        "self_attn.k_proj": ("G*D", reads),
+        "self_attn.v_proj": ("G*D", reads),
+        "self_attn.o_proj": ("H", "N*D"),
+        "post_attention_layernorm": ("H",),
+        "mlp.gate_proj": ("I", "H"),
+        "mlp.up_proj": ("I", "H"),
+        "mlp.down_proj": ("H", "I"),
+    }
+    return tuple(TensorRule(f"{prefix}{name}.weight", shape) for name, shape in shapes.items())
+
+
+def replace_keys(rules: Sequence[KeyRule], why: str = "", **only: Any) -> tuple[KeyRule, ...]:
+    """Return the rules, those of the keys in `only` with that value as the only one, None for any; why: for what reason."""
+    return tuple(replace(r, only=only[r.name], why=why or r.why) if r.name in only else r for r in rules)
 
 
 LLAMA_KEYS = (

@@ -1,8 +1,8 @@
-"""The serving engines: one record each.
+"""The serving engines, one record each, and the lines that start them, ready to be pasted.
 
-What an engine does with the files of one layout (start lines, limits, caveats) stands with the layout, in the method's
-formats.py; here is what holds for all of them. "run" engines serve trained heads in scripts/test_engines.sh; of "read"
-ones only the sources or the manual were read.
+What an engine does with the files of one layout (its start lines, limits, caveats) stands with the layout, in the method's
+formats.py, which names one of the `start_...` functions here, and caveats at the end; in the records is what holds for all
+layouts.
 
 How a draft is split over GPUs: vLLM and SGLang build EAGLE drafts in the target's tensor-parallel group. Query heads and the
 feed-forward layer are divided, key/value heads divided or repeated, and so are vocabularies, which vLLM pads to a multiple
@@ -10,14 +10,23 @@ of 64 and SGLang and TensorRT-LLM to whatever divides. vLLM's `draft_tensor_para
 17499 of vllm-project/vllm). Medusa's blocks are never divided, except where TGI computes them beside the target's projection.
 """
 
+import json
+import re
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
 
 from draftsmith.heads.formats.contracts import Config, ModelFiles, flatten
 
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+ADAPTER_NAME = "tuned"
+"""What requests call the target with its adapter."""
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_PADDING = 64
 _FEWER = "serve on fewer GPUs"
+_MEASURE = "compare tokens per second with and without the draft"
+"""What to do where an engine counts nothing, or nobody knows where."""
 
 Split = Callable[[ModelFiles, int], Iterator[str]]
 """(files, number of GPUs) -> why the engine cannot split them so and what to do; the text follows the engine's name."""
@@ -27,14 +36,14 @@ Split = Callable[[ModelFiles, int], Iterator[str]]
 class Engine:
     """A program that reads exports. No field has a default, so that a new engine says all of it.
 
-    version: the one that the layouts were checked against. checked: how. counters: where it tells how many drafted tokens
-    were accepted. split: what keeps it from dividing a draft over GPUs; None for a program that serves nothing.
-    serves_adapters: it drafts for a target with a LoRA adapter; the others start the target alone.
+    version: the one whose source or manual the layouts were checked against; which layouts it was also run with stands in
+    served.json. counters: where it tells how many drafted tokens were accepted; `_MEASURE` where nobody knows. split: what keeps
+    it from dividing a draft over GPUs, None for a program that serves nothing; `one_gpu` until its source was read.
+    serves_adapters: it drafts for a target with a LoRA adapter; False, and the target is started alone, unless its source says so.
     """
 
     title: str
     version: str
-    checked: Literal["run", "read"]
     counters: str
     split: Split | None
     serves_adapters: bool
@@ -57,23 +66,20 @@ def _layer(config: Config, gpus: int) -> Iterator[str]:
         )
 
 
-def _vocabulary(rows: int, gpus: int) -> Iterator[str]:
-    padded = -(-rows // VLLM_PADDING) * VLLM_PADDING
-    if padded % gpus:
-        yield f"pads its {rows} tokens to {padded} and divides them: {_FEWER}, 2, 4 or 8"
-
-
 def _vllm(files: ModelFiles, gpus: int) -> Iterator[str]:
+    config = flatten(files.config)
+    yield from divided(files, gpus)
+    for rows in sorted({config["vocab_size"], config.get("draft_vocab_size", config["vocab_size"])}):
+        padded = -(-rows // VLLM_PADDING) * VLLM_PADDING
+        if padded % gpus:
+            yield f"pads its {rows} tokens to {padded} and divides them: {_FEWER}, 2, 4 or 8"
+
+
+def divided(files: ModelFiles, gpus: int) -> Iterator[str]:
+    """The split of an engine that divides a draft's layers as the target's."""
     config = flatten(files.config)
     if "num_attention_heads" in config:
         yield from _layer(config, gpus)
-    for rows in sorted({config["vocab_size"], config.get("draft_vocab_size", config["vocab_size"])}):
-        yield from _vocabulary(rows, gpus)
-
-
-def _divided(files: ModelFiles, gpus: int) -> Iterator[str]:
-    if "num_attention_heads" in files.config:
-        yield from _layer(files.config, gpus)
 
 
 def _tgi(files: ModelFiles, gpus: int) -> Iterator[str]:
@@ -94,76 +100,36 @@ def _whole_layers(_: ModelFiles, gpus: int) -> Iterator[str]:
     yield from ()
 
 
+_GROWS = "its command line shows the text as it grows, several tokens a step"
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
         "vLLM",
         "0.32.0",
-        "run",
         "`vllm:spec_decode_num_drafts` and `vllm:spec_decode_num_accepted_tokens` under /metrics: 1 + accepted / drafts is "
         "tau",
         split=_vllm,
         serves_adapters=True,
     ),
-    "sglang": Engine(
-        "SGLang", "0.5.23", "read", "`accept len` in its log is tau", split=_divided, serves_adapters=False
-    ),
-    "tensorrt_llm": Engine(
-        "TensorRT-LLM",
-        "commit 00679c66c",
-        "read",
-        "compare tokens per second with and without the draft",
-        split=_divided,
-        serves_adapters=False,
-    ),
+    "sglang": Engine("SGLang", "0.5.23", "`accept len` in its log is tau", split=divided, serves_adapters=False),
+    "tensorrt_llm": Engine("TensorRT-LLM", "commit 00679c66c", _MEASURE, split=divided, serves_adapters=False),
     "llama_cpp": Engine(
         "llama.cpp",
         "commit 0c1e57098",
-        "run",
         "`draft_n` and `draft_n_accepted` in the `timings` of every answer",
         split=_whole_layers,
         serves_adapters=False,
     ),
-    "tgi": Engine(
-        "TGI",
-        "commit 91560ed93",
-        "read",
-        "compare tokens per second with and without the heads",
-        split=_tgi,
-        serves_adapters=False,
-    ),
-    "medusa_original": Engine(
-        "FasterDecoding/Medusa",
-        "main",
-        "read",
-        "its command line shows the text as it grows, several tokens a step",
-        split=one_gpu,
-        serves_adapters=False,
-    ),
-    "transformers": Engine(
-        "transformers",
-        "5.23.0",
-        "run",
-        "compare tokens per second with and without `assistant_model`",
-        split=None,
-        serves_adapters=False,
-    ),
-    "hydra_original": Engine(
-        "zankner/Hydra",
-        "main",
-        "read",
-        "its command line shows the text as it grows, several tokens a step",
-        split=one_gpu,
-        serves_adapters=False,
-    ),
+    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=_tgi, serves_adapters=False),
+    "medusa_original": Engine("FasterDecoding/Medusa", "main", _GROWS, split=one_gpu, serves_adapters=False),
+    "transformers": Engine("transformers", "5.23.0", _MEASURE, split=None, serves_adapters=False),
+    "hydra_original": Engine("zankner/Hydra", "main", _GROWS, split=one_gpu, serves_adapters=False),
     "speculators": Engine(
-        "speculators",
-        "0.9.0",
-        "read",
-        "it serves nothing: it trains and evaluates further",
-        split=None,
-        serves_adapters=False,
+        "speculators", "0.9.0", "it serves nothing: it trains and evaluates further", split=None, serves_adapters=False
     ),
 }
+SERVED: dict[str, list[str]] = json.loads(Path(__file__).with_name("served.json").read_text(encoding="utf-8"))
+"""The layouts that each engine itself was run with; `python -m tests.heads.formats.test_engines` writes them from the results of
+scripts/test_engines.sh."""
 
 
 def split_obstacle(engine: str, files: ModelFiles, gpus: int) -> str | None:
@@ -173,3 +139,202 @@ def split_obstacle(engine: str, files: ModelFiles, gpus: int) -> str | None:
     """
     split = ENGINES[engine].split
     return None if gpus == 1 or split is None else next(split(files, gpus), None)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What makes the target the one that the heads draft for. folder: of the adapter; rank: of its matrices."""
+
+    folder: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served. draft: the export's folder; target: a folder or a Hub name; tokens: to draft per pass.
+
+    dtype: of the export. layer_ids: the layers of the target that the head reads. heads: of Medusa. adapter: the target's,
+    where the heads draft for the target with that.
+    """
+
+    draft: str
+    target: str
+    tokens: int
+    dtype: str = "bfloat16"
+    gpus: int = 1
+    layer_ids: tuple[int, ...] = ()
+    heads: int = 0
+    adapter: Adapter | None = None
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """Text to paste: for a shell (bash), or as the file `file` (yaml, python)."""
+
+    language: str
+    text: str
+    file: str = ""
+
+
+Start = Callable[[Serving], list[Snippet]]
+
+
+def _shell(*lines: list[str]) -> Snippet:
+    """Lines of words, one command; all but the first indented."""
+    return Snippet("bash", " \\\n    ".join(shlex.join(line) for line in lines) + "\n")
+
+
+def _on(name: str, gpus: int) -> list[str]:
+    """The option of that name, for several GPUs."""
+    return [name, f"{gpus}"] if gpus > 1 else []
+
+
+def start_vllm(method: str, **more: bool) -> Start:
+    """vLLM with the method of that name; more: further keys of its configuration."""
+
+    def lines(serving: Serving) -> list[Snippet]:
+        config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
+        words = ["vllm", "serve", serving.target, *_on("--tensor-parallel-size", serving.gpus)]
+        speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter
+        if adapter is None:
+            return [_shell([*words, *speculative])]
+        # vLLM takes no other ranks.
+        room = next((rank for rank in _VLLM_RANKS if rank >= adapter.rank), adapter.rank)
+        loaded = ["--enable-lora", "--max-lora-rank", f"{room}", "--lora-modules", f"{ADAPTER_NAME}={adapter.folder}"]
+        return [_shell(words, loaded, speculative)]
+
+    return lines
+
+
+def start_vllm_speculators(serving: Serving) -> list[Snippet]:
+    """vLLM started on the draft, which names the target."""
+    return [_shell(["vllm", "serve", serving.draft, *_on("--tensor-parallel-size", serving.gpus)])]
+
+
+def start_speculators(serving: Serving) -> list[Snippet]:
+    """The speculators package."""
+    code = f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({serving.draft!r})"
+    return [_shell(["python", "-c", code])]
+
+
+def start_sglang(algorithm: str) -> Start:
+    """SGLang with the algorithm of that name."""
+
+    def lines(serving: Serving) -> list[Snippet]:
+        K = serving.tokens
+        server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
+        chain = ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
+        return [
+            _shell(
+                [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
+                ["--speculative-draft-model-path", serving.draft],
+                [*chain, "--speculative-num-draft-tokens", f"{K + 1}"],
+            )
+        ]
+
+    return lines
+
+
+def start_tensorrt_llm(decoding_type: str) -> Start:
+    """TensorRT-LLM with drafts of that type; one that reads layers of the target is told which."""
+
+    def lines(serving: Serving) -> list[Snippet]:
+        # It counts what leaves a layer.
+        layers = ", ".join(str(k - 1) for k in serving.layer_ids)
+        text = (
+            "speculative_config:\n"
+            f"  decoding_type: {decoding_type}\n"
+            f"  max_draft_len: {serving.tokens}\n"
+            f"  speculative_model: {json.dumps(serving.draft)}\n"
+        ) + (f"  eagle3_layers_to_capture: [{layers}]\n" if layers else "")
+        words = ["trtllm-serve", serving.target, "--extra_llm_api_options", "trtllm.yaml"]
+        return [Snippet("yaml", text, "trtllm.yaml"), _shell([*words, *_on("--tp_size", serving.gpus)])]
+
+    return lines
+
+
+def start_tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
+    """TensorRT-LLM with Medusa heads, which its converter builds in."""
+    return [
+        _shell(
+            ["python", "examples/medusa/convert_checkpoint.py", "--model_dir", serving.target],
+            ["--medusa_model_dir", serving.draft, "--num_medusa_heads", f"{serving.heads}"],
+            ["--dtype", serving.dtype, "--output_dir", "checkpoint", *_on("--tp_size", serving.gpus)],
+        )
+    ]
+
+
+def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
+    """llama.cpp with the `--spec-type` of that name. whole: the draft is a model of its own, with a tokenizer."""
+
+    def lines(serving: Serving) -> list[Snippet]:
+        kind, convert = ["--outtype", GGUF_TYPES[serving.dtype]], ["python", "convert_hf_to_gguf.py"]
+        tokenizer = [] if whole else ["--target-model-dir", serving.target]
+        server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", spec_type]
+        commands = (
+            [*convert, serving.target, "--outfile", "target.gguf", *kind],
+            [*convert, serving.draft, *tokenizer, "--outfile", "draft.gguf", *kind],
+            [*server, "--spec-draft-n-max", f"{serving.tokens}"],
+        )
+        return [Snippet("bash", "".join(_shell(words).text for words in commands))]
+
+    return lines
+
+
+def start_transformers(serving: Serving) -> list[Snippet]:
+    """transformers' assisted generation."""
+    text = (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"target = {json.dumps(serving.target)}\n"
+        "tokenizer = AutoTokenizer.from_pretrained(target)\n"
+        "model = AutoModelForCausalLM.from_pretrained(target)\n"
+        f"draft = AutoModelForCausalLM.from_pretrained({json.dumps(serving.draft)})\n"
+        f"draft.generation_config.num_assistant_tokens = {serving.tokens}\n"
+        'messages = [{"role": "user", "content": "What is two plus two?"}]\n'
+        'ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
+        "answer = model.generate(**ids, assistant_model=draft, max_new_tokens=64)\n"
+        'print(tokenizer.decode(answer[0, ids["input_ids"].shape[1] :]))\n'
+    )
+    return [Snippet("python", text, "assisted.py")]
+
+
+def start_tgi(serving: Serving) -> list[Snippet]:
+    """TGI, which loads the target that the export names."""
+    words = ["text-generation-launcher", "--model-id", serving.draft, "--speculate", f"{serving.tokens}"]
+    return [_shell([*words, *_on("--num-shard", serving.gpus)])]
+
+
+def start_original(package: str) -> Start:
+    """The command line that a method was published with, in the package of that name."""
+    return lambda serving: [_shell(["python", "-m", f"{package}.inference.cli", "--model", serving.draft])]
+
+
+# Caveats that several layouts share.
+VLLM_SAME_GPUS = "vLLM 0.32 runs these drafts on as many GPUs as the target: `draft_tensor_parallel_size` is accepted, and changes nothing."
+SGLANG_ROOT = "The root counts: a chain of K tokens is K steps, top-k 1 and K + 1 draft tokens."
+LLAMA_CPP_SILENT = "Without `--spec-type` it does not speculate, and says nothing."
+SPECULATORS_NUMBERS = (
+    "The export names the target and the number of tokens; other numbers need another export, or the flat layout."
+)
+SPECULATORS_COMPLETE = "The package knows `layers.0.` and needs the embeddings; both are there."
+
+
+def name_the_method(method: str) -> str:
+    """Return the caveat on how vLLM guesses a method that is not named."""
+    return (
+        "Name the method. Without `method`, vLLM guesses it from the path of the draft: one that holds `eagle-` anywhere is "
+        "taken for EAGLE-1, otherwise one that holds `eagle3` for EAGLE-3, and any other for a language model of its own. With "
+        f'`"method": "{method}"` the path does not matter.'
+    )
+
+
+RESERVED_PATH_WORDS = re.compile("eagle-|eagle3|dflash|dspark")
+"""Names in a draft's path that vLLM takes for a method, even beside "method": "medusa"."""
+
+
+def path_decides(method: str) -> str:
+    """Return the caveat on methods of vLLM that those words override."""
+    return (
+        f'`"method": "{method}"` does not settle the method alone: a path of the draft that holds `eagle-`, `eagle3`, `dflash` or '
+        "`dspark` wins, so move the folder where there is such a name in its path."
+    )

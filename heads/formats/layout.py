@@ -1,9 +1,11 @@
 """A layout: how heads of a method are written for engines, and how each engine takes the files.
 
 A method's formats.py lists its layouts as LAYOUTS, the default first. A contract (contracts.py) is about files alone; a
-`Rule` is about a head that the files could hold and an engine would not compute.
+`Rule` is about a head that the files could hold and an engine would not compute. What heads several rules are about
+stands at the end.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,26 +13,29 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.formats.contracts import Contract, ExportRequest, ModelFiles
-from draftsmith.heads.formats.engines import ENGINES
-from draftsmith.heads.formats.start import Serving, Snippet
+from draftsmith.heads.checkpoint import EMBEDDING
+from draftsmith.heads.formats.contracts import Contract, ExportRequest, ModelFiles, flatten
+from draftsmith.heads.formats.engines import ENGINES, SERVED, SPECULATORS_COMPLETE, Start, start_speculators
+from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.heads.target.target import Target
+
+Found = Callable[[ModelFiles, Target, DraftHead], bool]
 
 
 @dataclass(frozen=True)
 class Rule:
     """A head that an engine does not compute as it was trained.
 
-    what: the head, in a recipe's words. why follows the engine's name, instead says what to do. found(files, target, head):
-    whether it is such a head. refused: the layout's export is refused; otherwise other engines serve the files, and the
-    README leaves this engine out.
+    what: the head, in a recipe's words. why follows the engine's name, instead says what to do. found: whether it is such a
+    head. refused: the layout's export is refused; otherwise other engines serve the files, and the README leaves this engine
+    out.
     """
 
     what: str
     why: str
     instead: str
-    found: Callable[[ModelFiles, Target, DraftHead], bool]
+    found: Found
     refused: bool = True
 
 
@@ -39,13 +44,14 @@ class Served:
     """How one engine takes the files of a layout.
 
     start: the lines that start it. rules: heads that it does not compute. caveats: what no file can settle, for those who
-    start it. tested: whether an engine that is "run" was run with this layout, too.
+    start it. until: its last version that reads the layout. reserved: words in the path of a draft that it takes for a method.
     """
 
-    start: Callable[[Serving], list[Snippet]]
+    start: Start
     rules: tuple[Rule, ...]
     caveats: tuple[str, ...]
-    tested: bool = True
+    until: str = ""
+    reserved: re.Pattern[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,8 +91,8 @@ class Layout:
                     )
 
     def was_run(self, engine: str) -> bool:
-        """Whether the engine itself has served heads of this layout, in scripts/test_engines.sh."""
-        return ENGINES[engine].checked == "run" and self.engines[engine].tested
+        """Whether the engine itself has served heads of this layout."""
+        return self.name in SERVED.get(engine, ())
 
 
 def layouts() -> dict[str, Layout]:
@@ -124,3 +130,36 @@ def find_layout(name: str, method: str) -> Layout:
         what = f"holds {ours[name].method} heads, not {method}" if name in ours else "is unknown"
         raise UserError(f"export.layout is {name!r}, which {what}: choose one of {', '.join(known)}.")
     return known[name]
+
+
+def has_flag(name: str) -> Found:
+    """Return whether a switch of config.json is on."""
+    return lambda files, target, head: bool(flatten(files.config).get(name))
+
+
+def changed_embedding(files: ModelFiles, target: Target, head: DraftHead) -> bool:
+    """Whether the files hold other embeddings than the target's; those written for completeness, rounded or not, are its own."""
+    return EMBEDDING in files.tensors and not is_the_same(files.tensors[EMBEDDING], target.embedding)
+
+
+def biased_target(files: ModelFiles, target: Target, head: DraftHead) -> bool:
+    """Whether the target's output projection has a bias."""
+    return target.head.bias is not None
+
+
+def more_than_a_matrix(files: ModelFiles, target: Target, head: DraftHead) -> bool:
+    """Whether the target's output projection has a bias, a scale or a softcap."""
+    own = target.head
+    return own.bias is not None or own.scale != 1.0 or own.softcap is not None
+
+
+def served_by_speculators(width: str) -> Served:
+    """Return how the speculators package takes its layout. width: the head that it does not compute, one of another width."""
+    rule = Rule(
+        width,
+        "takes the draft to be as wide as the target",
+        "serve it with vLLM, or leave head.hidden_size out",
+        lambda files, target, head: flatten(files.config)["hidden_size"] != target.hidden_size,
+        refused=False,
+    )
+    return Served(start_speculators, rules=(rule,), caveats=(SPECULATORS_COMPLETE,))

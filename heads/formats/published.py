@@ -1,4 +1,7 @@
-"""What the readers of EAGLE's published layouts have in common."""
+"""What the converters and readers of published layouts have in common.
+
+Shapes: V target vocab, W draft vocab.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,3 +88,55 @@ def layer_keys(layer: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
     if rope["rope_type"] != "default":
         keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
     return keys
+
+
+def vocab_offsets(ids: Tensor) -> Tensor:
+    """Sorted target ids [W] -> d2t [W], such that id i of the draft is the target's i + d2t[i]."""
+    return ids - torch.arange(len(ids), device=ids.device)
+
+
+def take_vocab(tensors: dict[str, Tensor], W: int | None, file: Path, target: Target) -> Tensor | None:
+    """Take d2t and t2d out of the tensors of `file`; return the sorted target ids [W] that d2t stands for, None for the whole
+    vocabulary.
+
+    W: what the configuration says, None for nothing. t2d, where it is there, marks the same ids: absolute ids in place of
+    offsets may be ascending too.
+    """
+    d2t, t2d, V = tensors.pop("d2t", None), tensors.pop("t2d", None), target.vocab_size
+    if d2t is None and W not in (None, V):
+        raise UserError(
+            f"{file} lacks the tensor d2t, but its draft vocabulary has {W!r} of {V} tokens: fetch the whole head."
+        )
+    if d2t is None:
+        return None
+    ids = torch.arange(len(d2t), device=d2t.device) + d2t
+    fits = (
+        not ids.is_floating_point()
+        and W in (None, len(ids))
+        and int(ids.min()) >= 0
+        and int(ids.max()) < V
+        and bool((ids.diff() > 0).all())
+    )
+    if not fits or (t2d is not None and not torch.equal(t2d.nonzero().flatten(), ids)):
+        raise UserError(
+            f"{file}: d2t does not hold {W or len(ids)} offsets of ascending target ids; fetch or export the head again."
+        )
+    return None if len(ids) == V else ids
+
+
+def check_mask_token(path: Path, token: Any, target: Target) -> None:
+    """Raise UserError unless what a configuration says of the mask token is a token of the target."""
+    if type(token) is not int or not 0 <= token < target.vocab_size:
+        raise UserError(
+            f"{path / CONFIG} says mask_token_id {token!r}, but the target has tokens 0 to {target.vocab_size - 1}: write "
+            "there the token that the head was trained with."
+        )
+
+
+def check_width(file: Path, width: int, target: Target) -> None:
+    """Raise UserError unless heads of that width read the states of the target."""
+    if width != target.hidden_size:
+        raise UserError(
+            f"{file} holds heads of width {width}, but the target {target.path} has {target.hidden_size} hidden units: give "
+            "the target that they were made for."
+        )

@@ -1,27 +1,25 @@
-"""The contract of the layout of zankner/Hydra, the code that Hydra was published with.
+"""Hydra heads for engines: the layout of zankner/Hydra, the code that Hydra was published with, and the way there and back.
 
 Its reader makes the heads from the target's configuration and fills them from `hydra_lm_head.pt`, and what the file lacks
-or calls otherwise stays random in silence. Symbols in shapes: H target hidden, V target vocab; of the prefix layer I
-feed-forward width, ND and GD the widths of queries and of keys and values.
-
-Hydra heads in and out of the layout that zankner/Hydra publishes and reads.
-
-There every head has a projection with a bias, so heads on the target's projection get copies of it, and heads without
-biases zeros. Shapes: H target hidden, V target vocab.
+or calls otherwise stays random in silence. There every head has a projection with a bias, so heads on the target's projection
+get copies of it, and heads without biases zeros. Symbols in shapes: H target hidden, V target vocab; of the prefix layer those
+of LLAMA_KEYS.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import fill
 from draftsmith.heads.files import CONFIG, HYDRA_PICKLED, read_config, read_weights, weights_file
+from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import (
     Config,
     Contract,
@@ -29,13 +27,12 @@ from draftsmith.heads.formats.contracts import (
     KeyRule,
     ModelFiles,
     TensorRule,
+    llama_layer,
     target_reference,
 )
-from draftsmith.heads.formats.engine_rules import more_than_a_matrix
-from draftsmith.heads.formats.layout import Layout, Rule, Served
-from draftsmith.heads.formats.published import is_the_same
+from draftsmith.heads.formats.layout import Layout, Rule, Served, more_than_a_matrix
+from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.formats.start import start_hydra_original
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers.config import derive_layer_config
@@ -57,44 +54,21 @@ def projection_name(architecture: str, head: int) -> str:
     return f"hydra_lm_head.{head}" + (".1" if architecture == PREFIX_MLP else "")
 
 
-def has_different_blocks(files: ModelFiles) -> bool:
-    """Whether a head's blocks after its first are not one and the same, whatever they hold: new ones are equal."""
-    return files.sizes["blocks"] > 2
-
-
 def _tensors(config: Config) -> tuple[TensorRule, ...]:
-    return tuple(TensorRule(name, shape) for name, shape in _shapes(config))
-
-
-def _shapes(config: Config) -> Iterator[tuple[str, tuple[str, ...]]]:
-    kind = config[ARCHITECTURE]
+    kind, rules = config[ARCHITECTURE], []
     for i in range(config["hydra_num_heads"]):
+        name = projection_name(kind, i)
+        rules += [TensorRule(f"{name}.weight", ("V", "H")), TensorRule(f"{name}.bias", ("V",))]
         for j in range(config["hydra_num_layers"]):
-            place = f"hydra_mlp.{i}.{block_place(kind, j)}"
-            for part in ("linear", "res_connection") if j == 0 else ("linear",):
-                yield f"{place}.{part}.weight", ("H", f"{i + 2}*H" if j == 0 else "H")
-                yield f"{place}.{part}.bias", ("H",)
-        yield f"{projection_name(kind, i)}.weight", ("V", "H")
-        yield f"{projection_name(kind, i)}.bias", ("V",)
+            place, reads = f"hydra_mlp.{i}.{block_place(kind, j)}", "H" if j else f"{i + 2}*H"
+            for part in ("linear",) if j else ("linear", "res_connection"):
+                rules += [
+                    TensorRule(f"{place}.{part}.weight", ("H", reads)),
+                    TensorRule(f"{place}.{part}.bias", ("H",)),
+                ]
     if kind == PREFIX_MLP:
-        layer = f"{PREFIX}layers.0."
-        for name, shape in {
-            "self_attn.q_proj": ("ND", "H"),
-            "self_attn.k_proj": ("GD", "H"),
-            "self_attn.v_proj": ("GD", "H"),
-            "self_attn.o_proj": ("H", "ND"),
-            "mlp.gate_proj": ("I", "H"),
-            "mlp.up_proj": ("I", "H"),
-            "mlp.down_proj": ("H", "I"),
-            "input_layernorm": ("H",),
-            "post_attention_layernorm": ("H",),
-        }.items():
-            yield f"{layer}{name}.weight", shape
-        yield f"{PREFIX}norm.weight", ("H",)
-
-
-def _no_sizes(_: Config) -> dict[str, int]:
-    return {}
+        rules += [*llama_layer(f"{PREFIX}layers.0."), TensorRule(f"{PREFIX}norm.weight", ("H",))]
+    return tuple(rules)
 
 
 HYDRA = Contract(
@@ -110,8 +84,6 @@ HYDRA = Contract(
         KeyRule("base_model_name_or_path", str, "the target, which the reader loads from there"),
         KeyRule("original_lm_head", bool, "ours: the projections in the file are copies of the target's"),
     ),
-    sizes=_no_sizes,
-    ranges={},
 )
 
 
@@ -173,12 +145,7 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
             f"{file} holds {'a' if prefixed else 'no'} prefix layer, but {CONFIG} says {ARCHITECTURE} "
             f"{config[ARCHITECTURE]!r}: {_AGAIN}."
         )
-    width = next(iter(native["hydra_mlp.0.0.linear.weight"].shape), 0)
-    if width != target.hidden_size:
-        raise UserError(
-            f"{file} holds heads of width {width}, but the target {target.path} has {target.hidden_size} hidden units: "
-            f"{_MADE_FOR}."
-        )
+    check_width(file, next(iter(native["hydra_mlp.0.0.linear.weight"].shape), 0), target)
     shared = config.get("original_lm_head", False) is True
     if shared:
         _drop_copies(native, heads, target, file)
@@ -206,10 +173,17 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
 def _sizes(head: HydraHead) -> dict[str, int]:
     sizes = {"H": head.hidden_size, "V": head.vocab_size, "blocks": len(head.blocks(0))}
     if (layer := head.config) is not None:
-        sizes["I"] = layer.intermediate_size
-        sizes["ND"] = layer.num_attention_heads * layer.head_dim
-        sizes["GD"] = layer.num_key_value_heads * layer.head_dim
+        sizes |= _layer_sizes(layer)
     return sizes
+
+
+def _layer_sizes(layer: LlamaConfig) -> dict[str, int]:
+    return {
+        "I": layer.intermediate_size,
+        "N": layer.num_attention_heads,
+        "G": layer.num_key_value_heads,
+        "D": layer.head_dim,
+    }
 
 
 def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
@@ -297,15 +271,10 @@ def _tie(native: dict[str, Tensor], heads: int, blocks: int) -> bool:
 
 
 def _other_prefix_sizes(files: ModelFiles, target: Target, head: DraftHead) -> bool:
-    if "ND" not in files.sizes:
+    if "N" not in files.sizes:
         return False
-    usual = derive_layer_config(HydraOptions(prefix_attention=True), target)
-    queries, groups = (n * usual.head_dim for n in (usual.num_attention_heads, usual.num_key_value_heads))
-    return [files.sizes[key] for key in ("I", "ND", "GD")] != [usual.intermediate_size, queries, groups]
-
-
-def _shares_more_than_a_matrix(files: ModelFiles, target: Target, head: DraftHead) -> bool:
-    return bool(files.config.get("original_lm_head")) and more_than_a_matrix(files, target, head)
+    usual = _layer_sizes(derive_layer_config(HydraOptions(prefix_attention=True), target))
+    return any(files.sizes[symbol] != size for symbol, size in usual.items())
 
 
 LAYOUTS = (
@@ -316,13 +285,14 @@ LAYOUTS = (
         load_hydra_directory,
         {
             "hydra_original": Served(
-                start_hydra_original,
+                engines.start_original("hydra"),
                 rules=(
                     Rule(
                         "head.num_layers above 2 without head.tie_blocks",
                         "makes all blocks of a head after its first one module, so that only the last would count, in silence",
                         "train with head.tie_blocks true",
-                        lambda files, target, head: has_different_blocks(files),
+                        # Whatever they hold: new blocks are equal.
+                        lambda files, target, head: files.sizes["blocks"] > 2,
                     ),
                     Rule(
                         "a prefix layer of other sizes than the target's layers",
@@ -334,7 +304,9 @@ LAYOUTS = (
                         "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap",
                         "knows a matrix of each head alone",
                         "train with head.original_lm_head false",
-                        _shares_more_than_a_matrix,
+                        lambda files, target, head: (
+                            files.config["original_lm_head"] and more_than_a_matrix(files, target, head)
+                        ),
                     ),
                 ),
                 caveats=(

@@ -1,7 +1,8 @@
 """Medusa heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised.
 
-The layouts are the original one, that of TGI and that of vLLM (up to 0.32). Symbols in shapes: H target hidden, V target vocab, heads, layers (blocks per head), projections (output projections
-in the file). The first two layouts name neither sizes nor dtype: their readers take them from the target.
+The layouts are the original one, that of TGI and that of vLLM (up to 0.32). Symbols in shapes: H target hidden, V target
+vocab, heads, layers (blocks per head), projections (output projections in the file). The first two layouts name neither
+sizes nor dtype: their readers take them from the target.
 
 Engines draft the tokens that rank first, so the target's scale and softcap, which change no rank, are none of theirs
 where heads share its projection; a bias is, and only the original layout, whose reader calls the target's own module,
@@ -27,6 +28,7 @@ from draftsmith.heads.files import (
     read_weights,
     weights_file,
 )
+from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import (
     Config,
     Contract,
@@ -34,15 +36,11 @@ from draftsmith.heads.formats.contracts import (
     KeyRule,
     ModelFiles,
     TensorRule,
-    broken,
-    check_torch_dtype,
     target_reference,
 )
-from draftsmith.heads.formats.engine_rules import VLLM_SAME_GPUS
 from draftsmith.heads.formats.layout import Layout, Rule, Served
-from draftsmith.heads.formats.published import is_the_same
+from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.formats.start import start_medusa_original, start_tensorrt_llm_medusa, start_tgi, start_vllm
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.target.target import Target
@@ -54,20 +52,9 @@ def _sizes(config: Config) -> dict[str, int]:
 
 def _vllm_sizes(config: Config) -> dict[str, int]:
     heads = config["num_heads"]
-    return {
-        "H": config["hidden_size"],
-        "V": config["vocab_size"],
-        "heads": heads,
-        "layers": config["num_hidden_layers"],
-        "projections": 1 if config["original_lm_head"] else heads,
-    }
-
-
-def _check_one_block_beside_the_shared_projection(contract: Contract, files: ModelFiles) -> None:
-    layers = files.config["medusa_num_layers"]
-    if files.sizes["projections"] == 0 and layers != 1:
-        why = "TGI stops at more where the heads use the target's projection"
-        raise broken(contract, "config key medusa_num_layers", f"1 ({why})", repr(layers))
+    projections = 1 if config["original_lm_head"] else heads
+    own = {"heads": heads, "layers": config["num_hidden_layers"], "projections": projections}
+    return {"H": config["hidden_size"], "V": config["vocab_size"], **own}
 
 
 _TENSORS = (
@@ -78,6 +65,7 @@ _TENSORS = (
 )
 _RANGES = {"i": "heads", "j": "layers", "p": "projections"}
 _HEADS = KeyRule("medusa_num_heads", int, "the heads; those that the file lacks stay random in silence")
+_BLOCKS = KeyRule("medusa_num_layers", int, "the blocks of each head")
 _BASE = KeyRule("base_model_name_or_path", str, "the target, which the reader loads from there")
 
 # The layout of FasterDecoding/Medusa, with safetensors for its pickle; TensorRT-LLM converts it too. For vLLM it is
@@ -87,12 +75,7 @@ MEDUSA = Contract(
     tensors=_TENSORS,
     keys=(
         _HEADS,
-        KeyRule(
-            "medusa_num_layers",
-            int,
-            "the original code makes all blocks of a head one module, so that only the last would count, in silence",
-            1,
-        ),
+        _BLOCKS,
         _BASE,
         KeyRule("medusa_fc_bias", bool, "a reader that does not find it drops the blocks' biases in silence", True),
     ),
@@ -104,11 +87,10 @@ MEDUSA = Contract(
 MEDUSA_TGI = Contract(
     name="medusa_tgi",
     tensors=_TENSORS,
-    keys=(_HEADS, KeyRule("medusa_num_layers", int, "the blocks of each head"), _BASE),
+    keys=(_HEADS, _BLOCKS, _BASE),
     sizes=_sizes,
     ranges=_RANGES,
     forbidden={"architectures": "TGI would take it for another speculator, load none and fail at the first request"},
-    checks=(_check_one_block_beside_the_shared_projection,),
     closed="TGI reads three keys",
 )
 
@@ -134,7 +116,6 @@ MEDUSA_VLLM = Contract(
     ),
     sizes=_vllm_sizes,
     ranges=_RANGES,
-    checks=(check_torch_dtype,),
     closed="vLLM takes any key with num and heads, or num and layers, in its name for one of its own",
 )
 
@@ -144,14 +125,26 @@ SHARED_PROJECTION = "lm_heads.0.weight"
 
 def to_medusa(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
     """Convert to the original layout."""
-    files = _original(head, target, request)
+    files = to_medusa_tgi(head, target, request)
     files.config["medusa_fc_bias"] = True
     return files
 
 
 def to_medusa_tgi(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
     """Convert to TGI's layout."""
-    return _original(head, target, request)
+    options = head.options
+    tensors = {
+        re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{options.num_layers}.", name.removeprefix("blocks.")): value.detach()
+        for name, value in head.state_dict().items()
+    }
+    config = {
+        "medusa_num_heads": options.num_heads,
+        "medusa_num_layers": options.num_layers,
+        "base_model_name_or_path": target_reference(target),
+    }
+    sizes = {"H": head.hidden_size, "V": head.vocab_size, "projections": len(head.lm_heads)}
+    rounded = {name: value.to(request.dtype) for name, value in tensors.items()}
+    return ModelFiles(config, rounded, request.dtype, MEDUSA_WEIGHTS, sizes)
 
 
 def to_medusa_vllm(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
@@ -257,31 +250,10 @@ def _count(native: dict[str, Tensor], file: Path) -> tuple[int, int]:
     return 1 + max([i for i, _ in blocks] + projections), 1 + max(j for _, j in blocks)
 
 
-def _original(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
-    options = head.options
-    tensors = {
-        re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{options.num_layers}.", name.removeprefix("blocks.")): value.detach()
-        for name, value in head.state_dict().items()
-    }
-    config = {
-        "medusa_num_heads": options.num_heads,
-        "medusa_num_layers": options.num_layers,
-        "base_model_name_or_path": target_reference(target),
-    }
-    sizes = {"H": head.hidden_size, "V": head.vocab_size, "projections": len(head.lm_heads)}
-    rounded = {name: value.to(request.dtype) for name, value in tensors.items()}
-    return ModelFiles(config, rounded, request.dtype, MEDUSA_WEIGHTS, sizes)
-
-
 def _fill(native: dict[str, Tensor], target: Target, file: Path) -> MedusaHead:
     """Return the heads that the tensors make; those without projections use the target's."""
     heads, layers = _count(native, file)
-    width = native["blocks.0.0.linear.weight"].shape[0]
-    if width != target.hidden_size:
-        raise UserError(
-            f"{file} holds heads of width {width}, but the target {target.path} has {target.hidden_size} hidden units: give "
-            "the target that they were made for."
-        )
+    check_width(file, native["blocks.0.0.linear.weight"].shape[0], target)
     shared = not any(name.startswith("lm_heads.") for name in native)
     with torch.device(target.device):
         head = MedusaHead(MedusaOptions(heads, layers, shared), target.head)
@@ -308,7 +280,7 @@ LAYOUTS = (
         load_medusa_directory,
         {
             "medusa_original": Served(
-                start_medusa_original,
+                engines.start_original("medusa"),
                 rules=(
                     Rule(
                         "head.num_layers above 1",
@@ -322,7 +294,7 @@ LAYOUTS = (
                 ),
             ),
             "tensorrt_llm": Served(
-                start_tensorrt_llm_medusa,
+                engines.start_tensorrt_llm_medusa,
                 rules=(
                     Rule(
                         "head.original_lm_head",
@@ -343,7 +315,7 @@ LAYOUTS = (
         load_medusa_directory,
         {
             "tgi": Served(
-                start_tgi,
+                engines.start_tgi,
                 rules=(
                     Rule(
                         "head.num_layers above 1 and head.original_lm_head",
@@ -364,15 +336,15 @@ LAYOUTS = (
         load_medusa_vllm_directory,
         {
             "vllm": Served(
-                start_vllm("medusa"),
+                engines.start_vllm("medusa"),
                 rules=(_SHARED_BIAS,),
                 caveats=(
-                    'vLLM 0.33 removed Medusa: use 0.32 or older. `"method": "medusa"` does not settle the method alone: a path '
-                    "of the draft that holds `eagle-`, `eagle3`, `dflash` or `dspark` wins, so move the folder where there is "
-                    "such a name in its path.",
+                    "vLLM 0.33 removed Medusa: use 0.32 or older. " + engines.path_decides("medusa"),
                     "vLLM drafts a chain, with at most as many tokens as heads.",
-                    VLLM_SAME_GPUS,
+                    engines.VLLM_SAME_GPUS,
                 ),
+                until="0.32",
+                reserved=engines.RESERVED_PATH_WORDS,
             )
         },
     ),

@@ -204,7 +204,6 @@ MUTANTS: dict[str, Any] = {
     "two ropes": ("eagle1", lambda t, c: c.update(rope_theta=500.0), "rope_theta: expected 10000"),
     "one scaling": ("eagle1", lambda t, c: c.update(rope_scaling={"rope_type": "linear", "factor": 2.0}), "rope_scaling: expected None"),
     "lost scaling": ("eagle1", lambda t, c: c["rope_parameters"].update(rope_type="linear", factor=2.0), "rope_scaling: expected .*linear.*got None"),
-    "odd groups": ("eagle1", lambda t, c: (c.update(num_key_value_heads=3), t.update({f"layers.0.self_attn.{n}_proj.weight": torch.ones(48, 64) for n in "kv"})), "num_key_value_heads: expected a divisor"),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.eagle.convert import to_flat_eagle3
+from draftsmith.heads.eagle.formats import to_flat_eagle3
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import convert_head, export_head

@@ -1,6 +1,10 @@
-"""Engines as data: every rule finds its head and no other, splits are what the engines' own code allows, and
-docs/export.md shows both tables as they are."""
+"""Engines as data: every rule finds its head and no other, splits are what the engines' own code allows, which layouts an engine
+was run with is what was measured, and the pages say of all this what the records say.
 
+    python -m tests.heads.formats.test_engines    # writes it into the pages and heads/formats/served.json
+"""
+
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,17 +14,18 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import _check_split, convert_head, export_head
+from draftsmith.heads.export.readme import fenced
 from draftsmith.heads.formats.contracts import ModelFiles
-from draftsmith.heads.formats.engines import ENGINES, split_obstacle
+from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
-from draftsmith.heads.formats.start import Serving
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.heads.target.target import Target
+from scripts.bench.engines.page import agrees, read_results
 from tests.exports import (
     LLAMA3,
+    PLAIN,
     VOCAB,
     make_dflash,
-    make_draft_model,
     make_dspark,
     make_eagle1,
     make_eagle3,
@@ -36,7 +41,9 @@ RULES: list[tuple[Layout, str, Rule]] = [
     for engine, served in layout.engines.items()
     for rule in served.rules
 ]
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "export.md"
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("drafters", "export", "train-a-head"))]
+WRITE = "run python -m tests.heads.formats.test_engines, which writes it"
 
 
 def biased(target: Target) -> Target:
@@ -112,16 +119,6 @@ HEADS = {
     "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap": lambda t: (
         make_hydra(biased(t), original_lm_head=True)
     ),
-}
-PLAIN = {
-    "dflash": make_dflash,
-    "dspark": make_dspark,
-    "draft_model": make_draft_model,
-    "eagle1": make_eagle1,
-    "eagle3": make_eagle3,
-    "hydra": make_hydra,
-    "medusa": make_medusa,
-    "peagle": make_peagle,
 }
 
 
@@ -267,7 +264,13 @@ def layouts_table() -> str:
     rows = []
     for name, layout in layouts().items():
         default = " (default)" if name == default_layout(layout.method) else ""
-        rows.append((f"`{name}`", names[layout.method] + default, ", ".join(ENGINES[e].title for e in layout.engines)))
+        rows.append(
+            (
+                f"`{name}`",
+                names.get(layout.method, layout.method) + default,
+                ", ".join(ENGINES[e].title for e in layout.engines),
+            )
+        )
     return table(("`export.layout`", "head", "read by"), ("---", "---", "---"), *rows)
 
 
@@ -287,44 +290,115 @@ def rules_table(*, refused: bool) -> str:
     return table(("layout", "head", "why", "instead"), ("---", "---", "---", "---"), *lines)
 
 
+def read_by(methods: str) -> str:
+    """The engines that read layouts of these methods."""
+    served = [(e, one) for x in layouts().values() if x.method in methods.split(", ") for e, one in x.engines.items()]
+    found = []
+    for engine, known in ENGINES.items():
+        ends = [one.until for e, one in served if e == engine]
+        if ends:
+            found.append(known.title + ("" if "" in ends else f" up to {max(ends)}"))
+    return ", ".join(found)
+
+
 def engines_table() -> str:
-    how = {"run": "run with trained heads", "read": "read from the source"}
-    rows = [(e.title, e.version, how[e.checked]) for e in ENGINES.values()]
-    return table(("engine", "version", "contract"), ("---", "---", "---"), *rows)
+    rows = []
+    for engine, known in ENGINES.items():
+        ran, read = [], []
+        for name, layout in layouts().items():
+            if engine in layout.engines:
+                (ran if layout.was_run(engine) else read).append(f"`{name}`")
+        rows.append((known.title, known.version, ", ".join(ran) or "none", ", ".join(read) or "none"))
+    head = ("engine", "version", "run with heads of the layouts", "read alone, for the layouts")
+    return table(head, ("---",) * len(head), *rows)
+
+
+def start_lines() -> str:
+    """Each engine: its lines for every layout that it reads, and what to watch for."""
+    parts, target = [], make_target()
+    for engine, known in ENGINES.items():
+        parts.append(f"### {known.title}\n")
+        caveats: dict[str, list[str]] = {}
+        for name, layout in layouts().items():
+            if engine not in layout.engines:
+                continue
+            served, head = layout.engines[engine], PLAIN[layout.method](target)
+            serving = Serving(
+                f"export/{name}",
+                "my-org/my-model",
+                head.engine_draft_length(5),
+                layer_ids=head.reads.layer_ids,
+                heads=getattr(head.options, "num_heads", 0),
+            )
+            parts.append(f"`{name}`:\n")
+            for text in fenced(served.start(serving), bash="<!-- needs an engine -->\n"):
+                # A file's name stands in the mark that has it written, too.
+                parts.append(re.sub(r"^(`(.*\.yaml)`:\n\n)", r"\1<!-- file: \2 -->\n", text))
+            for caveat in served.caveats:
+                caveats.setdefault(caveat, []).append(f"`{name}`")
+        parts += [f"- {', '.join(names)}: {caveat}" for caveat, names in caveats.items()]
+        parts += [f"- Counters: {known.counters}.", ""]
+    return "\n".join(parts)
 
 
 TABLES = {
-    "layouts": layouts_table(),
-    "refused": rules_table(refused=True),
-    "left out": rules_table(refused=False),
-    "engines": engines_table(),
+    "layouts": layouts_table,
+    "refused": lambda: rules_table(refused=True),
+    "left out": lambda: rules_table(refused=False),
+    "engines": engines_table,
+    "start": start_lines,
 }
 
 
-def with_tables(page: str) -> str:
-    """Return the page with its tables as they should be."""
-    for name, text in TABLES.items():
-        pattern = rf"(<!-- table: {name} -->\n).*?(<!-- end -->)"
-        page, count = re.subn(pattern, lambda found, text=text: found[1] + text + found[2], page, flags=re.DOTALL)
-        assert count == 1, f"{PAGE} has no place for the table {name}"
-    return page
+def rendered(page: str) -> str:
+    """Return a page with its tables and lists of engines as the records have them."""
+    page = re.sub(
+        r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], page, flags=re.DOTALL
+    )
+    return re.sub(r"(<!-- read by: (.+?) -->).*?(<!-- end -->)", lambda m: m[1] + read_by(m[2]) + m[3], page)
 
 
-def test_the_page_shows_the_tables_as_they_are():
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == with_tables(page), "run python -m tests.heads.formats.test_engines, which writes the tables"
+def measured() -> dict[str, list[str]]:
+    """The layouts that each engine served just as we decode, by the committed results of scripts/test_engines.sh; transformers
+    serves draft models in tests/heads/draft_model/test_head.py."""
+    found: dict[str, list[str]] = {"transformers": ["draft_model"]}
+    rows = read_results()
+    for row in rows:
+        engine, layout = row["engine"].replace(".", "_"), row["layout"]
+        if all(agrees(one) for one in rows if (one["engine"], one["layout"]) == (row["engine"], layout)):
+            found[engine] = sorted({*found.get(engine, []), layout})
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_say_what_the_records_say(page):
+    text = page.read_text(encoding="utf-8")
+    assert text == rendered(text), WRITE
+    if page.name == "export.md":
+        assert set(re.findall("<!-- table: (.+?) -->", text)) == TABLES.keys()
+
+
+def test_what_was_run_is_what_was_measured_in_the_version_that_was_read():
+    assert measured() == SERVED, WRITE
+    versions = {(row["engine"].replace(".", "_"), row["version"]) for row in read_results()}
+    constraints = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    versions.add(("transformers", re.search(r"^transformers==(.+)$", constraints, re.MULTILINE)[1]))
+    for engine, version in versions:
+        read = ENGINES[engine].version.removeprefix("commit ")
+        assert read[:7] in version, f"{engine} was run as {version}: read its source again, and say so in ENGINES"
 
 
 def test_every_method_can_be_exported_and_started():
-    assert (
-        {layout.method for layout in layouts().values()}
-        == {served_method(name) for name in methods() if layouts_of(name)}
-        == set(PLAIN)
-    )
+    exported = {served_method(name) for name in methods() if layouts_of(name)}
+    assert {layout.method for layout in layouts().values()} == exported == set(PLAIN)
     for layout in layouts().values():
         for engine in layout.engines:
             assert layout.engines[engine].start(Serving("draft", "target", 3, layer_ids=(1, 2, 3), heads=3))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    (ROOT / "heads" / "formats" / "served.json").write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    SERVED.clear()
+    SERVED.update(measured())
+    for one in PAGES:
+        one.write_text(rendered(one.read_text(encoding="utf-8")), encoding="utf-8")

@@ -15,8 +15,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_checkpoint
 from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_names, weights_file
+from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.record import RECORD, TUNED, check_made_for
-from draftsmith.heads.registry import find_method, is_known, methods, served_method
+from draftsmith.heads.registry import is_known, methods, served_method
 from draftsmith.heads.target.files import read_object
 from draftsmith.heads.target.target import Target
 
@@ -106,7 +107,7 @@ def recognise(path: Path) -> Format:
     """Return the format of the head in the folder `path`. Raises UserError for none and for one that cannot be loaded."""
     refuse_other_files(path)
     folder = HeadFolder(path, read_config(path))
-    found = _of_plugin(path) or next((one for one in formats() if one.fits(folder)), None)
+    found = _of_record(path) or next((one for one in formats() if one.fits(folder)), None)
     if found is None:
         lacks = "no tensor fc.weight" if folder.names else "no weights"
         raise UserError(
@@ -123,22 +124,22 @@ def recognise(path: Path) -> Format:
     return found
 
 
-def _of_plugin(path: Path) -> Format | None:
-    """Return the format of an export in a layout that another package brings, by our record beside it; None for others. Raises
-    UserError where that package is not installed any more."""
+def _of_record(path: Path) -> Format | None:
+    """Return the format of an export of draftsmith's, ours or another package's, by the record beside it; None where there is
+    none. Raises UserError for the layout of a package that is not installed any more."""
     record = read_object(path / RECORD) if (path / RECORD).is_file() else {}
     method, name = str(record.get("method")), record.get("layout")
-    served = served_method(method)
-    if name is None or served in methods() or name == TUNED:
+    if name in (None, TUNED):
         return None
-    known = find_method(served).layouts if is_known(served) else ()
-    found = next((one for one in known if one.name == name), None)
-    if found is None:
-        raise UserError(
-            f"{path} holds a head of the method {method!r} in the layout {name!r}, which no installed package adds: install the "
-            "package that it came from."
-        )
-    return Format(f"a {method} head in the layout {name}", 0, lambda folder: True, found.load)
+    found = layouts_of(method).get(name)
+    if found is not None:
+        return Format(f"a {method} head in the layout {name}", 0, lambda folder: True, found.load)
+    if served_method(method) in methods():
+        return None
+    raise UserError(
+        f"{path} holds a head of the method {method!r} in the layout {name!r}, which no installed package adds: install the "
+        "package that it came from."
+    )
 
 
 def is_head_config(file: Path) -> bool:

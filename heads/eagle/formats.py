@@ -4,8 +4,8 @@ How each engine takes them stands in the formats.py of both methods. Symbols in 
 W draft vocab, A aux layers, M decoder layers of the draft.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -285,14 +285,11 @@ def read_fused(
     config: Mapping[str, Any],
     target: Target,
     kind: type[Head],
-    options: Callable[..., DraftShape],
-    flags: Sequence[str],
+    options: type[DraftShape],
     **more: Any,
 ) -> Head:
-    """Return the head of that kind described by the flat `config`, with the tensors in `path`.
-
-    flags: the switches that its options have. more: further fields of them.
-    """
+    """Return the head of that kind described by the flat `config`, with the tensors in `path`. more: further fields of its
+    options."""
     check_sizes(path, config, target, shapes=True)
     file, found = read_weights(path, target.device)
     tensors = {name.replace(FLAT_LAYER, NATIVE_LAYER): value for name, value in tidy(found, file, target).items()}
@@ -316,7 +313,7 @@ def read_fused(
         hidden_size=config["hidden_size"] if own_width else None,
         train_embeddings=own_width,
         sliding_window=_window(path, config),
-        **{flag: switches[flag] for flag in flags},
+        **{flag: switches[flag] for flag in FLAGS if flag in {field.name for field in fields(options)}},
         **more,
     )
     with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):

@@ -10,7 +10,6 @@ from draftsmith.heads.eagle.formats import (
     AUX_LAYERS,
     EAGLE3,
     EAGLE3_SPECULATORS,
-    FLAGS,
     read_fused,
     read_speculators,
     to_flat_eagle3,
@@ -34,13 +33,13 @@ def load_eagle3_directory(path: Path | str, target: Target) -> Eagle3Head:
     the defaults of a Llama configuration. Raises UserError for anything missing or misshapen, for a head of another
     target's dimensions, and for layers that engines read differently.
     """
-    return read_fused(Path(path), read_config(Path(path)), target, Eagle3Head, Eagle3Options, FLAGS)
+    return read_fused(Path(path), read_config(Path(path)), target, Eagle3Head, Eagle3Options)
 
 
 def load_speculators_directory(path: Path | str, target: Target) -> Eagle3Head:
     """Return the head in an EAGLE-3 directory of the speculators layout; otherwise as `load_eagle3_directory`."""
     config = read_speculators(Path(path), "eagle3", "EAGLE-3")
-    return read_fused(Path(path), config, target, Eagle3Head, Eagle3Options, FLAGS)
+    return read_fused(Path(path), config, target, Eagle3Head, Eagle3Options)
 
 
 def _layers(files: ModelFiles) -> list[int]:

@@ -44,10 +44,6 @@ class HeadFolder:
         keys = ("architectures", "model_type", "speculators_model_type")
         return " ".join(str(self.config.get(key, "")) for key in keys).lower()
 
-    def has(self, name: str) -> bool:
-        """Whether a file of that name is in the folder."""
-        return (self.path / name).is_file()
-
 
 @dataclass(frozen=True)
 class Format:

@@ -255,18 +255,16 @@ def _drop_copies(native: dict[str, Tensor], heads: int, target: Target, file: Pa
 
 def _tie(native: dict[str, Tensor], heads: int, blocks: int) -> bool:
     """Whether the blocks behind each head's first are equal; all but one of them are then taken out."""
-    later = [
-        f"hydra_mlp.{i}.{j}.linear.{part}"
+    pairs = [
+        (f"hydra_mlp.{i}.{j}.linear.{part}", f"hydra_mlp.{i}.1.linear.{part}")
         for i in range(heads)
         for j in range(2, blocks)
         for part in ("weight", "bias")
     ]
-    first = {name: re.sub(r"^(hydra_mlp\.\d+)\.\d+", r"\1.1", name) for name in later}
-    for name, one in first.items():
-        if name not in native or one not in native or not torch.equal(native[name], native[one]):
-            return False
-    for name in later:
-        del native[name]
+    if not all({a, b} <= native.keys() and torch.equal(native[a], native[b]) for a, b in pairs):
+        return False
+    for later, _ in pairs:
+        del native[later]
     return True
 
 

@@ -354,10 +354,8 @@ LAYOUTS = (
 def _is_medusa(folder: HeadFolder) -> bool:
     """Known by its configuration or by its file, unless that lies beside a whole model whose configuration is silent."""
     named = "medusa_num_heads" in folder.config or "medusa" in folder.words
-    weights = weights_file(folder.path)
-    return named or (
-        weights is not None and "medusa" in weights.name and not (folder.has(WEIGHTS) or folder.has(INDEX))
-    )
+    weights, beside = weights_file(folder.path), any((folder.path / name).is_file() for name in (WEIGHTS, INDEX))
+    return named or (weights is not None and "medusa" in weights.name and not beside)
 
 
 def _is_medusa_for_vllm(folder: HeadFolder) -> bool:

@@ -68,7 +68,6 @@ _SAID = {
 # speculators: the package, and vLLM, which starts the target that the directory names and sets parallel_drafting itself.
 PEAGLE_SPECULATORS = _with_mask(EAGLE3_SPECULATORS, "peagle_speculators", **_SAID)
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where vLLM looks for the mask token, in this order."""
 
@@ -102,7 +101,7 @@ def _with_token(files: ModelFiles, head: PEagleHead) -> ModelFiles:
 def _read(path: Path, config: Mapping[str, Any], target: Target) -> PEagleHead:
     token = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
     check_mask_token(path, token, target)
-    return read_fused(path, config, target, PEagleHead, PEagleOptions, FLAGS, mask_token_id=token)
+    return read_fused(path, config, target, PEagleHead, PEagleOptions, mask_token_id=token)
 
 
 _RUNNER = (

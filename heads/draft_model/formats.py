@@ -151,6 +151,7 @@ LAYOUTS = (
                 ),
             ),
         },
+        whole=True,
     ),
 )
 

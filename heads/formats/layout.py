@@ -59,7 +59,7 @@ class Layout:
     """A way to write the heads of a method: the contract it must meet, how to convert to it and back, and what reads it.
 
     convert(head, target, request) -> files; load(path, target) -> head. engines: by their names in ENGINES; none where no
-    engine known here reads it.
+    engine known here reads it. whole: it holds a model of its own, which may be a target, too.
     """
 
     method: str
@@ -67,6 +67,7 @@ class Layout:
     convert: Callable[[Any, Target, ExportRequest], ModelFiles]
     load: Callable[[Path, Target], DraftHead]
     engines: Mapping[str, Served]
+    whole: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(self.engines.keys() - ENGINES.keys())

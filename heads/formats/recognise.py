@@ -45,6 +45,9 @@ class HeadFolder:
         return " ".join(str(self.config.get(key, "")) for key in keys).lower()
 
 
+_WHOLE = 20
+
+
 @dataclass(frozen=True)
 class Format:
     """A format of heads.
@@ -62,7 +65,7 @@ class Format:
     @property
     def whole(self) -> bool:
         """Whether folders of it hold a whole model, with a hidden size and a tokenizer of its own."""
-        return self.rank >= 20
+        return self.rank >= _WHOLE
 
 
 CHECKPOINT = Format(
@@ -129,7 +132,8 @@ def _of_record(path: Path) -> Format | None:
         return None
     found = layouts_of(method).get(name)
     if found is not None:
-        return Format(f"a {method} head in the layout {name}", 0, lambda folder: True, found.load)
+        rank = _WHOLE if found.whole else 0
+        return Format(f"a {method} head in the layout {name}", rank, lambda folder: True, found.load)
     if served_method(method) in methods():
         return None
     raise UserError(
@@ -148,6 +152,8 @@ def is_head_config(file: Path) -> bool:
         config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             return False
+        if (recorded := _of_record(file.parent)) is not None:
+            return not recorded.whole
         known = None if config.get("num_hidden_layers") == 1 else frozenset[str]()
         folder = HeadFolder(file.parent, config, known)
         return any(not one.whole and one.fits(folder) for one in formats())

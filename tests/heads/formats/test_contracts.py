@@ -164,8 +164,8 @@ def test_layouts_belong_to_one_method():
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
-        ("eagle3", "'eagle3', which holds eagle3 heads, not medusa: choose one of medusa, medusa_tgi, medusa_vllm."),
-        ("onnx", "'onnx', which is unknown: choose one of medusa, medusa_tgi, medusa_vllm."),
+        ("eagle3", f"'eagle3', which holds eagle3 heads, not medusa: choose one of {', '.join(layouts_of('medusa'))}."),
+        ("onnx", f"'onnx', which is unknown: choose one of {', '.join(layouts_of('medusa'))}."),
     ],
 )
 def test_another_layout_is_one_sentence(layout, words, tmp_path):

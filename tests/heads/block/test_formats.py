@@ -101,6 +101,7 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     """Keys that the published ones leave out or place elsewhere."""
     target = make_target()
     path = exported("dflash", tmp_path, target)
+    (path / "draftsmith.json").unlink()
     edit(path, draft_vocab_size=None, torch_dtype=None, layer_types=["full_attention"] * 2, num_target_layers=8)
     assert recognise(path).name == "a DFlash head"
     assert torch.equal(load_head(path, target).fc.weight, make_dflash(target).fc.weight)

@@ -19,7 +19,7 @@ from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import all_weights_files
 from draftsmith.heads.formats.layout import Layout, layouts
-from draftsmith.heads.formats.recognise import is_head_config, load_head, recognise
+from draftsmith.heads.formats.recognise import formats, is_head_config, load_head, recognise
 from draftsmith.heads.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import (
@@ -101,6 +101,10 @@ def test_an_export_is_the_head_and_so_is_its_checkpoint(layout, name, tmp_path):
     check_the_same(again, load_head(tmp_path / "ours", target), target)
     # A draft model is a whole model, and as such may be a target too.
     assert is_head_config(tmp_path / "out" / "config.json") == (head.method != "draft_model")
+    # Without our record it is known as one that others have made.
+    (tmp_path / "out" / "draftsmith.json").unlink()
+    read = layouts()[layout].load
+    assert recognise(tmp_path / "out").load is read or read not in [one.load for one in formats()]
     assert is_head_config(tmp_path / "ours" / "config.json")
 
 

@@ -352,8 +352,9 @@ TABLES = {
 
 def rendered(page: str) -> str:
     """Return a page with its tables and lists of engines as the records have them."""
+    ours = "|".join(TABLES)
     page = re.sub(
-        r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], page, flags=re.DOTALL
+        rf"(<!-- table: ({ours}) -->\n).*?(<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], page, flags=re.DOTALL
     )
     return re.sub(r"(<!-- read by: (.+?) -->).*?(<!-- end -->)", lambda m: m[1] + read_by(m[2]) + m[3], page)
 

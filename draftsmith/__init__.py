@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from draftsmith.errors import UserError
     from draftsmith.eval.decode.answers import Generation, Request, Tally
     from draftsmith.eval.decode.sampling import Sampling
-    from draftsmith.eval.drafters.contender import Contender
+    from draftsmith.eval.drafters.system import SystemUnderTest
     from draftsmith.heads.base import DraftHead
     from draftsmith.heads.formats.recognise import load_head
     from draftsmith.heads.registry import Method
@@ -194,12 +194,12 @@ def load_recipe(path: str | Path, *overrides: str) -> "Recipe":
     return parse_recipe(["--recipe", str(path), *overrides])
 
 
-def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str) -> "Contender":
+def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str) -> "SystemUnderTest":
     """Return how a head drafts once trained, in the dtype of the target; the head itself is left as it is."""
     from copy import deepcopy
 
     from draftsmith.errors import UserError
-    from draftsmith.eval.drafters.contender import make_contender
+    from draftsmith.eval.drafters.system import head_system
     from draftsmith.recipe.evaluate import DraftSpec
 
     if num_speculative_tokens < 1:
@@ -208,7 +208,7 @@ def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tr
     if any(parameter.dtype != target.dtype for parameter in ready.parameters()):
         ready = deepcopy(ready).to(target.dtype)
     verifier = ready.verifier(target)
-    return make_contender(
+    return head_system(
         ready.method,
         ready,
         num_speculative_tokens,

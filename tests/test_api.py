@@ -12,7 +12,7 @@ import torch
 import draftsmith
 from draftsmith import Request, Sampling, UserError
 from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
@@ -103,7 +103,7 @@ def test_a_head_is_left_as_it_is_whatever_drafts_with_it(
     assert {parameter.dtype for parameter in head.parameters()} == {torch.float32} or head.embed_tokens is not None
     assert head.fc.weight.dtype == torch.float32
     sampling = Sampling(1.0)
-    drafter = make_contender("eagle3", head.to(target.dtype), 2, 2).make(2)
+    drafter = head_system("eagle3", head.to(target.dtype), 2, 2).make(2)
     expected = decode_batch(target, drafter, requests, sampling, rows=2).generations
     found = draftsmith.decode(target, head, requests, sampling=sampling, num_speculative_tokens=2, batch=2)
     assert [one.output_ids for one in found] == [one.output_ids for one in expected]

@@ -8,7 +8,7 @@ import pytest
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.report import headline_markdown
-from scripts.bench.decoder.tables import read_bench, render
+from scripts.bench.decoder.bench import read_bench, render
 from scripts.bench.drafters.page import headline
 from scripts.bench.drafters.page import render as render_drafters
 from scripts.bench.drafters.table import DRAFTERS

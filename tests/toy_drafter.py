@@ -9,8 +9,8 @@ from itertools import islice
 import torch
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
+from draftsmith.eval.decode.growth import chain_token_by_token
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.registry import Method
 from draftsmith.heads.target.target import Target

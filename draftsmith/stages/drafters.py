@@ -14,15 +14,15 @@ from draftsmith.data.conversations.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
-from draftsmith.eval.drafters.contender import (
-    Contender,
-    draft_model_contender,
-    make_contender,
-    prompt_lookup_contender,
-    tree_kind,
-)
 from draftsmith.eval.drafters.draft_model import check_context
 from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM
+from draftsmith.eval.drafters.system import (
+    SystemUnderTest,
+    draft_model_system,
+    head_system,
+    prompt_lookup_system,
+    tree_kind,
+)
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
@@ -82,7 +82,7 @@ def check_named_drafters(recipe: Recipe) -> None:
             _check_draft_model_path(baseline.path)
 
 
-def drafter_digests(session: Session, drafters: list[Contender]) -> dict[str, Any]:
+def drafter_digests(session: Session, drafters: list[SystemUnderTest]) -> dict[str, Any]:
     """Identify the heads, trees and baselines of the evaluation, as run.json records them."""
     recipe, spec = session.recipe, session.recipe.evaluate
     beside = {name: head_digest(folder) for name, folder in _compared_folders(recipe).items()}
@@ -94,7 +94,7 @@ def drafter_digests(session: Session, drafters: list[Contender]) -> dict[str, An
 
 def select_drafters(
     session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int, *, compared: bool = False
-) -> list[Contender]:
+) -> list[SystemUnderTest]:
     """Return a drafter for every head and way to draft that fits it, then the baselines.
 
     longest: tokens of the longest text that will be decoded. compared: `target` was tuned, and the evaluation
@@ -137,7 +137,7 @@ def select_drafters(
     return drafters
 
 
-def _ways(session: Session, name: str, head: DraftHead, target: Target, compared: bool) -> list[Contender]:
+def _ways(session: Session, name: str, head: DraftHead, target: Target, compared: bool) -> list[SystemUnderTest]:
     """Return a drafter for every way to draft that fits a head."""
     verifier = head.verifier(target)
     tuned = None if verifier is target and not compared else verifier
@@ -163,7 +163,7 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target, compared
             "tokens: take ranks below that."
         )
     return [
-        make_contender(
+        head_system(
             name,
             head,
             *lengths,
@@ -177,14 +177,14 @@ def _ways(session: Session, name: str, head: DraftHead, target: Target, compared
     ]
 
 
-def at_temperature(drafters: list[Contender], sampling: Sampling) -> list[Contender]:
+def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[SystemUnderTest]:
     """Leave out, at temperature 0, drafters that would repeat another one.
 
     Lossy acceptance rules accept like the exact one there, and drawn children are the most likely ones.
     """
     if not sampling.greedy:
         return drafters
-    kept: list[Contender] = []
+    kept: list[SystemUnderTest] = []
     for c in sorted(drafters, key=lambda c: (not c.lossless, c.drawn)):
         if c.head is None or not any(
             (c.head is k.head) and (c.tree, c.threshold) == (k.tree, k.threshold) for k in kept
@@ -193,7 +193,7 @@ def at_temperature(drafters: list[Contender], sampling: Sampling) -> list[Conten
     return [c for c in drafters if c in kept]
 
 
-def _baselines(session: Session, target: Target, longest: int) -> list[Contender]:
+def _baselines(session: Session, target: Target, longest: int) -> list[SystemUnderTest]:
     """Return the recipe's baselines, draft models in the dtype of `target`.
 
     longest: tokens of the longest text that will be decoded. Raises UserError for a draft model that cannot draft for
@@ -206,12 +206,12 @@ def _baselines(session: Session, target: Target, longest: int) -> list[Contender
         if baseline.path is None:
             ngram = baseline.max_ngram or MAX_NGRAM
             name = "prompt lookup" if ngram == MAX_NGRAM else f"prompt lookup, {ngram}-grams"
-            found.append(prompt_lookup_contender(name, *lengths, max_ngram=ngram))
+            found.append(prompt_lookup_system(name, *lengths, max_ngram=ngram))
         else:
             model = _load_draft_model(session, target, baseline.path)
             check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
             name = f"draft model {Path(model.path).name}"
-            found.append(draft_model_contender(name, model, target.vocab_size, *lengths))
+            found.append(draft_model_system(name, model, target.vocab_size, *lengths))
     return found
 
 

@@ -10,7 +10,7 @@ from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.gate import Threshold, check_results
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
@@ -38,7 +38,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     original = session.original
     longest = longest_text(requests)
 
-    def drafters_of(target: Target) -> list[Contender]:
+    def drafters_of(target: Target) -> list[SystemUnderTest]:
         heads = load_heads(session, target)
         return select_drafters(session, heads, target, longest, compared=original is not None)
 
@@ -147,7 +147,7 @@ def evaluation_conversations(session: Session) -> list[Conversation]:
 def _lossless(
     session: Session,
     requests: Sequence[Request],
-    drafters_of: Callable[[Target], list[Contender]],
+    drafters_of: Callable[[Target], list[SystemUnderTest]],
     original: TargetIdentity | None,
 ) -> dict[str, dict[str, Lossless]]:
     """Compare greedy texts with and without each draft in float32, where they must be equal."""

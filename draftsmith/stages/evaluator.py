@@ -15,12 +15,12 @@ from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import time_generate
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Timings, collect_texts, judge, run_systems, summarize, sweep_point
+from draftsmith.eval.measure.measure import Repeats, collect_texts, measure_change, run_systems, summarize, sweep_point
 from draftsmith.eval.measure.result import (
     WARNING,
     DrafterResult,
@@ -51,7 +51,7 @@ class Evaluator:
     target: Target
     requests: Sequence[Request]
     conversations: Mapping[str, Conversation]
-    contenders: list[Contender]
+    systems: list[SystemUnderTest]
 
     @property
     def spec(self) -> EvaluateSpec:
@@ -60,17 +60,17 @@ class Evaluator:
 
     def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
         """Return the result of decoding with every drafter and the target alone in turns, and of simulating the same texts."""
-        spec, contenders = self.spec, at_temperature(self.contenders, sampling)
+        spec, systems = self.spec, at_temperature(self.systems, sampling)
         repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
-        costs = measure_costs(self.target, contenders, self._typical_context(contenders), sampling, rows=spec.batch)
+        costs = measure_costs(self.target, systems, self._typical_context(systems), sampling, rows=spec.batch)
         count, title = spec.repeats * len(self.requests), f"decoding at T={sampling.temperature:g}"
         with tqdm(total=count, desc=title, unit="prompt") as bar:
-            timings = run_systems(self.target, contenders, repeats, sampling, batch=spec.batch, on_batch=bar.update)
+            timings = run_systems(self.target, systems, repeats, sampling, batch=spec.batch, on_batch=bar.update)
         generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         examples: list[Example] = []
-        for c in contenders:
+        for c in systems:
             found = collect_texts(self.target, c, timings, sampling)
             checked = sampling.greedy and c.lossless
             timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
@@ -80,26 +80,26 @@ class Evaluator:
             drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, generate)
             off_text[c.name] = found.off_text
             # Every slice for the first drafter, one for the others.
-            examples += self._examples(c.name, found.texts)[: None if c is contenders[0] else 1]
+            examples += self._examples(c.name, found.texts)[: None if c is systems[0] else 1]
         result = self._result(sampling, drafters, off_text, batch=spec.batch, repeats=spec.repeats)
         return replace(result, costs=costs, examples=tuple(examples))
 
-    def _typical_context(self, contenders: Sequence[Contender]) -> list[int]:
+    def _typical_context(self, systems: Sequence[SystemUnderTest]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
         request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
         ids = list(request.prompt_ids)
-        longest = self.target.context_length - max(c.nodes(c.max_k) for c in contenders) - 1
+        longest = self.target.context_length - max(c.nodes(c.max_k) for c in systems) - 1
         return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, longest)]
 
     def _compare_timed(
-        self, contender: Contender, alone: Timings, texts: Sequence[Text], sampling: Sampling
+        self, system: SystemUnderTest, alone: Repeats, texts: Sequence[Text], sampling: Sampling
     ) -> dict[str, Lossless]:
         """Compare the greedy texts of the timed run with the target's, in the dtype of the run.
 
         Drafts for a tuned target are compared with the texts of that one, which are decoded here.
         """
-        k, own = contender.num_speculative_tokens, contender.verified_by(self.target)
-        answers = [g for d in alone.batches[0] for g in d.generations]
+        k, own = system.num_speculative_tokens, system.verified_by(self.target)
+        answers = [g for d in alone[0] for g in d.generations]
         if own is not self.target:
             answers = decode_batch(own, TargetAlone(), self.requests, sampling, rows=self.spec.batch).generations
         expected = {g.request.sample_id: g for g in answers}
@@ -108,7 +108,7 @@ class Evaluator:
             [expected[t.generation.request.sample_id] for t in texts],
             [t.generation for t in texts],
             [t.decoded for t in texts],
-            [t.simulated[k - 1] for t in texts] if contender.simulate is not None else None,
+            [t.simulated[k - 1] for t in texts] if system.simulate is not None else None,
             k,
             sampling,
         )
@@ -125,7 +125,7 @@ class Evaluator:
         answers = {self.target: _answers(self.target, requests, sampling)}
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
-        for c in self.contenders:
+        for c in self.systems:
             if c.simulate is None:
                 why = "what it drafts depends on more than the text" if c.lossless else "its texts are not the target's"
                 say(f"evaluate: {c.name} cannot be simulated, as {why}; it is left out")
@@ -134,19 +134,19 @@ class Evaluator:
             if own not in answers:
                 answers[own] = _answers(own, requests, sampling)
             simulation = c.simulate(own, answers[own], sampling, c.max_k)
-            changed = {} if c.verifier is None else judge(self.target, c, answers[own], answers[self.target])
+            changed = {} if c.verifier is None else measure_change(self.target, c, answers[own], answers[self.target])
             drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
             off_text[c.name] = simulation.off_text
         return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
 
     def _simulated_drafter(
         self,
-        c: Contender,
+        c: SystemUnderTest,
         generations: Sequence[Generation],
         tallies: Sequence[Sequence[Tally]],
-        judged: Mapping[str, Mapping[str, Any]],
+        changed: Mapping[str, Mapping[str, Any]],
     ) -> DrafterResult:
-        """Return a drafter's measures on the target's own answers. judged: what `judge` returned for a tuned target."""
+        """Return a drafter's measures on the target's own answers. changed: what `measure_change` returned for a tuned target."""
 
         def scope(slice_name: str | None) -> Measures:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
@@ -162,7 +162,7 @@ class Evaluator:
                 alpha_at_simulated=tuple(chosen.alpha_at),
                 k_sweep=points,
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
-                **judged.get(slice_name or "overall", {}),
+                **changed.get(slice_name or "overall", {}),
             )
 
         slices = dict.fromkeys(r.slice for r in self.requests)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.gate import Threshold, check_names
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
@@ -23,7 +23,7 @@ from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.train.parallel import check_launch
 
 
-def preflight(session: Session, command: str) -> list[Contender]:
+def preflight(session: Session, command: str) -> list[SystemUnderTest]:
     """Find mistakes in a recipe before `draftsmith COMMAND` spends hours of work on it, those first that need no target.
 
     Before training or extraction: makes the head that training starts from, and checks it against the loss, the stored
@@ -148,7 +148,7 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
 
 
 def check_thresholds(
-    session: Session, thresholds: Sequence[Threshold], drafters: Sequence[Contender], *, decode: bool
+    session: Session, thresholds: Sequence[Threshold], drafters: Sequence[SystemUnderTest], *, decode: bool
 ) -> None:
     """Refuse thresholds of --fail-under on what the recipe does not measure, or does not measure without decoding."""
     measured = [c.name for c in drafters if decode or c.simulate is not None]

@@ -4,7 +4,7 @@ Counts are whole numbers when decoded and expectations when simulated. K is num_
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -80,8 +80,7 @@ class Generation:
 @dataclass(frozen=True)
 class Decoded:
     """The answers of one batch and the seconds spent: `ttft` (prefill and first token), then draft, verify, commit and
-    other, which add up to the decode time. passes: target passes over drafts, each for all rows. peak_bytes: GPU
-    memory, if measured."""
+    other, which add up to the decode time. passes: target passes over drafts, each for all rows. peak_bytes: on a GPU."""
 
     generations: list[Generation]
     seconds: dict[str, float]
@@ -111,14 +110,7 @@ class Tally:
         return cls(0, 0.0, 0.0, 0.0, np.zeros(num_speculative_tokens), np.zeros(num_speculative_tokens))
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.answers + other.answers,
-            self.tokens + other.tokens,
-            self.rounds + other.rounds,
-            self.drafted + other.drafted,
-            self.accepted_K + other.accepted_K,
-            self.reached_K + other.reached_K,
-        )
+        return Tally(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
     @property
     def tau(self) -> float | None:

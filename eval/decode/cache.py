@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.draft import Draft
@@ -49,8 +49,7 @@ class WriteRange:
         return self.rows_b is None and len(self.lengths_B) == 1
 
     def store(self, buffer_BhSd: Tensor, new_BhNd: Tensor) -> Tensor:
-        """Write new entries into a layer's buffer; return the visible slots [b, h, S, d] of the rows that were
-        written."""
+        """Write new entries into a layer's buffer; return the visible slots [b, h, S, d] of the rows written."""
         visible_BhSd = buffer_BhSd[:, :, : self.visible]
         if self.single:
             visible_BhSd[:, :, self.longest :] = new_BhNd
@@ -77,46 +76,20 @@ class LayerShape(NamedTuple):
     values: TensorShape
 
 
-class _Recorder(CacheLayerMixin):
-    """Record the shapes of a layer's keys and values, and cache nothing."""
-
-    is_sliding = False
-    is_compileable = False
-    shape: LayerShape | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        keys, values = (TensorShape(x.shape[1], x.shape[3], x.dtype) for x in (key_states, value_states))
-        self.shape = LayerShape(keys, values)
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        return 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in transformers < 5.20
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, 0
-
-
 def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
-    """Return the shapes that each layer of `target` caches, None for a layer that shares another one's; takes one small
-    forward.
+    """Return the shapes that each layer of `target` caches, None for a layer that shares another one's.
 
-    The config does not tell them: compressed attention and heads of several sizes differ from it.
+    A small forward finds them: compressed attention and heads of several sizes differ from the config.
     """
     known = _SHAPES.setdefault(target, {})
     if target.dtype not in known:
-        cache = Cache(layers=[_Recorder() for _ in range(target.num_layers)])
+        cache = Cache(layers=[DynamicLayer() for _ in range(target.num_layers)])
         target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)
-        known[target.dtype] = tuple(layer.shape for layer in cache.layers)
+        pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        known[target.dtype] = tuple(
+            None if pair[0] is None else LayerShape(*(TensorShape(x.shape[1], x.shape[3], x.dtype) for x in pair))
+            for pair in pairs
+        )
     return known[target.dtype]
 
 
@@ -131,8 +104,7 @@ def llama_layer_shapes(config: LlamaConfig, layers: int, dtype: torch.dtype) -> 
 
 
 class _Layer(CacheLayerMixin):
-    """One layer of a KVCache in transformers' protocol: it returns every visible slot and leaves masking to the given
-    mask."""
+    """One layer of a KVCache in transformers' protocol: it returns every visible slot; the given mask hides some."""
 
     is_sliding = False
     is_compileable = False
@@ -170,8 +142,7 @@ class KVCache(Cache):
     A forward is framed by two calls: `stage` reserves the slots behind the cached tokens, the layers write them, and
     a writer keeps some. What no writer keeps is overwritten by the next forward.
 
-    `lengths_B` is the one true number of cached tokens of each row. It is read-only outside this class, and three
-    methods write it:
+    `lengths_B` is the one true number of cached tokens of each row, read-only outside. Three methods write it:
 
     - `append` keeps the first entries of a forward (a prompt, or the tokens that a drafter reads);
     - `commit` keeps the accepted path of a draft;
@@ -180,8 +151,7 @@ class KVCache(Cache):
     `select` drops rows and changes no length. All other lengths derive from this one: `staged.lengths_B` is a copy for
     the forward under way; `DecodeState.length_B` is the target cache's `lengths_B` at the start of a round;
     `DecodeState.host_lengths` is the same number counted from the emitted tokens, which spares waiting for a GPU. A
-    drafter's own cache follows the target's: it is rolled back to where the new tokens of a round begin, reads them,
-    and appends them.
+    drafter's own cache follows the target's: rolled back to where a round's new tokens begin, it reads and appends them.
 
     Tensors of equal shape are views of one buffer [M, B, h, S, d], so that a commit is one gather and one scatter.
     """
@@ -225,13 +195,11 @@ class KVCache(Cache):
         return self.staged
 
     def write(self, layer: int, keys_bhNd: Tensor, values_bhNd: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's keys and values to the staged slots; return the visible ones of that layer, [b, h, S, d]
-        each."""
+        """Write a layer's keys and values to the staged slots; return its visible ones, [b, h, S, d] each."""
         return self.layers[layer].update(keys_bhNd, values_bhNd)
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
-        """Keep the first `count` entries that the last forward wrote to each row, of all rows or of the rows
-        `rows_b`."""
+        """Keep the first `count` entries that the last forward wrote to each row, or to each of `rows_b`."""
         if rows_b is None:
             self._lengths_B = self._lengths_B + count
         else:
@@ -239,8 +207,7 @@ class KVCache(Cache):
             self._lengths_B = self._lengths_B.index_add(0, rows_b, count)
 
     def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
-        """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the draft's other nodes
-        are dropped.
+        """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the others are dropped.
 
         kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing.
         """
@@ -257,8 +224,7 @@ class KVCache(Cache):
         self._lengths_B = self._lengths_B + kept_B
 
     def rollback(self, lengths: Tensor, rows_b: Tensor | None = None) -> None:
-        """Forget every token from position `lengths` on, in all rows or in the rows `rows_b`; shorter rows stay as they
-        are."""
+        """Forget every token from position `lengths` on, in all rows or in `rows_b`; shorter rows stay as they are."""
         if rows_b is None:
             self._lengths_B = torch.minimum(self._lengths_B, lengths)
         else:
@@ -311,8 +277,7 @@ def build_mask(
 def attention_masks(
     config: PretrainedConfig, lengths_B: Tensor, draft: Draft, visible: int, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Return the draft's attention mask in the form the model takes: one tensor, or one per type of
-    `config.layer_types`.
+    """Return the draft's attention mask as the model takes it: one tensor, or one per type of `config.layer_types`.
 
     Raises UserError for layers whose past is neither full nor a sliding window.
     """

@@ -1,10 +1,7 @@
-"""Measure wall-clock time in laps that wait for the device, and the peak of its memory."""
+"""Measure wall-clock time in laps that wait for the device."""
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -12,8 +9,7 @@ import torch
 class Stopwatch:
     """Sum up the seconds of laps by name; `last` is the latest lap.
 
-    wait: wait for a GPU before reading the clock; without it laps mean little there, but decoding is not slowed
-    down."""
+    wait: wait for a GPU before reading the clock; without it laps mean little there, but nothing is slowed down."""
 
     def __init__(self, device: torch.device | str = "cpu", wait: bool = True) -> None:
         self.device, self.wait = torch.device(device), wait
@@ -32,21 +28,3 @@ class Stopwatch:
         self.last = now - self._last
         self.seconds[name] += self.last
         self._last = now
-
-
-@dataclass
-class Peak:
-    """The largest GPU memory in use at once, in bytes; None without a GPU."""
-
-    bytes: int | None = None
-
-
-@contextmanager
-def peak_memory(device: torch.device | str) -> Iterator[Peak]:
-    """Measure the peak of a GPU's memory while the block runs; the yielded Peak is filled at its end."""
-    device, peak = torch.device(device), Peak()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    yield peak
-    if device.type == "cuda":
-        peak.bytes = torch.cuda.max_memory_allocated(device)

@@ -28,8 +28,7 @@ class Draft:
     were drawn from, one after the other and without replacement; nodes from M on have no children. None where tokens
     were chosen deterministically. A child drawn when no mass was left is never accepted. vocab_W: the target ids of a
     distribution's columns, None if they are the same. tree: the static tree that all rows have, if they have one.
-    linear: whether all rows are chains, None if not known. Both save computing the shape in every round and, on a GPU,
-    waiting for it.
+    linear: whether all rows are chains, None if not known. Both save computing the shape in every round.
     """
 
     tokens_BN: Tensor
@@ -42,8 +41,7 @@ class Draft:
 
     @classmethod
     def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
-        """Build a static tree from its root and its drafted tokens; row b's nodes deeper than limit_B[b] are
-        padding."""
+        """Build a static tree from its root and drafted tokens; row b's nodes deeper than limit_B[b] are padding."""
         shape = tree.on(root_B.device)
         count_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
         parents_BN = shape.parents_N.expand(len(root_B), -1)
@@ -112,12 +110,8 @@ class Draft:
     @cached_property
     def levels_BD(self) -> Tensor:
         """Valid nodes at depth 1, 2, ... of each row."""
-        rows, nodes = self.tokens_BN.shape
-        depth_BN = self.depth_BN.masked_fill(
-            torch.arange(nodes, device=self.count_B.device) >= self.count_B[:, None], 0
-        )
-        counts_BN = torch.zeros(rows, nodes, dtype=torch.long, device=self.count_B.device)
-        return counts_BN.scatter_add_(1, depth_BN, torch.ones_like(depth_BN))[:, 1:]
+        depth_BN = self.depth_BN.masked_fill(~self.valid_BN, 0)
+        return torch.zeros_like(depth_BN).scatter_add_(1, depth_BN, torch.ones_like(depth_BN))[:, 1:]
 
 
 @lru_cache(maxsize=64)

@@ -1,12 +1,13 @@
-"""Grow draft trees level by level: the plan of a static tree, and the beam of a dynamic one.
+"""Grow drafts: chains token by token, trees level by level, by the plan of a static one or the beam of a dynamic one.
 
 A dynamic tree (Li et al., "EAGLE-2", 2024, section 4) is a beam by cumulative probability, of whose candidates the best
 are kept. Ties go to the earlier candidate, so that no child is kept without its parent: candidates are numbered by
 level, and a child is never more likely than its parent.
 
-Shapes, static: B rows, n nodes of one level, m of them with children, T nodes with children so far (the root included),
-M nodes up to the last with children, C the most children of a node. Dynamic: m nodes of the beam, T nodes run so far, c
-candidates of one level, J all candidates, N nodes kept (the root included), W draft vocab.
+Shapes: B rows, K drafted tokens of a chain, W draft vocab. Static: n nodes of one level, m of them with children, T
+nodes with children so far (the root included), M nodes up to the last with children, C the most children of a node.
+Dynamic: m nodes of the beam, T nodes run so far, c candidates of one level, J all candidates, N nodes kept (the root
+included).
 """
 
 from collections.abc import Callable
@@ -18,7 +19,39 @@ from torch import Tensor
 
 from draftsmith.eval.decode.draft import DecodeState, Draft
 from draftsmith.eval.decode.noise import DRAFT, uniforms
+from draftsmith.eval.decode.sampling import draw, probs
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+
+
+def chain_token_by_token(
+    state: DecodeState,
+    length: int,
+    next_logits: Callable[[int, Tensor], Tensor],
+    *,
+    greedy: bool = False,
+    vocab_W: Tensor | None = None,
+) -> Draft:
+    """Return a chain of `length` tokens, each drawn under the target's sampling settings, or the most likely one: at
+    temperature 0, and everywhere where `greedy` is set (as vLLM drafts).
+
+    next_logits(k, tokens_B): the logits [B, W] of the k-th drafted token, given the token before it (for k = 0 the
+    root); called once for each k, in order. vocab_W: the target ids of their columns, None if they are the same.
+    """
+    greedy = greedy or state.sampling.greedy
+    uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
+    tokens, draft_probs = [state.root_B], []
+    for k in range(length):
+        logits_BW = next_logits(k, tokens[-1])
+        if uniform_BK is None:
+            choice_B = logits_BW.argmax(-1)
+        else:
+            draft_probs.append(probs(logits_BW, state.sampling))
+            choice_B = draw(draft_probs[-1], uniform_BK[:, k])
+        tokens.append(choice_B if vocab_W is None else vocab_W[choice_B])
+    tokens_BK, count_B = torch.stack(tokens[1:], 1), state.limit_B.clamp(0, length)
+    if not draft_probs:
+        return Draft.chain(state.root_B, tokens_BK, count_B)
+    return Draft.chain(state.root_B, tokens_BK, count_B, torch.stack(draft_probs, 1), vocab_W)
 
 
 @dataclass(frozen=True)
@@ -27,8 +60,7 @@ class Level:
 
     above: number of nodes with children in the level above. parent_n: each node's parent, as an index into these.
     sibling_n: its number among its siblings, by rank. rank_n: its rank. inner_m: indices of the nodes with children.
-    ancestors_mT: for each of these, which of the nodes with children so far are its ancestors or itself, the root left
-    out.
+    ancestors_mT: for each of these, which nodes with children so far, but for the root, are its ancestors or itself.
     """
 
     above: int
@@ -102,8 +134,7 @@ class Beam:
 
     tokens_Bm, score_Bm, number_Bm: the best nodes of the last level, their cumulative log-probabilities and candidate
     numbers (-1 is the root). parent_Bm: their parents, as indices into the beam before. ancestors_BmT: which of the
-    nodes run so far are ancestors of each or itself. candidates: per level tokens, scores and parents' numbers, [B, c]
-    each.
+    nodes run so far are ancestors of each or itself. candidates: tokens, scores, parents' numbers [B, c] of each level.
     """
 
     tree: DynamicTree

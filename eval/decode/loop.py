@@ -87,7 +87,9 @@ class Loop:
         logits_BNV = self.target.head.logits(output.last)
         watch.lap("verify")
 
-        verdict = self._verify(draft, logits_BNV)
+        verdict = self._verify(
+            self.rows, draft, logits_BNV, Noise(state.keys_B, state.length_B), self.seen_BV, self.typical
+        )
         tokens_BD = _emitted_tokens(draft, verdict)
         host_rows = _to_host(draft, verdict, tokens_BD)
         depth, kept_B = self._commit(draft, verdict, host_rows)
@@ -96,8 +98,7 @@ class Loop:
         watch.lap("commit")
 
     def fill(self) -> bool:
-        """Admit waiting prompts to free rows, or shrink the batch where none wait; return whether anything is left to
-        decode."""
+        """Admit waiting prompts to free rows, or shrink the batch where none wait; return whether any row is at work."""
         while free := [b for b, answer in enumerate(self.rows) if answer.finish_reason]:
             if not self.waiting:
                 return self._shrink(free)
@@ -114,22 +115,27 @@ class Loop:
         finished, self.finished = self.finished, []
         return finished
 
-    def _verify(self, draft: Draft, logits_BNV: Tensor) -> Verdict:
-        """Verify a draft. Raises UserError naming sample, position and layer where the target's numbers are not
-        finite."""
-        noise = Noise(self.state.keys_B, self.state.length_B)
+    def _verify(
+        self,
+        answers: Sequence[Generation],
+        draft: Draft,
+        logits_BNV: Tensor,
+        noise: Noise,
+        seen_BV: Tensor | None,
+        typical: Typical | None = None,
+    ) -> Verdict:
+        """Verify drafts for `answers`. Raises UserError that says where the target's numbers are not finite."""
         try:
-            return verify(draft, logits_BNV, self.sampling, noise, self.typical, self.seen_BV)
+            return verify(draft, logits_BNV, self.sampling, noise, typical, seen_BV)
         except NotFinite as found:
-            answer = self.rows[found.row]
+            answer = answers[found.row]
             path = draft.ancestors_BNN[found.row, found.node].nonzero()[:, 0]
             drafted = draft.tokens_BN[found.row, path[1:]].tolist()
             text = [*answer.request.prompt_ids, *answer.output_ids, *drafted]
             raise explain_not_finite(self.target, answer.request.sample_id, text) from found
 
     def _commit(self, draft: Draft, verdict: Verdict, host_rows: Sequence[_HostRow]) -> tuple[int, Tensor]:
-        """Commit the accepted paths of the rows that are not finished; return the most nodes of one, and each row's
-        number."""
+        """Commit the accepted paths of unfinished rows; return the most nodes of one, and each row's number."""
         active = [not answer.finish_reason for answer in self.rows]
         depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
         path_BD, kept_B = verdict.path_BD[:, :depth], verdict.accepted_B + 1
@@ -197,8 +203,7 @@ class Loop:
         self._prefill(group)
 
     def _prefill(self, rows: list[int]) -> None:
-        """Read the prompts of `rows` (padded at the end; later tokens overwrite the padding), emit their first tokens
-        and let the drafter read them too."""
+        """Read the prompts of `rows`, padded at the end, emit their first tokens, and let the drafter read them too."""
         answers = [self.rows[b] for b in rows]
         prompts = [answer.request.prompt_ids for answer in answers]
         device, longest = self.target.device, max(map(len, prompts))
@@ -214,7 +219,10 @@ class Loop:
         last_b1 = (length_b - 1)[:, None]
         at_end = NewTokens(ids_bL[:, :1], _at_nodes(output.aux, last_b1), _at_nodes(output.last, last_b1), length_b)
         seen_bV = None if self.seen_BV is None else _prompt_tokens(ids_bL, length_b, self.target.vocab_size)
-        root_b = self._first_tokens(answers, at_end.last_BnD, Noise(keys_b, length_b - 1), seen_bV)
+        # The token after a prompt is chosen by the exact rule even where drafts are accepted by a lossy one.
+        nothing = Draft.chain(keys_b, keys_b.new_zeros(len(answers), 0))
+        logits_b1V = self.target.head.logits(at_end.last_BnD)
+        root_b = self._verify(answers, nothing, logits_b1V, Noise(keys_b, length_b - 1), seen_bV).next_B
         following_bL = torch.cat([ids_bL[:, 1:], root_b[:, None]], 1).scatter(1, last_b1, root_b[:, None])
         for answer, token in zip(answers, root_b.tolist(), strict=True):
             answer.emit([token], self.target.eos_ids)
@@ -230,19 +238,6 @@ class Loop:
         if self.seen_BV is not None and seen_bV is not None:
             self.seen_BV = self.seen_BV.index_copy(0, rows_b, seen_bV.scatter(1, root_b[:, None], True))
         self.watch.lap("other")
-
-    def _first_tokens(
-        self, answers: Sequence[Generation], last_b1D: Tensor, noise: Noise, seen_bV: Tensor | None
-    ) -> Tensor:
-        """Return the tokens after the prompts, chosen by the exact rule even where drafts are accepted by a lossy
-        one."""
-        nothing = Draft.chain(noise.keys_B, noise.keys_B.new_zeros(len(answers), 0))
-        logits_b1V = self.target.head.logits(last_b1D)
-        try:
-            return verify(nothing, logits_b1V, self.sampling, noise, seen_BV=seen_bV).next_B
-        except NotFinite as found:
-            prompt = answers[found.row].request
-            raise explain_not_finite(self.target, prompt.sample_id, list(prompt.prompt_ids)) from found
 
     def _enter(self, rows_b: Tensor, root_b: Tensor, keys_b: Tensor, at_end: NewTokens) -> None:
         """Put admitted rows into the state of the batch. at_end: the target's states at the ends of their prompts."""

@@ -50,8 +50,7 @@ def uniforms(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tens
 
 
 def kept(keys_B: Tensor, counter_B: Tensor, stream: int, first: int, count: int, rate: float) -> Tensor:
-    """Return [B, count] bool, each False with probability `rate` (to 16 bits), for (key, counter, stream, first +
-    index).
+    """Return bool [B, count], False with probability `rate` (to 16 bits), for (key, counter, stream, first + index).
 
     One hash gives four numbers of 16 bits, enough for dropout. Different calls of one stream must not overlap in
     `first` .. `first` + count, rounded up to fours; first: a multiple of four.

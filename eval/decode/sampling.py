@@ -62,8 +62,7 @@ def weaken(logits: Tensor, penalty: float) -> Tensor:
 
 
 def probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the float32 distribution [..., V] of `logits` [..., V] after temperature, top-k, top-p and min-p, in this
-    order.
+    """Return the float32 distribution [..., V] of `logits` after temperature, top-k, top-p and min-p, in this order.
 
     Ties at the k-th place are all kept; top-p keeps the smallest set of most likely tokens whose
     mass reaches top_p; min-p keeps those at least min_p times as likely as the most likely one. Needs temperature > 0:
@@ -120,8 +119,7 @@ def without(probs: Tensor, index: Tensor) -> Tensor:
 
 
 def draw_children(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw indices [..., C] from `probs` [..., W] one after the other and without replacement, with one uniform [...,
-    C] each.
+    """Draw indices [..., C] from `probs` [..., W] one by one, without replacement, with one of `uniforms` [..., C] each.
 
     The order is part of the result: the verifier accepts or rejects the children in it, and only the last ones may be
     dropped. Once no mass is left an index means nothing, and the verifier skips it.

@@ -82,8 +82,7 @@ def _limit(target: Target) -> float:
 
 
 def _tree_error(target: Target) -> float:
-    """Return the relative difference of states between tree pass and plain forwards: in fp32 the largest, else the
-    median."""
+    """Return how far states of a tree pass differ from plain forwards, relatively: the largest in fp32, else the median."""
     lengths = [length + _past_local_windows(target.config) for length in _LENGTHS]
     width = max(lengths)
     ids_BL = _ids(target, len(lengths), width + len(_PARENTS))
@@ -124,8 +123,7 @@ def _differences(ours_LD: Tensor, theirs_LD: Tensor) -> list[float]:
 
 @torch.no_grad()
 def explain_not_finite(target: Target, sample_id: str, text: list[int]) -> UserError:
-    """Return the error for non-finite logits after `text`: one plain pass over it finds the first position and
-    layer."""
+    """Return the error for non-finite logits after `text`; one plain pass over it finds the first position and layer."""
     layers = tuple(range(target.num_layers))
     output = target.forward(torch.tensor([text], device=target.device), layer_ids=layers)
     streams_kLH = output.aux[0].unflatten(-1, (target.num_layers, -1)).transpose(0, 1)

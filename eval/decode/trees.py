@@ -199,31 +199,10 @@ def read_origin(path: Path) -> dict[str, Any] | None:
 
 def _medusa_63() -> StaticTree:
     """The tree that Medusa publishes for 7B models with 63 nodes besides the root (`mc_sim_7b_63`)."""
-    after = {
-        (): 10,
-        (0,): 10,
-        (1,): 7,
-        (2,): 3,
-        (3,): 2,
-        (4,): 1,
-        (5,): 1,
-        (6,): 1,
-        (7,): 1,
-        (8,): 1,
-        (9,): 1,
-        (0, 0): 10,
-        (0, 1): 3,
-        (0, 2): 2,
-        (0, 3): 1,
-        (0, 4): 1,
-        (0, 5): 1,
-        (0, 6): 1,
-        (0, 7): 1,
-        (1, 0): 2,
-        (2, 0): 1,
-        (0, 0, 0): 2,
-    }
-    return StaticTree.of("medusa_63", [[*path, rank] for path, count in after.items() for rank in range(count)])
+    counts = {(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (0, 0, 0): 2}
+    single = [(4,), (5,), (6,), (7,), (8,), (9,), (0, 3), (0, 4), (0, 5), (0, 6), (0, 7), (2, 0)]
+    children: dict[Choice, int] = counts | dict.fromkeys(single, 1)
+    return StaticTree.of("medusa_63", [[*path, rank] for path, count in children.items() for rank in range(count)])
 
 
 PUBLISHED: dict[str, StaticTree] = {"medusa_63": _medusa_63()}

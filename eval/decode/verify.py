@@ -2,8 +2,10 @@
 
 One rule for every draft: at a node, decide which child holds the target's token and follow it; where none does, emit a
 token of the target's own. Where children were chosen deterministically, draw t ~ p and follow the child that holds t.
-Where they were drawn from a distribution, accept or reject them one by one (rejection.py). Both leave the target's
-distribution unchanged. Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
+Where they were drawn from a distribution, accept a token x ~ q with probability min(1, p(x) / q(x)) (Leviathan et al.
+2023, Chen et al. 2023), or several, drawn without replacement, by the same rule in turn, with the p and q that the
+rejections before have left (Jeon et al., "Recursive Speculative Decoding", 2024). Both leave the target's distribution
+unchanged. Typical acceptance (Cai et al., "Medusa", 2024, section 2.3.1) does not.
 
 Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D nodes of a path, s tokens seen, V target
 vocab, W draft vocab.
@@ -19,13 +21,11 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.draft import Draft, numbers
 from draftsmith.eval.decode.noise import ACCEPT, EMIT, uniforms
-from draftsmith.eval.decode.rejection import Children, accept_child, is_broken, look_up, refuse_broken, residual
-from draftsmith.eval.decode.sampling import Sampling, draw, penalize, probs, top1, weaken
+from draftsmith.eval.decode.sampling import Sampling, draw, penalize, probs, top1, weaken, without
 
 
 class NotFinite(UserError):  # noqa: N818 - it names a finding
-    """Raised for target logits at a node that hold NaN or infinity, or nothing but -inf. row, node: where in the
-    draft."""
+    """Target logits at a node of the draft hold NaN or infinity, or nothing but -inf. row, node: which one."""
 
     def __init__(self, row: int, node: int) -> None:
         super().__init__(
@@ -73,6 +73,103 @@ class Typical:
                 raise UserError(f"Typical acceptance: {name} is {getattr(self, name)}: it must be from 0 to 1.")
 
 
+class Children(NamedTuple):
+    """The children of one node per row, as they were drawn: node numbers (-1 pads), tokens and uniforms, all [B, C]."""
+
+    node_BC: Tensor
+    token_BC: Tensor
+    uniform_BC: Tensor
+
+
+class ChildChoice(NamedTuple):
+    """child_B: the accepted child, -1 for none. p_BV: the distribution of the next token where none was accepted.
+    broken_B: whether the draft's distribution is broken (see `is_broken`)."""
+
+    child_B: Tensor
+    p_BV: Tensor
+    broken_B: Tensor
+
+
+class Drafted(NamedTuple):
+    """A token in a draft distribution: its column and its probability q; known: whether the draft vocabulary holds it
+    (if not, q is 0 and the column means nothing)."""
+
+    column: Tensor
+    q: Tensor
+    known: Tensor
+
+
+def look_up(probs: Tensor, token: Tensor, vocab_W: Tensor | None) -> Drafted:
+    """Look up tokens [...] in draft distributions `probs` [..., W]."""
+    if vocab_W is None:
+        column, known = token, torch.ones_like(token, dtype=torch.bool)
+    else:
+        column = torch.searchsorted(vocab_W, token.contiguous()).clamp(max=len(vocab_W) - 1)
+        known = vocab_W[column] == token
+    q = probs.gather(-1, column[..., None])[..., 0]
+    return Drafted(column, q.masked_fill(~known, 0), known)
+
+
+def is_broken(drafted: Drafted, first: bool) -> Tensor:
+    """Return where the probability of a drafted token is impossible: NaN, infinite, or 0 for the first child of a node.
+    Later children may have 0: they were drawn when no mass was left, and are skipped."""
+    possible = drafted.q > 0 if first else drafted.q >= 0
+    return drafted.known & ~(possible & (drafted.q < torch.inf))
+
+
+def refuse_broken(depth_B: Tensor) -> None:
+    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first in each row, 0 where none is.
+
+    Decoding on would be silently wrong: every comparison with NaN is false, and the residual would be NaN too.
+    """
+    if bool((depth_B > 0).any()):
+        raise UserError(
+            f"The draft head's distribution of the token at depth {int(depth_B[depth_B > 0].min())} is no distribution (NaN, infinite, or 0 "
+            "for the token it drafted): its weights are damaged or it overflows; draft in float32, or train it again."
+        )
+
+
+def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
+    """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; all NaN if q has any.
+
+    p == q up to rounding leaves nothing; such a rejection has probability ~0, and p stays as it was.
+    """
+    if vocab_W is None:
+        left_BV = (p_BV - q_BW).clamp(min=0)
+    else:
+        left_BV = p_BV.scatter_add(1, vocab_W.expand(len(p_BV), -1), -q_BW).clamp(min=0)
+    mass_B1 = left_BV.sum(1, keepdim=True)
+    return torch.where(mass_B1 == 0, p_BV, left_BV / mass_B1)
+
+
+def reject(p_BV: Tensor, q_BW: Tensor, column_B: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return p and q after the rejection of the token in `column_B`: the residual with the q that the token was drawn
+    from, and then q without the token."""
+    return residual(p_BV, q_BW, vocab_W), without(q_BW, column_B)
+
+
+def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: Children) -> ChildChoice:
+    """Accept or reject the children one by one, until one is accepted."""
+    child_B = torch.full_like(p_BV[:, 0], -1, dtype=torch.long)
+    broken_B = torch.zeros_like(child_B, dtype=torch.bool)
+    for i in range(children.node_BC.shape[1]):
+        node_B, token_B, uniform_B = (x[:, i] for x in children)
+        open_B = (child_B < 0) & (node_B >= 0)
+        if not bool(open_B.any()):
+            break
+        drafted = look_up(q_BW, token_B, vocab_W)
+        broken_B |= open_B & is_broken(drafted, first=i == 0)
+        open_B &= drafted.q > 0
+        accepted_B = open_B & (uniform_B * drafted.q < p_BV.gather(1, token_B[:, None])[:, 0])
+        child_B = torch.where(accepted_B, node_B, child_B)
+        rejected_B1 = (open_B & ~accepted_B)[:, None]
+        if bool(rejected_B1.any()):
+            left_BV, rest_BW = reject(p_BV, q_BW, drafted.column, vocab_W)
+            p_BV, q_BW = torch.where(rejected_B1, left_BV, p_BV), torch.where(rejected_B1, rest_BW, q_BW)
+            broken_B |= p_BV[:, 0].isnan()
+    return ChildChoice(child_B, p_BV, broken_B)
+
+
 def verify(
     draft: Draft,
     logits_BNV: Tensor,
@@ -85,8 +182,7 @@ def verify(
 
     typical: accept by this lossy rule instead of the lossless one. seen_BV: bool, the tokens of the text so far, the root
     included; a repetition penalty needs them, and adds those on the path to each node. Raises NotFinite for logits at
-    any node of the draft, accepted or not, and UserError where a distribution of the draft holds NaN, infinity or 0 for
-    its own token.
+    any node, accepted or not, and UserError where a distribution of the draft holds NaN, infinity or 0 for its token.
     """
     penalty = sampling.repetition_penalty
     if sampling.greedy and penalty == 1:
@@ -144,8 +240,7 @@ def _choose(logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
 def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
     """Accept nodes that hold the token which the target chose after their parent; all nodes at once.
 
-    For greedy drafts and deterministic chains. Of equal siblings in a greedy tree, the one with the longer path is
-    accepted.
+    For greedy drafts and deterministic chains. Of equal siblings in a greedy tree, that of the longer path is accepted.
     """
     if draft.is_chain:
         match_BN = F.pad(draft.tokens_BN[:, 1:] == choice_BN[:, :-1], (1, 0))
@@ -236,8 +331,7 @@ def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor) -> Children:
 
 
 def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical) -> Verdict:
-    """Accept the longest path of typical tokens, of equals the one with the largest sum of log p; then emit the
-    argmax."""
+    """Accept the longest path of typical tokens, of equals the largest sum of log p; then emit the argmax."""
     row = torch.arange(len(logits_BNV), device=logits_BNV.device)
     p_BNV = probs(logits_BNV, sampling)
     entropy_BN = torch.special.entr(p_BNV).sum(-1)
@@ -260,8 +354,7 @@ class _End(NamedTuple):
 
 
 def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> _End:
-    """Return the longest path from the root of nodes that are fine and not padding; of equals the one with the best
-    score."""
+    """Return the longest path from the root of fine nodes, padding left out; of equals the one with the best score."""
     nodes = fine_BN.shape[1]
     node_N = numbers(0, nodes, fine_BN.device)
     fine_BN = fine_BN & draft.valid_BN

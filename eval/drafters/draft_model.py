@@ -17,8 +17,8 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.decode.cache import KVCache, run_draft
-from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
+from draftsmith.eval.decode.growth import chain_token_by_token
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance
 from draftsmith.eval.simulate.texts import Simulation, simulate_texts
@@ -35,6 +35,8 @@ class DraftModel:
 
     name = "draft model"
     layer_ids: tuple[int, ...] = ()
+    cache: KVCache
+    """Keys and values of the batch at work, from `start` on."""
 
     def __init__(
         self, model: Target, num_speculative_tokens: int, vocab_size: int, *, greedy_drafts: bool = False
@@ -46,14 +48,12 @@ class DraftModel:
         self.greedy_drafts = greedy_drafts
         self.width = min(vocab_size, model.vocab_size)
         self.vocab_W = draft_vocab(model, vocab_size)
-        self._cache: KVCache | None = None
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the cache. Raises UserError where the texts do not fit the draft model's context."""
-        check_context(
-            f"draft model {self.model.path}", self.model.context_length, capacity + self.num_speculative_tokens
-        )
-        self._cache = KVCache.for_target(self.model, rows, capacity + self.num_speculative_tokens)
+        capacity += self.num_speculative_tokens
+        check_context(f"draft model {self.model.path}", self.model.context_length, capacity)
+        self.cache = KVCache.for_target(self.model, rows, capacity)
 
     def admit(self, prompts: Prompts) -> None:
         """Read the prompts; their first emitted tokens are read with the rows' next proposal."""
@@ -99,16 +99,9 @@ class DraftModel:
         return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
 
     def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None) -> Tensor:
-        """Run the draft model over tokens behind its committed ones, in all rows or in `rows_b`; return the states [B,
-        n, D]."""
+        """Run the draft model over tokens behind its committed ones; return their states [B, n, D]."""
         known_Bn = readable(self.model, tokens_Bn)
         return run_draft(self.model, self.cache, Draft.chain(known_Bn[:, 0], known_Bn[:, 1:]), rows_b=rows_b).last
-
-    @property
-    def cache(self) -> KVCache:
-        """Keys and values of the batch at work."""
-        assert self._cache is not None, "start() begins a batch"
-        return self._cache
 
 
 def simulate_draft_model(
@@ -120,8 +113,7 @@ def simulate_draft_model(
     *,
     greedy_drafts: bool = False,
 ) -> Simulation:
-    """Simulate chains of 1..max_k drafts of `model` on finished answers of `target`, exactly (see
-    `draftsmith.eval.simulate.texts`).
+    """Simulate chains of 1..max_k drafts of `model` on finished answers of `target`, exactly.
 
     A draft token depends only on the text before it, not on where the round began. So one pass of the draft model gives
     the acceptance of every token, and position k of a round has that of the token k positions on.
@@ -140,8 +132,7 @@ def simulate_draft_model(
 
 
 def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:
-    """Return [W] the ids that a draft model and a target of `vocab_size` both have; None where these are all of the
-    target's."""
+    """Return [W] the ids that a draft model and a target of `vocab_size` both have, None for all of the target's."""
     return None if model.vocab_size >= vocab_size else torch.arange(model.vocab_size, device=model.device)
 
 

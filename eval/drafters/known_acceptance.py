@@ -25,6 +25,8 @@ class KnownAcceptance:
 
     name = "known acceptance"
     layer_ids: tuple[int, ...] = ()
+    _texts_BL: Tensor
+    _length_B: Tensor
 
     def __init__(
         self,
@@ -35,13 +37,9 @@ class KnownAcceptance:
     ) -> None:
         assert 0 <= alpha <= 1
         assert vocab_size >= 2
-        self.answers = answers
-        self.alpha = alpha
+        self.answers, self.alpha, self.vocab_size = answers, alpha, vocab_size
         self.num_speculative_tokens = num_speculative_tokens
         self.max_nodes = num_speculative_tokens + 1
-        self.vocab_size = vocab_size
-        self._texts_BL = torch.zeros(0, 0, dtype=torch.long)
-        self._length_B = torch.zeros(0, dtype=torch.long)
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the texts, with padding that may be read past their ends."""

@@ -43,6 +43,7 @@ class PromptLookup:
 
     name = "prompt lookup"
     layer_ids: tuple[int, ...] = ()
+    _texts_BL: np.ndarray
 
     def __init__(self, num_speculative_tokens: int, *, max_ngram: int = MAX_NGRAM) -> None:
         assert num_speculative_tokens >= 1
@@ -50,7 +51,6 @@ class PromptLookup:
         self.num_speculative_tokens = num_speculative_tokens
         self.max_nodes = num_speculative_tokens + 1
         self.max_ngram = max_ngram
-        self._texts_BL = np.zeros((0, 0), dtype=np.int64)
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the texts; position p of a text is its token p."""
@@ -79,8 +79,7 @@ class PromptLookup:
         return Draft.chain(state.root_B, torch.from_numpy(drafted_BK).to(device), count_B)
 
     def _look_up(self, text_L: np.ndarray, host: np.ndarray) -> np.ndarray:
-        """Store a row's new tokens and return the proposal. host: its length, number of new tokens, limit, and new
-        tokens."""
+        """Store a row's new tokens; return the proposal. host: its length, number of new tokens, limit, new tokens."""
         length, new_tokens, limit = host[:3]
         # The last new token is the root, at position `length`.
         text_L[length + 1 - new_tokens : length + 1] = host[3 : 3 + new_tokens]

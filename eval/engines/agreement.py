@@ -1,16 +1,143 @@
-"""Compare what an engine drafted, accepted and answered with our decoder, prompt by prompt."""
+"""Compare what an engine drafted, accepted and answered with our decoder: prompt by prompt, and counted in a table's rows.
 
+Everything is counted within the answers: what an engine drafts or accepts past the end of a text is left out, on both
+sides alike (engines differ there, and no user sees it).
+"""
+
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.engines.traces import EngineAnswer
+from draftsmith.eval.decode.answers import Generation, Request, Round, Tally
+from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 from draftsmith.heads.target.target import Target
 
 Gap = Callable[[str, int, int, int], float]
 """(sample id, place in the answer, our token, theirs) -> logit of our token minus that of theirs."""
+CLOSE = 1e-4
+"""Logits this close may change places between two implementations in float32."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """tokens: after each answer's first. rounds: passes of the target over them."""
+
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+
+    @property
+    def tau(self) -> float | None:
+        """Tokens per round."""
+        return self.tokens / self.rounds if self.rounds else None
+
+
+@dataclass(frozen=True)
+class AgreementRow:
+    """A head in an engine, compared with our decoder and simulator.
+
+    weights: of the draft in the engine. drafts: "greedy" or "sampled". equal_answers: those with the same ids as ours, None
+    where texts are sampled. equal_rounds: of `ours.rounds`, those with the same draft tokens and as many accepted; None
+    where texts are sampled. ours: decoded by us on the same prompts (temperature 0), or what our simulator says of the
+    engine's own text (above it). decoded: by us; above temperature 0 other texts. simulated: tau by our simulator on our
+    target's own answers, its standard error in simulated_se. z: engine minus simulated, in standard errors of the difference.
+    differences: what does not agree; close_calls: first divergences between logits less than CLOSE apart.
+    """
+
+    head: str
+    method: str
+    layout: str
+    engine: str
+    version: str
+    weights: str
+    temperature: float
+    num_speculative_tokens: int
+    drafts: str
+    answers: int
+    equal_answers: int | None
+    equal_rounds: int | None
+    ours: Counts
+    theirs: Counts
+    decoded: Counts
+    simulated: float | None
+    simulated_se: float | None = None
+    z: float | None = None
+    differences: tuple[str, ...] = ()
+    close_calls: tuple[str, ...] = ()
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing but close calls differs, and sampled acceptance is within three standard errors."""
+        return not self.differences and (self.z is None or abs(self.z) <= 3)
+
+
+def within_text(answer: EngineAnswer) -> EngineAnswer:
+    """Return the answer with its rounds cut where its text ends, and a round without drafts for every token that came
+    without one. A last token that was drafted counts as accepted, also where the engine takes an end for the target's own.
+    """
+    known, rounds = 1, []
+    for found in answer.rounds:
+        left = len(answer.output_ids) - known
+        if left <= 0:
+            break
+        accepted = min(found.accepted, left)
+        if accepted + 1 == left and found.drafted[accepted:left] == answer.output_ids[-1:]:
+            accepted += 1
+        rounds.append(EngineRound(found.drafted[:left], accepted))
+        known += found.accepted + 1
+    rounds += [EngineRound((), 0)] * max(0, len(answer.output_ids) - known)
+    return EngineAnswer(answer.sample_id, answer.output_ids, tuple(rounds))
+
+
+def count(answers: Sequence[EngineAnswer]) -> Counts:
+    """Count answers that `within_text` returned."""
+    parts = [(len(a.output_ids) - 1, len(a.rounds), a.drafted, a.accepted) for a in answers]
+    return Counts(*(sum(numbers) for numbers in zip(*parts, strict=True))) if parts else Counts(0, 0, 0, 0)
+
+
+def count_tally(tally: Tally) -> Counts:
+    """Return a simulated tally as counts, whole where the text decides what is accepted."""
+    return Counts(round(tally.tokens), round(tally.rounds), round(tally.drafted), round(float(tally.accepted_K.sum())))
+
+
+def to_generations(requests: Sequence[Request], answers: Sequence[EngineAnswer]) -> list[Generation]:
+    """Return an engine's answers as our decoder's, for the simulator."""
+    found = []
+    for request, answer in zip(requests, answers, strict=True):
+        assert request.sample_id == answer.sample_id
+        known, rounds = 1, []
+        for r in answer.rounds:
+            rounds.append(Round(known - 1, len(r.drafted), r.accepted))
+            known += r.accepted + 1
+        ended = "length" if len(answer.output_ids) == request.max_new_tokens else "eos"
+        found.append(Generation(request, list(answer.output_ids), ended, rounds))
+    return found
+
+
+def equal_rounds(ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer]) -> int:
+    """Return how many rounds have the same draft and as many accepted tokens on both sides, answer by answer."""
+    return sum(
+        a == b
+        for mine, other in zip(ours, theirs, strict=True)
+        for a, b in zip(mine.rounds, other.rounds, strict=False)
+    )
+
+
+def ratio_error(tallies: Sequence[tuple[float, float]]) -> float:
+    """Return the standard error of sum(tokens) / sum(rounds) over answers that are independent (delta method)."""
+    n, rounds = len(tallies), sum(r for _, r in tallies)
+    if n < 2 or not rounds:
+        return math.nan
+    tau = sum(t for t, _ in tallies) / rounds
+    return math.sqrt(sum((t - tau * r) ** 2 for t, r in tallies) * n / (n - 1)) / rounds
+
+
+def per_answer(answers: Sequence[EngineAnswer]) -> list[tuple[float, float]]:
+    """Return (tokens, rounds) of answers that `within_text` returned."""
+    return [(len(a.output_ids) - 1, len(a.rounds)) for a in answers]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from draftsmith.errors import UserError
@@ -22,7 +21,7 @@ from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 
 DRAFT_MODEL = "draft-simple"
 """What --spec-type calls an ordinary model that drafts."""
-GREEDY = {
+GREEDY: dict[str, Any] = {
     "temperature": 0.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -93,23 +92,15 @@ class LlamaServer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stop()
 
     def complete(self, sample_id: str, prompt_ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """Answer one prompt at temperature 0; the answer ends with EOS, as ours does, or at `max_new_tokens`."""
         # With less room the server would cut the last drafts, or the answer itself.
         assert len(prompt_ids) + max_new_tokens < self.settings.context
-        wanted: dict[str, Any] = {
-            **GREEDY,
-            "prompt": list(prompt_ids),
-            "n_predict": max_new_tokens,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        found = self._ask("/completion", wanted)
+        wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False, "return_tokens": True}
+        found = self._ask("/completion", GREEDY | wanted)
         return EngineAnswer(sample_id, tuple(found["tokens"]), self._rounds(found["timings"]))
 
     def version(self) -> str:

@@ -25,8 +25,7 @@ class VllmSettings:
     """What vLLM is started with.
 
     home: the environment that holds it. model: folder of the target, or of a draft that names its target. speculative:
-    --speculative-config, None where the model's folder says it all. context: tokens of prompt and answer. eos_ids: what ends
-    an answer.
+    --speculative-config, None where the folder says it all. context: of prompt and answer. eos_ids: end an answer.
     """
 
     home: Path
@@ -39,8 +38,7 @@ class VllmSettings:
 
 @dataclass(frozen=True)
 class VllmRun:
-    """answers: per temperature, their rounds as they ran (`EngineRound.accepted` before the end of the answer is cut).
-    counters: vLLM's own."""
+    """answers: per temperature, with rounds as they ran, before the end of an answer is cut. counters: vLLM's own."""
 
     version: str
     answers: dict[float, list[EngineAnswer]] = field(default_factory=dict)

@@ -1,7 +1,6 @@
 """Time single steps on this machine: a target pass over n tokens, and proposing k tokens.
 
-Each cost is the median of interleaved repeats at a typical context length, so that drifts of the machine
-hit all sizes alike.
+Each cost is the median of repeats in turns at a typical context length, so that drifts of the machine hit all alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from draftsmith.eval.decode.cache import KVCache, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
 from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.result import Costs
 from draftsmith.heads.target.target import Target
 
@@ -21,7 +20,7 @@ from draftsmith.heads.target.target import Target
 @torch.no_grad()
 def measure_costs(
     target: Target,
-    contenders: Sequence[Contender],
+    systems: Sequence[SystemUnderTest],
     context_ids: Sequence[int],
     sampling: Sampling,
     *,
@@ -31,13 +30,13 @@ def measure_costs(
 ) -> Costs:
     """Time every draft length of every drafter, and target passes of the sizes they need, after `context_ids`, for
     `rows` rows. passes: time target passes over so many tokens, and over one, instead."""
-    sizes = {1} | ({c.nodes(k) for c in contenders for k in c.lengths} if passes is None else {*passes})
+    sizes = {1} | ({c.nodes(k) for c in systems for k in c.lengths} if passes is None else {*passes})
     # Short prompts are repeated until the largest draft fits.
     context_ids = (list(context_ids) * (max(sizes) + 1))[: max(len(context_ids), max(sizes) + 1)]
     jobs: dict[tuple[str, str], Callable[[], object]] = {}
     for nodes in sorted(sizes):
         jobs["verify", str(nodes)] = _verify_job(target, context_ids, rows, nodes)
-    for c in contenders:
+    for c in systems:
         cache = KVCache.for_target(target, rows, len(context_ids))
         prompts = _prefill(target, cache, context_ids, rows, c.make(1).layer_ids)
         for k in c.lengths:
@@ -52,8 +51,8 @@ def measure_costs(
                 times[key].append(1000 * watch.seconds["job"])
     cost = {key: median(values) for key, values in times.items()}
     verify_ms = {size: value for (kind, size), value in cost.items() if kind == "verify"}
-    draft_ms = {c.name: {size: cost[c.name, size] for kind, size in cost if kind == c.name} for c in contenders}
-    trees = [c for c in contenders if c.tree is not None]
+    draft_ms = {c.name: {size: cost[c.name, size] for kind, size in cost if kind == c.name} for c in systems}
+    trees = [c for c in systems if c.tree is not None]
     return Costs(verify_ms, draft_ms, {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in trees})
 
 

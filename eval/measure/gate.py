@@ -105,10 +105,8 @@ def check_names(
                 "tau_simulated, or drop --no-decode."
             )
         _expect(threshold, "slice", threshold.slice, [OVERALL, *slices])
-        if threshold.temperature is not None:
-            _expect(threshold, "temperature", f"{threshold.temperature:g}", [f"{t:g}" for t in temperatures])
-        if threshold.drafter is not None:
-            _expect(threshold, "drafter", threshold.drafter, drafters)
+        _expect(threshold, "temperature", threshold.temperature, temperatures)
+        _expect(threshold, "drafter", threshold.drafter, drafters)
 
 
 def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]) -> list[ThresholdCheck]:
@@ -137,23 +135,15 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
 
 def _systems(results: Mapping[str, Result], threshold: Threshold) -> list[tuple[str, str]]:
     """Return (result's name, drafter) of everything that the threshold applies to."""
-    temperatures = [f"{r.settings.temperature:g}" for r in results.values()]
-    if threshold.temperature is not None:
-        _expect(threshold, "temperature", f"{threshold.temperature:g}", temperatures)
-    fitting = {
-        source: result
-        for source, result in results.items()
-        if threshold.temperature in (None, result.settings.temperature)
-    }
-    names = list(dict.fromkeys(name for result in fitting.values() for name in result.drafters))
-    if threshold.drafter is not None:
-        _expect(threshold, "drafter", threshold.drafter, names)
-    systems = [
+    _expect(threshold, "temperature", threshold.temperature, [r.settings.temperature for r in results.values()])
+    names = [
         (source, name)
-        for source, result in fitting.items()
+        for source, result in results.items()
         for name in result.drafters
-        if threshold.drafter in (None, name)
+        if threshold.temperature in (None, result.settings.temperature)
     ]
+    _expect(threshold, "drafter", threshold.drafter, [name for _, name in names])
+    systems = [(source, name) for source, name in names if threshold.drafter in (None, name)]
     if not systems:
         raise UserError(f"--fail-under {threshold.text}: the results hold no drafter to check; evaluate one first.")
     return systems
@@ -200,11 +190,17 @@ def _parse(text: str) -> Threshold:
     return Threshold(metric, minimum, slice_name, drafter or None, temperature, text)
 
 
-def _expect(threshold: Threshold, what: str, name: str, known: Collection[str], where: str = "") -> None:
-    if name not in known:
+def _expect(
+    threshold: Threshold, what: str, wanted: str | float | None, known: Collection[str | float], where: str = ""
+) -> None:
+    """Raise UserError where what a threshold is narrowed down to, if it is, is not among the known ones."""
+    if wanted is None:
+        return
+    name, *names = (x if isinstance(x, str) else f"{x:g}" for x in (wanted, *dict.fromkeys(known)))
+    if name not in names:
         raise UserError(
-            f"--fail-under {threshold.text}: there is no {what} {name}{where}; there {'is' if len(known) == 1 else 'are'} "
-            f"{', '.join(dict.fromkeys(known)) or 'none'}."
+            f"--fail-under {threshold.text}: there is no {what} {name}{where}; there {'is' if len(names) == 1 else 'are'} "
+            f"{', '.join(names) or 'none'}."
         )
 
 

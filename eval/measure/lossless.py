@@ -8,7 +8,7 @@ from draftsmith.eval.decode.answers import Generation, Request, Tally, tally_gen
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling, penalize
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.result import Divergence, Lossless
 from draftsmith.heads.target.target import Target
 
@@ -17,7 +17,7 @@ GREEDY = Sampling()
 
 def check_lossless(
     target: Target,
-    contenders: Sequence[Contender],
+    systems: Sequence[SystemUnderTest],
     requests: Sequence[Request],
     greedy: Sampling = GREEDY,
     *,
@@ -31,7 +31,7 @@ def check_lossless(
     """
     alone: dict[Target, Sequence[Generation]] = {}
     found = {}
-    for c in contenders:
+    for c in systems:
         k, own = c.num_speculative_tokens, c.verified_by(target)
         if own not in alone:
             alone[own] = decode_batch(own, TargetAlone(), requests, greedy, rows=batch).generations
@@ -52,8 +52,7 @@ def compare_texts(
     num_speculative_tokens: int,
     greedy: Sampling = GREEDY,
 ) -> dict[str, Lossless]:
-    """Compare answers to the same requests at the setting `greedy`, per slice and as "overall". simulated: None where it is
-    not known."""
+    """Compare answers to the same requests at `greedy`, per slice and as "overall". simulated: None where not known."""
     divergences = {
         i: d
         for i, (a, b) in enumerate(zip(alone, drafted, strict=True))

@@ -26,8 +26,14 @@ class Hardware:
 
 
 def environment() -> dict[str, Any]:
-    """Return `commit`, `date`, `hardware` and `versions` as `Result(**environment(), ...)` takes them."""
-    return {"commit": git_commit(), "date": current_date(), "hardware": hardware(), "versions": versions()}
+    """Return `commit`, `date`, `hardware` and `versions` as `Result(**environment(), ...)` takes them.
+
+    date: in UTC. versions: of python and of the packages that decide the numbers.
+    """
+    versions = {"python": platform.python_version(), "draftsmith": draftsmith.__version__}
+    versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"commit": git_commit(), "date": date, "hardware": hardware(), "versions": versions}
 
 
 def git_commit(folder: str | Path = ".") -> str | None:
@@ -44,11 +50,6 @@ def git_commit(folder: str | Path = ".") -> str | None:
         return None
 
 
-def current_date() -> str:
-    """Return the time in UTC as ISO 8601, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def available_cores() -> int:
     """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -56,16 +57,8 @@ def available_cores() -> int:
 
 def hardware() -> Hardware:
     """Describe the machine this process runs on."""
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return Hardware(_cpu_name(), available_cores(), torch.get_num_threads(), _memory_gib(), ", ".join(gpus) or None)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of python and of the packages that decide the numbers."""
-    named = {"python": platform.python_version(), "draftsmith": draftsmith.__version__}
-    return named | {package: metadata.version(package) for package in ("torch", "transformers")}
 
 
 def _cpu_name() -> str:

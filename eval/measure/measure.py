@@ -11,18 +11,19 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import torch
 
 from draftsmith.eval.decode.answers import Decoded, Generation, Request, Tally, tally_generation, total
-from draftsmith.eval.decode.clock import peak_memory
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.generate_baseline import Timed
 from draftsmith.eval.measure.quality import compare_targets, perplexities
 from draftsmith.eval.measure.result import Costs, DrafterResult, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
+from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
@@ -31,53 +32,41 @@ _WAITING = 3
 """Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
 
 
-@dataclass
-class Timings:
-    """Groups of requests that one system decoded: per repeat, slice by slice."""
-
-    batches: list[list[Decoded]] = field(default_factory=list)
-
-    def of(self, slice_name: str | None) -> list[list[Decoded]]:
-        """Return each repeat's groups of one slice (None: of all)."""
-        return [
-            [d for d in repeat if slice_name is None or d.generations[0].request.slice == slice_name]
-            for repeat in self.batches
-        ]
+Repeats = list[list[Decoded]]
+"""What one system decoded: of each repeat its groups of requests, slice by slice."""
 
 
 def run_systems(
     target: Target,
-    contenders: Sequence[Contender],
+    systems: Sequence[SystemUnderTest],
     requests_by_repeat: Sequence[Sequence[Request]],
     sampling: Sampling,
     *,
     batch: int,
     on_batch: Callable[[int], None] = lambda requests: None,
-) -> dict[str, Timings]:
-    """Decode every repeat's requests with the target alone ("") and with every drafter, interleaved; one with a target of
-    its own is verified by that one.
+) -> dict[str, Repeats]:
+    """Decode every repeat's requests with the target alone ("") and with every drafter, in turns; return all by name.
 
-    batch: requests decoded at once. A batch is continuous, as in serving engines: a request that is done makes room for
-    the next of its group.
+    A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
+    serving engines: a request that is done makes room for the next of its group.
     """
-    systems: dict[str, tuple[Target, Drafter, Typical | None]] = {"": (target, TargetAlone(), None)}
-    systems |= {c.name: (c.verified_by(target), c.make(c.num_speculative_tokens), c.typical) for c in contenders}
-    timings = {name: Timings() for name in systems}
-    warm_up = [
-        Request(r.sample_id, r.slice, r.prompt_ids, min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]
-    ]
-    for own, drafter, typical in systems.values():
+    ways: dict[str, tuple[Target, Drafter, Typical | None]] = {"": (target, TargetAlone(), None)}
+    ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in systems}
+    warm_up = [replace(r, max_new_tokens=min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]]
+    for own, drafter, typical in ways.values():
         decode_batch(own, drafter, warm_up, sampling, typical)
-    for requests in requests_by_repeat:
-        for timing in timings.values():
-            timing.batches.append([])
+    on_gpu = target.device.type == "cuda"
+    found: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
+    for repeat, requests in enumerate(requests_by_repeat):
         for group in _groups(requests, batch if batch == 1 else (1 + _WAITING) * batch):
-            for name, (own, drafter, typical) in systems.items():
-                with peak_memory(target.device) as peak:
-                    decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
-                timings[name].batches[-1].append(replace(decoded, peak_bytes=peak.bytes))
+            for name, (own, drafter, typical) in ways.items():
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats(target.device)
+                decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
+                peak = torch.cuda.max_memory_allocated(target.device) if on_gpu else None
+                found[name][repeat].append(replace(decoded, peak_bytes=peak))
             on_batch(len(group))
-    return timings
+    return found
 
 
 def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
@@ -92,54 +81,58 @@ def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
 class Texts:
     """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`.
 
-    judged: of texts that do not follow the target's distribution, see `judge`.
+    changed: of texts that do not follow the target's distribution, see `measure_change`.
     """
 
     texts: list[Text]
     off_text: int = 0
-    judged: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def collect_texts(target: Target, contender: Contender, timings: Mapping[str, Timings], sampling: Sampling) -> Texts:
+def collect_texts(target: Target, system: SystemUnderTest, timings: Mapping[str, Repeats], sampling: Sampling) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them; those that do not follow the distribution of `target` are judged by it as well."""
-    c = contender
-    generations = _distinct(timings[c.name], sampling)
-    tallies = [tally_generation(g, c.num_speculative_tokens) for g in generations]
-    simulated: list[list[Tally]] = [[] for _ in generations]
-    off_text = 0
-    if c.simulate is not None:
-        simulation = c.simulate(c.verified_by(target), generations, sampling, c.max_k)
-        simulated, off_text = simulation.tallies, simulation.off_text
-    texts = Texts([Text(*found) for found in zip(generations, tallies, simulated, strict=True)], off_text)
-    if c.lossless and c.verifier is None:
-        return texts
-    return replace(texts, judged=judge(target, c, generations, _distinct(timings[""], sampling)))
+    verifies them; those that do not follow the distribution of `target` are read by it as well."""
+    generations = _distinct(timings[system.name], sampling)
+    simulation = Simulation([[] for _ in generations], off_text=0)
+    if system.simulate is not None:
+        simulation = system.simulate(system.verified_by(target), generations, sampling, system.max_k)
+    texts = [
+        Text(generation, tally_generation(generation, system.num_speculative_tokens), simulated)
+        for generation, simulated in zip(generations, simulation.tallies, strict=True)
+    ]
+    changed = {}
+    if system.verifier is not None or not system.lossless:
+        changed = measure_change(target, system, generations, _distinct(timings[""], sampling))
+    return Texts(texts, simulation.off_text, changed)
 
 
-def judge(
-    target: Target, contender: Contender, generations: Sequence[Generation], originals: Sequence[Generation]
+def measure_change(
+    target: Target, system: SystemUnderTest, generations: Sequence[Generation], originals: Sequence[Generation]
 ) -> dict[str, dict[str, float]]:
     """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them: fields of
     `Measures`, per slice and as "overall"."""
     own, theirs = perplexities(target, originals), perplexities(target, generations)
     found = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
-    if contender.verifier is not None:
-        change = compare_targets(target, contender.verifier, originals)
+    if system.verifier is not None:
+        change = compare_targets(target, system.verifier, originals)
         found = {key: {**found[key], **asdict(change[key])} for key in found}
     return found
 
 
-def _distinct(timing: Timings, sampling: Sampling) -> list[Generation]:
+def _distinct(repeats: Repeats, sampling: Sampling) -> list[Generation]:
     """One repeat's answers when greedy (all repeats are alike), else those of all repeats."""
-    repeats = timing.batches[:1] if sampling.greedy else timing.batches
-    return [g for repeat in repeats for decoded in repeat for g in decoded.generations]
+    return [g for repeat in repeats[: 1 if sampling.greedy else None] for d in repeat for g in d.generations]
+
+
+def of_slice(repeats: Repeats, slice_name: str | None) -> Repeats:
+    """Return each repeat's groups of one slice (None: of all)."""
+    return [[d for d in repeat if slice_name in (None, d.generations[0].request.slice)] for repeat in repeats]
 
 
 def summarize(
-    contender: Contender,
+    system: SystemUnderTest,
     found: Texts,
-    timings: Mapping[str, Timings],
+    timings: Mapping[str, Repeats],
     costs: Costs,
     lossless: Mapping[str, Lossless],
     lossless_timed: Mapping[str, Lossless],
@@ -150,38 +143,34 @@ def summarize(
     def scope(slice_name: str | None) -> Measures:
         key = slice_name or "overall"
         chosen = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
-        measures = _measures(
-            contender,
-            chosen,
-            timings[contender.name].of(slice_name),
-            timings[""].of(slice_name),
-            costs,
-            [g for g in generate if slice_name in (None, g.request.slice)],
-        )
+        drafted, alone = (of_slice(timings[name], slice_name) for name in (system.name, ""))
+        timed = [g for g in generate if slice_name in (None, g.request.slice)]
+        measures = _measures(system, chosen, drafted, alone, costs, timed)
         return replace(
-            measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.judged.get(key, {})
+            measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.changed.get(key, {})
         )
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
-    return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, contender.info)
+    return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, system.info)
 
 
 def _measures(
-    contender: Contender,
+    system: SystemUnderTest,
     texts: Sequence[Text],
-    repeats: list[list[Decoded]],
-    baseline: list[list[Decoded]],
+    repeats: Repeats,
+    baseline: Repeats,
     costs: Costs,
     generate: Sequence[Timed],
 ) -> Measures:
-    name, k = contender.name, contender.num_speculative_tokens
+    name, k = system.name, system.num_speculative_tokens
     decoded = total((t.decoded for t in texts), k)
     # Where nothing is simulated an empty tally gives nulls.
     simulated = total((t.simulated[k - 1] for t in texts if t.simulated), k)
     pairs = [(a, b) for a, b in zip(map(_tok_s, repeats), map(_tok_s, baseline), strict=True) if a and b]
     speeds, base_speeds = [a for a, _ in pairs], [b for _, b in pairs]
     ratios = [a / b for a, b in pairs]
-    single = all(len(d.generations) == 1 for r in repeats for d in r)
+    groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
+    single = all(len(d.generations) == 1 for d in groups)
     tau = decoded.tau
     return Measures(
         prompts=len({t.generation.request.sample_id for t in texts}),
@@ -191,13 +180,13 @@ def _measures(
         tau_mean_over_prompts=mean_tau(texts),
         tau_interval=bootstrap_tau(texts),
         tau_simulated=simulated.tau,
-        tau_difference_se=sampling_error(texts, k) if contender.simulate is not None else None,
+        tau_difference_se=sampling_error(texts, k) if system.simulate is not None else None,
         acceptance_rate=decoded.acceptance_rate,
         acceptance_at=tuple(decoded.acceptance_at),
         alpha_at=tuple(decoded.alpha_at),
         acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
         alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
-        k_sweep=_sweep(contender, texts, costs) or None,
+        k_sweep=_sweep(system, texts, costs) or None,
         decode_tok_s=_median(speeds),
         decode_tok_s_spread=_spread(speeds),
         baseline_tok_s=_median(base_speeds),
@@ -206,22 +195,21 @@ def _measures(
         speedup_spread=_spread(ratios),
         speedup_vs_generate=_over_generate(repeats, generate),
         baseline_vs_generate=_over_generate(baseline, generate),
-        ttft_s=median(g.ttft_s for r in repeats for d in r for g in d.generations),
-        ttft_baseline_s=median(g.ttft_s for r in baseline for d in r for g in d.generations),
-        # In a batch a request's own end is not on the clock.
-        latency_s=_latency(repeats) if single else None,
-        latency_baseline_s=_latency(baseline) if single else None,
-        ms_per_round=_ms_per_round(repeats),
+        ttft_s=median(g.ttft_s for d in groups for g in d.generations),
+        ttft_baseline_s=median(g.ttft_s for d in base_groups for g in d.generations),
+        latency_s=_latency(groups),
+        latency_baseline_s=_latency(base_groups),
+        ms_per_round=_ms_per_round(groups),
         # A batch's rounds are those of its slowest row, which tau does not tell.
-        ideal_speedup=costs.speedup(name, k, tau) if tau and single and contender.fixed_length else None,
-        peak_memory_bytes=_peak(repeats),
-        peak_memory_baseline_bytes=_peak(baseline),
+        ideal_speedup=costs.speedup(name, k, tau) if tau and single and system.fixed_length else None,
+        peak_memory_bytes=_peak(groups),
+        peak_memory_baseline_bytes=_peak(base_groups),
         looping=sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
     )
 
 
-def _peak(repeats: Sequence[Sequence[Decoded]]) -> int | None:
-    return max((d.peak_bytes for repeat in repeats for d in repeat if d.peak_bytes is not None), default=None)
+def _peak(groups: Sequence[Decoded]) -> int | None:
+    return max((d.peak_bytes for d in groups if d.peak_bytes is not None), default=None)
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -232,7 +220,7 @@ def _spread(values: Sequence[float]) -> "tuple[float, float] | None":
     return (min(values), max(values)) if values else None
 
 
-def _over_generate(repeats: Sequence[Sequence[Decoded]], generate: Sequence[Timed]) -> float | None:
+def _over_generate(repeats: Repeats, generate: Sequence[Timed]) -> float | None:
     """Decode tok/s over generate's, both on generate's prompts."""
     names = {g.request.sample_id for g in generate}
     same = [[d for d in r if d.generations[0].request.sample_id in names] for r in repeats]
@@ -248,29 +236,30 @@ def _tok_s(batches: Sequence[Decoded]) -> float:
     return tokens / seconds if seconds else 0.0
 
 
-def _ms_per_round(repeats: Sequence[Sequence[Decoded]]) -> MsPerRound | None:
+def _ms_per_round(groups: Sequence[Decoded]) -> MsPerRound | None:
     """Mean milliseconds per target pass (all rows of a batch share it)."""
-    groups = [d for repeat in repeats for d in repeat]
     passes = sum(d.passes for d in groups)
     if not passes:
         return None
     return MsPerRound(**{part: 1000 * sum(d.seconds[part] for d in groups) / passes for part in _DECODE_PARTS})
 
 
-def _latency(repeats: Sequence[Sequence[Decoded]]) -> Percentiles:
-    seconds = [sum(d.seconds.values()) for repeat in repeats for d in repeat for _ in d.generations]
-    return Percentiles(float(np.percentile(seconds, 50)), float(np.percentile(seconds, 95)))
+def _latency(groups: Sequence[Decoded]) -> Percentiles | None:
+    """Seconds per request; None in a batch, where a request's own end is not on the clock."""
+    if any(len(d.generations) > 1 for d in groups):
+        return None
+    return Percentiles(*map(float, np.percentile([sum(d.seconds.values()) for d in groups], (50, 95))))
 
 
-def _sweep(contender: Contender, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:
+def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:
     points = []
     for k in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
         tally = total((t.simulated[k - 1] for t in texts), k)
-        speedup = costs.speedup(contender.name, k, tally.tau) if tally.tau and contender.fixed_length else None
-        points.append(sweep_point(contender, k, tally, speedup))
+        speedup = costs.speedup(system.name, k, tally.tau) if tally.tau and system.fixed_length else None
+        points.append(sweep_point(system, k, tally, speedup))
     return tuple(points)
 
 
-def sweep_point(contender: Contender, k: int, tally: Tally, speedup: float | None = None) -> SweepPoint:
+def sweep_point(system: SystemUnderTest, k: int, tally: Tally, speedup: float | None = None) -> SweepPoint:
     """Return what a simulation says of the draft length k."""
-    return SweepPoint(k, tally.tau, tally.acceptance_rate if contender.counts_drafts else None, speedup)
+    return SweepPoint(k, tally.tau, tally.acceptance_rate if system.counts_drafts else None, speedup)

@@ -1,5 +1,4 @@
-"""Measure how a lossy decoder or a tuned target changes texts: perplexity under the target, and how far the distributions
-of two targets differ.
+"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, and by how far distributions differ.
 
 Shapes: B rows, L tokens, R answer tokens, V target vocab.
 """
@@ -12,19 +11,14 @@ from math import exp
 import torch
 from torch import Tensor
 
-from draftsmith.data.features.extract import compute_features
-from draftsmith.data.packing import collate
 from draftsmith.eval.decode.answers import Generation
-from draftsmith.eval.simulate.texts import to_sample
+from draftsmith.eval.simulate.texts import target_passes, to_sample
 from draftsmith.heads.target.target import Target
-
-_ANSWERS_PER_PASS = 8
 
 
 @dataclass(frozen=True)
 class Change:
-    """agreement: share of answer tokens where two targets' likeliest choice is the same. kl: mean of KL(one || other) per
-    token, in nats, at temperature 1."""
+    """agreement: share of answer tokens where two targets' likeliest choice is the same. kl: mean KL(one || other), in nats."""
 
     agreement: float
     kl: float
@@ -44,8 +38,7 @@ def perplexities(target: Target, generations: Sequence[Generation]) -> dict[str,
 
 
 def compare_targets(original: Target, tuned: Target, generations: Sequence[Generation]) -> dict[str, Change]:
-    """Let both targets read the same answers; return how their distributions of each answer token differ, per slice and as
-    "overall"."""
+    """Let two targets read the same answers; return how their distributions differ, per slice and as "overall"."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     pairs = zip(_answer_logits(original, generations), _answer_logits(tuned, generations), strict=True)
     for (generation, ours_RV), (_, theirs_RV) in pairs:
@@ -66,11 +59,8 @@ def _add(sums: dict[str, list[float]], generation: Generation, values: Sequence[
 def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Tensor]]:
     """Yield each answer with the logits [R, V] from which the target would have chosen its tokens, shortest first."""
     order = sorted(generations, key=lambda g: len(g.output_ids))
-    for start in range(0, len(order), _ANSWERS_PER_PASS):
-        group = order[start : start + _ANSWERS_PER_PASS]
-        samples = [to_sample(g) for g in group]
-        features = compute_features(target, samples, (), target.dtype)
-        batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
-        for row, (generation, sample) in enumerate(zip(group, samples, strict=True)):
-            first, length = len(generation.request.prompt_ids), len(sample.ids)
-            yield generation, target.head.logits(batch.last[row, first - 1 : length - 1])
+    for places, batch in target_passes(target, [to_sample(g) for g in order]):
+        for row, place in enumerate(places):
+            first = len(order[place].request.prompt_ids)
+            last = first + len(order[place].output_ids) - 1
+            yield order[place], target.head.logits(batch.last[row, first - 1 : last])

@@ -1,9 +1,8 @@
 """result.json: every number of one evaluation at one sampling setting, with one meaning each.
 
-Written by the evaluation, read by the report, the gate and the comparison. `None` (null in the file)
-means "not measured" and is never replaced by a guess. All shares are between 0 and 1, all times are
-wall clock. The accepted length tau counts the bonus token (as EAGLE and Spec-Bench do), so the target
-alone has tau = 1.
+Written by the evaluation, read by the report, the gate and the comparison. `None` (null in the file) means "not
+measured" and is never replaced by a guess. All shares are between 0 and 1, all times are wall clock. The accepted
+length tau counts the bonus token (as EAGLE and Spec-Bench do), so the target alone has tau = 1.
 
 What was measured, and how it was run: two parts of result.json.
 """
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.contender import DraftInfo
+from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
 from draftsmith.eval.measure.upgrade import upgrade

@@ -4,8 +4,7 @@ The forwards are what no decoder can do without: the target's layers and its pro
 projections. What is left, from masks and random numbers to verification and bookkeeping, is the decoder's own.
 """
 
-import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.clock import Stopwatch
 from draftsmith.eval.decode.decode import check_requests
 from draftsmith.eval.decode.draft import Drafter
 from draftsmith.eval.decode.loop import Loop
@@ -53,7 +53,7 @@ def profile_rounds(
 ) -> RoundProfile:
     """Decode `requests`, `batch` at a time, with the forwards timed."""
     check_requests(target, requests, drafter)
-    spent: dict[str, float] = defaultdict(float)
+    forwards = Stopwatch(target.device)
     head = getattr(drafter, "head", None)
     model = getattr(drafter, "model", None)
     watched = [(target, "forward", "target"), (target.head, "logits", "target")]
@@ -62,16 +62,16 @@ def profile_rounds(
     if isinstance(model, Target):
         watched += [(model, "forward", "draft"), (model.head, "logits", "draft")]
     loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)))
-    laps: dict[str, float] = defaultdict(float)
+    laps: Counter[str] = Counter()
     rounds = 0
     while loop.fill():
-        before = dict(loop.watch.seconds)
         # Only what happens within a round counts: prompts are read in between.
-        with _timed(watched, spent, target.device):
+        laps.subtract(loop.watch.seconds)
+        with _timed(watched, forwards):
             loop.round()
-        for name, value in loop.watch.seconds.items():
-            laps[name] += value - before.get(name, 0.0)
+        laps.update(loop.watch.seconds)
         rounds += 1
+    spent = forwards.seconds
     parts = {
         "target": spent["target"],
         "draft": spent["draft"],
@@ -83,25 +83,22 @@ def profile_rounds(
 
 
 @contextmanager
-def _timed(watched: Sequence[tuple[Any, str, str]], spent: dict[str, float], device: torch.device) -> Iterator[None]:
-    """Add the seconds of each watched method to `spent`; nested calls count once."""
-    depth = [0]
-
-    def wait() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
+def _timed(watched: Sequence[tuple[Any, str, str]], watch: Stopwatch) -> Iterator[None]:
+    """Time each watched method as laps of `watch`; nested calls count once."""
+    depth = 0
 
     def wrap(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def timed(*arguments: Any, **options: Any) -> Any:
-            depth[0] += 1
-            started = wait()
+            nonlocal depth
+            if depth == 0:
+                watch.lap("outside")
+            depth += 1
             try:
                 return call(*arguments, **options)
             finally:
-                depth[0] -= 1
-                if depth[0] == 0:
-                    spent[name] += wait() - started
+                depth -= 1
+                if depth == 0:
+                    watch.lap(name)
 
         return timed
 

@@ -14,8 +14,7 @@ def upgrade(value: Any) -> Any:
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
-    target alone over transformers' `generate`, which earlier ones do not tell. What is malformed stays so, for the reader to
-    name.
+    target alone over transformers' `generate`. What is malformed stays so, for the reader to name.
     """
     if not isinstance(value, dict) or value.get("schema_version") not in (1, 2, 3, 4):
         return value

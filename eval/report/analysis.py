@@ -12,7 +12,6 @@ from draftsmith.eval.report.page_model import (
     Figure,
     Row,
     Section,
-    System,
     Table,
     View,
     best_k,
@@ -125,18 +124,18 @@ def _at_lengths(m: Measures, lengths: Sequence[int], key: str) -> Curve:
 
 def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table]:
     columns = ("slice", "system", *(f"K={k}" for k in lengths))
-    taus, speedups = [], []
-    for name in view.slices:
-        for system, m in view.measured(name):
-            if m.k_sweep:
-                head = (name, system.label)
-                taus.append(Row((*head, *map(number, _at_lengths(m, lengths, "tau_simulated"))), name == OVERALL))
-                cells = map(times, _at_lengths(m, lengths, "predicted_speedup"))
-                speedups.append(Row((*head, *cells, str(best_k(m) or DASH)), name == OVERALL))
-    tables = [Table("Accepted length τ by K, simulated", columns, tuple(taus), heads=2)]
-    return (
-        [*tables, Table("Predicted speedup by K", (*columns, "best K"), tuple(speedups), heads=2)] if gains else tables
-    )
+    taus = view.rows(lambda m: [*map(number, _at_lengths(m, lengths, "tau_simulated"))] if m.k_sweep else None)
+    tables = [Table("Accepted length τ by K, simulated", columns, taus, heads=2)]
+    if gains:
+        found = view.rows(
+            lambda m: (
+                [*map(times, _at_lengths(m, lengths, "predicted_speedup")), str(best_k(m) or DASH)]
+                if m.k_sweep
+                else None
+            )
+        )
+        tables.append(Table("Predicted speedup by K", (*columns, "best K"), found, heads=2))
+    return tables
 
 
 def _cost_tables(view: View) -> list[Table]:
@@ -159,27 +158,20 @@ def time_split(view: View) -> Section:
         "Mean milliseconds of one round (one target pass) by part. The ideal speedup is τ / (verify(K)/verify(1) + "
         "draft/verify(1)): the speedup if committing and everything else cost nothing."
     )
-    timed = [(name, s, m, m.ms_per_round) for name in view.slices for s, m in view.measured(name)]
-    rows = [_time_row(name, s, m) for name, s, m, _ in timed if m.ms_per_round or m.ideal_speedup is not None]
+    timed = [(name, s, m.ms_per_round) for name in view.slices for s, m in view.measured(name)]
+    rows = view.rows(_time_cells)
     if not rows:
         return Section("time", "Where the time goes", about, missing="The time of a round was not measured.")
     high = max((sum(_parts(split)) for *_, split in timed if split), default=0.0)
     panels = []
     for system in view.systems:
-        stacks = [Stack(name, _parts(split)) for name, s, _, split in timed if s is system and split]
+        stacks = [Stack(name, _parts(split)) for name, s, split in timed if s is system and split]
         if stacks:
             panels.append(stack_panel(system.label, PARTS, stacks, show=significant, high=high))
     legend = tuple((part_swatch(i), part) for i, part in enumerate(PARTS))
-    columns = (
-        "slice",
-        "system",
-        *(f"{part} ms" for part in PARTS),
-        "ms per token",
-        "ideal speedup",
-        "measured",
-        "share reached",
-    )
-    table = Table("Milliseconds per round, and the speedup they allow", columns, tuple(rows), heads=2)
+    ends = ("ms per token", "ideal speedup", "measured", "share reached")
+    columns = ("slice", "system", *(f"{part} ms" for part in PARTS), *ends)
+    table = Table("Milliseconds per round, and the speedup they allow", columns, rows, heads=2)
     figures = (Figure("Milliseconds per round.", tuple(panels), legend, wide=True),) if panels else ()
     return Section("time", "Where the time goes", about, figures, (table,))
 
@@ -188,10 +180,11 @@ def _parts(split: MsPerRound) -> tuple[float, ...]:
     return tuple(getattr(split, part) or 0.0 for part in PARTS)
 
 
-def _time_row(name: str, system: System, m: Measures) -> Row:
+def _time_cells(m: Measures) -> list[str] | None:
+    if m.ms_per_round is None and m.ideal_speedup is None:
+        return None
     split = m.ms_per_round or MsPerRound()
     per_token = sum(_parts(split)) / m.tau if m.ms_per_round and m.tau else None
     reached = m.speedup / m.ideal_speedup if m.speedup is not None and m.ideal_speedup else None
-    parts = (significant(getattr(split, part)) for part in PARTS)
-    ends = (significant(per_token), times(m.ideal_speedup), times(m.speedup), percent(reached, 0))
-    return Row((name, system.label, *parts, *ends), name == OVERALL)
+    parts = [significant(getattr(split, part)) for part in PARTS]
+    return [*parts, significant(per_token), times(m.ideal_speedup), times(m.speedup), percent(reached, 0)]

@@ -5,7 +5,7 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 
 import json
 
-from draftsmith.eval.measure.result import Divergence, Example, Percentiles, Piece, Result
+from draftsmith.eval.measure.result import Divergence, Example, Measures, Piece, Result
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
@@ -25,24 +25,21 @@ from draftsmith.eval.report.page_model import (
 
 def latency(view: View) -> Section:
     """Seconds per request, with and without speculation."""
-    rows = []
-    for name in view.slices:
-        for s, m in view.measured(name):
-            if some([m.latency_s, m.latency_baseline_s]):
-                cells = (*_percentiles(m.latency_baseline_s), *_percentiles(m.latency_s))
-                rows.append(Row((name, s.label, *cells), name == OVERALL))
+    rows = view.rows(_latency_cells)
     columns = ("slice", "system", "target alone p50", "target alone p95", "with drafts p50", "with drafts p95")
     return Section(
         "latency",
         "Latency",
         "From the start of a request to its last token: the median and the 95th percentile over requests.",
-        tables=(Table("Latency per request", columns, tuple(rows), heads=2),) if rows else (),
+        tables=(Table("Latency per request", columns, rows, heads=2),) if rows else (),
         missing="The latency of whole requests was not measured.",
     )
 
 
-def _percentiles(value: Percentiles | None) -> tuple[str, str]:
-    return (DASH, DASH) if value is None else (milliseconds(value.p50), milliseconds(value.p95))
+def _latency_cells(m: Measures) -> list[str] | None:
+    both = (m.latency_baseline_s, m.latency_s)
+    cells = [milliseconds(seconds) for one in both for seconds in ((one.p50, one.p95) if one else (None, None))]
+    return cells if some(both) else None
 
 
 def losslessness(view: View) -> Section:
@@ -60,12 +57,14 @@ def losslessness(view: View) -> Section:
                 # The list of a slice is usually part of the overall list: show each divergence once.
                 divergences |= {(s.label, d): None for d in one.first_divergences}
     tables = []
-    if lossy := _changed_rows(view, tuned=False):
+    if lossy := view.rows(lambda m: _perplexities(m) if m.agreement is None else None):
         heads = ("slice", "system", "perplexity of its texts", "of the target's own")
-        tables.append(Table("Lossy drafters: their texts under the target", heads, tuple(lossy), heads=2))
-    if tuned := _changed_rows(view, tuned=True):
+        tables.append(Table("Lossy drafters: their texts under the target", heads, lossy, heads=2))
+    if tuned := view.rows(
+        lambda m: _perplexities(m, percent(m.agreement, 2), number(m.kl, 4)) if m.agreement is not None else None
+    ):
         also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
-        tables.append(Table("Tuned targets against the original", also, tuple(tuned), heads=2))
+        tables.append(Table("Tuned targets against the original", also, tuned, heads=2))
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
@@ -92,20 +91,9 @@ def losslessness(view: View) -> Section:
     )
 
 
-def _changed_rows(view: View, *, tuned: bool) -> list[Row]:
-    """List how drafters change texts: by a lossy rule, or by a tuned target."""
-    return [
-        Row(
-            (
-                *(name, s.label, number(m.perplexity), number(m.perplexity_baseline)),
-                *((percent(m.agreement, 2), number(m.kl, 4)) if tuned else ()),
-            ),
-            name == OVERALL,
-        )
-        for name in view.slices
-        for s, m in view.measured(name)
-        if m.perplexity is not None and tuned == (m.agreement is not None)
-    ]
+def _perplexities(m: Measures, *further: str) -> tuple[str, ...] | None:
+    own = m.perplexity
+    return None if own is None else (number(own), number(m.perplexity_baseline), *further)
 
 
 def memory(view: View) -> Section:

@@ -110,6 +110,11 @@ class View:
         """Return the systems that have a slice, with their measures there."""
         return [(system, m) for system in self.systems if (m := system.at(slice_name)) is not None]
 
+    def rows(self, cells: Callable[[Measures], Sequence[str] | None]) -> tuple[Row, ...]:
+        """Return a row per slice and system: these two, then the cells of its measures; none where these are None."""
+        found = [(name, system.label, cells(m)) for name in self.slices for system, m in self.measured(name)]
+        return tuple(Row((name, label, *texts), name == OVERALL) for name, label, texts in found if texts is not None)
+
     def where(self, result_index: int) -> str:
         """Return ", T=1" and the like to end a caption with; empty for a single result."""
         return f", {self.labels[result_index]}" if len(self.results) > 1 else ""

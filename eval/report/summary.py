@@ -44,7 +44,9 @@ def describe(system: System) -> str:
     else:
         parts.append("the speed was not measured")
     text = "; ".join(parts) + "."
-    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + _best_length(m)
+    best = best_k(m)
+    length = "" if best is None else f" By the measured costs, K = {best} is the best draft length over all slices."
+    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + length
 
 
 def _range_over_slices(system: System) -> str:
@@ -83,11 +85,6 @@ def _loops(system: System) -> str:
     if worst[0] < 0.1:
         return ""
     return f" Beware: {percent(worst[0], 0)} of the {worst[1]} answers run in loops, which flatters the numbers there."
-
-
-def _best_length(m: Measures) -> str:
-    best = best_k(m)
-    return "" if best is None else f" By the measured costs, K = {best} is the best draft length over all slices."
 
 
 def headline(view: View) -> Section:
@@ -151,7 +148,6 @@ def _bars(
 
 def accepted_length(view: View) -> Section:
     """The accepted length, decoded and simulated, with the counts behind it."""
-    rows = [_accepted_length_row(name, s, m) for name in view.slices for s, m in view.measured(name)]
     columns = ("slice", "system", "prompts", "tokens", "rounds", "τ decoded", "τ simulated", "difference")
     ends = ("mean over prompts", "accepted / drafted")
     known = some([tau_of(m) for name in view.slices for _, m in view.measured(name)])
@@ -161,12 +157,14 @@ def accepted_length(view: View) -> Section:
         "Decoded: tokens over rounds, counted while decoding. Simulated: exact, from one teacher-forced pass over the "
         "decoded answers. At temperature 0 the two are equal; above it they agree within the sampling error of acceptance, whose "
         "standard error follows the difference. A slice is a sum over its tokens; the mean over prompts weighs prompts equally.",
-        tables=(Table("Counts and accepted length", (*columns, *ends), tuple(rows), heads=2),) if known else (),
+        tables=(Table("Counts and accepted length", (*columns, *ends), view.rows(_length_cells), heads=2),)
+        if known
+        else (),
         missing="The accepted length was not measured.",
     )
 
 
-def _accepted_length_row(name: str, system: System, m: Measures) -> Row:
+def _length_cells(m: Measures) -> tuple[str, ...]:
     simulated = number(m.tau_simulated, 3)
     difference = DASH
     if m.tau is not None and m.tau_simulated is not None:
@@ -174,4 +172,4 @@ def _accepted_length_row(name: str, system: System, m: Measures) -> Row:
         difference += "" if not m.tau_difference_se else f" ± {m.tau_difference_se:.3f}"
     counts = (whole(m.prompts), whole(m.tokens), whole(m.rounds))
     ends = (number(m.tau_mean_over_prompts, 3), percent(m.acceptance_rate))
-    return Row((name, system.label, *counts, number(m.tau, 3), simulated, difference, *ends), name == OVERALL)
+    return (*counts, number(m.tau, 3), simulated, difference, *ends)

@@ -22,6 +22,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Tally
 from draftsmith.eval.decode.sampling import Sampling, penalize, probs
 from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.decode.verify import look_up
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.target.target import TargetHead
 
@@ -29,8 +30,7 @@ _CHUNK_ROWS = 1024
 
 
 class _TextProbs(NamedTuple):
-    """The text's own probabilities p [B*L] (float64, NaN where not needed; None when greedy), and
-    `Acceptance.off_text`."""
+    """A text's own probabilities [B*L] (float64, NaN where not needed; None when greedy), and `Acceptance.off_text`."""
 
     p: Tensor | None
     off_text: int
@@ -62,9 +62,9 @@ def acceptance(
 ) -> Acceptance:
     """Return the acceptance probabilities of the batch's text from the logits of a head's training pass.
 
-    tree: a static tree instead of a chain; c[t, k] is then 1 where the text follows the tree from row t's root down
-    to depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature.
-    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
+    tree: a static tree instead of a chain; c[t, k] is then 1 where the text follows the tree from row t's root down to
+    depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature (as vLLM drafts by
+    default). Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
     """
     if tree is None:
         return chain_acceptance(output, batch, target_head, draft_vocab_W, sampling, greedy_drafts=greedy_drafts)
@@ -84,26 +84,37 @@ def tree_acceptance(
 
     Its children are chosen deterministically, so the text decides at any temperature which one was accepted.
     """
-    ids, depth = batch.ids.flatten(), min(tree.depth, len(output.steps))
+    ids, steps = batch.ids.flatten(), output.steps[: tree.depth]
     _, off_text = _text_probs(batch, target_head, output.steps[0].rows + 1, sampling)
     child_NR = _children(tree, ids.device)
+    ranks = token_ranks(HeadOutput(steps), batch, draft_vocab_W, tree.ranks).flatten(0, 1).long()
     node = torch.zeros_like(ids)
-    c = torch.full((len(ids), depth), torch.nan, dtype=torch.float64, device=ids.device)
-    for step in output.steps[:depth]:
+    c = torch.full((len(ids), len(steps)), torch.nan, dtype=torch.float64, device=ids.device)
+    for step in steps:
+        node[step.rows] = child_NR[node[step.rows], ranks[step.rows, step.offset]]
+        c[step.rows, step.offset] = (node[step.rows] >= 0).double()
+    return Acceptance(c.view(*batch.ids.shape, -1), off_text)
+
+
+def token_ranks(output: HeadOutput, batch: TrainBatch, draft_vocab_W: Tensor | None, most: int) -> Tensor:
+    """Return int16 [B, L, K]: the rank of x_{t+2+k} among step k's logits of row t, 0 for the most likely token; `most`
+    where it is not among the first `most`, -1 where none is drafted."""
+    ids = batch.ids.flatten()
+    ranks = torch.full((len(ids), len(output.steps)), -1, dtype=torch.int16, device=ids.device)
+    for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
-            best_RK = logits_RW.topk(min(tree.ranks, logits_RW.shape[-1]), -1).indices
-            best_RK = best_RK if draft_vocab_W is None else draft_vocab_W[best_RK]
-            hit_RK = best_RK == ids[at + 2 + step.offset][:, None]
-            # The last column of the table stands for "not among the ranks", its last row for "off the tree".
-            rank_R = torch.where(hit_RK.any(1), hit_RK.int().argmax(1), tree.ranks)
-            node[at] = child_NR[node[at], rank_R]
-            c[at, step.offset] = (node[at] >= 0).double()
-    return Acceptance(c.view(*batch.ids.shape, depth), off_text)
+            best_RM = logits_RW.topk(min(most, logits_RW.shape[-1]), -1).indices
+            best_RM = best_RM if draft_vocab_W is None else draft_vocab_W[best_RM]
+            hit_RM = best_RM == ids[at + 2 + step.offset][:, None]
+            rank_R = torch.where(hit_RM.any(1), hit_RM.int().argmax(1), most)
+            ranks[at, step.offset] = rank_R.to(ranks.dtype)
+    return ranks.view(*batch.ids.shape, -1)
 
 
 def _children(tree: StaticTree, device: torch.device) -> Tensor:
-    """Return the table [N + 1, ranks + 1] of the child of a node at a rank, -1 for none; row -1 is for node -1."""
+    """Return the table [N + 1, ranks + 1] of the child of a node at a rank, -1 for none. Its last column stands for "not
+    among the ranks", its last row for "off the tree" (-1)."""
     shape = tree.on(device)
     child_NR = torch.full((len(shape.parents_N) + 1, tree.ranks + 1), -1, device=device)
     nodes = torch.arange(1, len(shape.parents_N), device=device)
@@ -112,8 +123,7 @@ def _children(tree: StaticTree, device: torch.device) -> Tensor:
 
 
 def _text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:
-    """Return the text's own probabilities at the flat positions `positions`, and count the tokens that the target would
-    not choose."""
+    """Return the text's own probabilities at flat positions, and count the tokens that the target would not choose."""
     if not sampling.greedy:
         return _text_probabilities(batch, target_head, positions, sampling)
     ids, choice = batch.ids.flatten(), batch.top1.flatten()[positions]
@@ -136,8 +146,7 @@ def _penalized(batch: TrainBatch, logits_RV: Tensor, at_R: Tensor, sampling: Sam
 
 
 def seen_in_text(batch: TrainBatch, at_R: Tensor, vocab_size: int) -> Tensor:
-    """Return bool [R, V]: the tokens of a position's document up to and including it; `at_R` are flat positions of
-    [B*L]."""
+    """Return bool [R, V]: the tokens of a position's document up to and including it, at flat positions of [B*L]."""
     length = batch.ids.shape[1]
     row_R, column_R1 = at_R // length, (at_R % length)[:, None]
     document_RL, ids_RL = batch.document[row_R], batch.ids[row_R]
@@ -158,16 +167,11 @@ def chain_acceptance(
     *,
     greedy_drafts: bool = False,
 ) -> Acceptance:
-    """Return the acceptance probabilities of chains (see `acceptance`).
-
-    greedy_drafts: the draft proposes its argmax at every temperature (as vLLM does by default).
-    Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
-    """
+    """Return the acceptance probabilities of chains (see `acceptance`)."""
     if output.tuned is not None:
         return _tuned_acceptance(output, batch, sampling, greedy_drafts)
-    rows, length = batch.ids.shape
-    ids, drafted = batch.ids.flatten(), len(output.steps)
-    c = torch.full((rows * length, drafted), torch.nan, dtype=torch.float64, device=ids.device)
+    ids = batch.ids.flatten()
+    c = torch.full((len(ids), len(output.steps)), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     positions = output.steps[0].rows + 1
     p, off_text = _text_probs(batch, target_head, positions, sampling)
@@ -181,11 +185,11 @@ def chain_acceptance(
                 choice_R = choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
                 c[at, step.offset] = (choice_R == token_R).double()
             else:
-                q_R = _draft_probability(probs(logits_RW, sampling), token_R, draft_vocab_W)
+                q_R = look_up(probs(logits_RW, sampling), token_R, draft_vocab_W).q
                 c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
             if step.stops is not None:
                 c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
-    return Acceptance(c.view(rows, length, -1), off_text)
+    return Acceptance(c.view(*batch.ids.shape, -1), off_text)
 
 
 def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:
@@ -209,14 +213,6 @@ def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling,
 def _certain(logits_RV: Tensor) -> Tensor:
     """Return the distribution with all mass on the likeliest token."""
     return torch.zeros_like(logits_RV).scatter_(-1, logits_RV.argmax(-1, keepdim=True), 1.0)
-
-
-def _draft_probability(q_RW: Tensor, token_R: Tensor, draft_vocab_W: Tensor | None) -> Tensor:
-    """Return q(token) per row, 0 outside the draft vocabulary."""
-    if draft_vocab_W is None:
-        return q_RW.gather(1, token_R[:, None])[:, 0]
-    column_R = torch.searchsorted(draft_vocab_W, token_R).clamp(max=len(draft_vocab_W) - 1)
-    return q_RW.gather(1, column_R[:, None])[:, 0] * (draft_vocab_W[column_R] == token_R)
 
 
 def _text_probabilities(
@@ -260,13 +256,11 @@ def _text_probabilities(
 def expected_tallies(
     c_STK: np.ndarray, tokens_S: np.ndarray, num_speculative_tokens: int, levels: Sequence[int] | None = None
 ) -> list[Tally]:
-    """Return each answer's expected tally: run every root's expected rounds forward through the answer, S answers at
-    once.
+    """Return the expected tally of each of S answers: run every root's expected rounds forward through the answer.
 
     c_STK[s, i, k]: acceptance probability of the k-th draft of a round whose root is the i-th token of answer s, NaN
     where a round drafts no k-th token. tokens_S: n = E - P, tokens after the first. levels: tokens proposed at each
-    depth, one each by default. Returns one Tally per answer. Drafts stop at the answer's end: K_r is at most the tokens
-    left.
+    depth, one each by default. Drafts stop at the answer's end: K_r is at most the tokens left.
     """
     proposed_K = np.concatenate([[0], np.cumsum(levels or [1] * num_speculative_tokens)])
     drafted_ST = (~np.isnan(c_STK[..., :num_speculative_tokens])).cumprod(2).sum(2)

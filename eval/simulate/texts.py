@@ -3,7 +3,7 @@
 Shapes: B answers of a pass, L tokens, K speculative tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, find_ans
 from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.heads.target.target import Target
 
-_ANSWERS_PER_PASS = 8
+_TEXTS_PER_PASS = 8
 
 
 @dataclass(frozen=True)
@@ -74,26 +74,30 @@ def simulate_texts(
     layer_ids: tuple[int, ...] = (),
     levels: tuple[int, ...] | None = None,
 ) -> Simulation:
-    """Run the target over finished answers, one per row, and turn the acceptance that `accept` computes into tallies.
+    """Run the target over finished answers and turn the acceptance that `accept` computes into tallies.
 
-    accept: returns the acceptance of max_k drafts. layer_ids: the aux layers it reads. levels: tokens proposed at each
-    depth.
+    accept: gives the acceptance of max_k drafts. layer_ids: the aux layers it reads. levels: tokens at each depth.
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
     found: dict[int, list[Tally]] = {}
     off_text = 0
-    for start in range(0, len(order), _ANSWERS_PER_PASS):
-        chosen = order[start : start + _ANSWERS_PER_PASS]
-        samples = [to_sample(generations[i]) for i in chosen]
-        features = compute_features(target, samples, layer_ids, target.dtype)
-        batch = collate([[f] for f in features], max(len(s.ids) for s in samples)).to(target.device)
-        found_c = accept(batch)
-        off_text += found_c.off_text
-        answers = find_answers(batch)
-        assert len(answers) == len(chosen)
+    for places, batch in target_passes(target, [to_sample(generations[i]) for i in order], layer_ids):
+        accepted, answers = accept(batch), find_answers(batch)
+        off_text += accepted.off_text
+        assert len(answers) == len(places)
         by_k = [
-            simulate(found_c.c_BLK, answers, k, None if levels is None else levels[:k]) for k in range(1, max_k + 1)
+            simulate(accepted.c_BLK, answers, k, None if levels is None else levels[:k]) for k in range(1, max_k + 1)
         ]
-        for i, tallies in zip(chosen, zip(*by_k, strict=True), strict=True):
-            found[i] = list(tallies)
+        found |= {order[place]: list(tallies) for place, tallies in zip(places, zip(*by_k, strict=True), strict=True)}
     return Simulation([found[i] for i in range(len(generations))], off_text)
+
+
+def target_passes(
+    target: Target, samples: Sequence[Tokenized], layer_ids: tuple[int, ...] = ()
+) -> Iterator[tuple[range, TrainBatch]]:
+    """Run the target over texts, some at once, one per row; yield the places of these and what a head reads of them."""
+    for start in range(0, len(samples), _TEXTS_PER_PASS):
+        places = range(start, min(start + _TEXTS_PER_PASS, len(samples)))
+        some = samples[places.start : places.stop]
+        features = compute_features(target, some, layer_ids, target.dtype)
+        yield places, collate([[f] for f in features], max(len(s.ids) for s in some)).to(target.device)

@@ -9,7 +9,7 @@ import numpy as np
 
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.result import Costs
 from draftsmith.eval.tree_search.search import FoundTree
@@ -91,17 +91,16 @@ def measure_tree_costs(
     *,
     rows: int = 1,
 ) -> TreeCosts:
-    """Time target passes of all sizes up to the largest tree, and the drafts of a few of the trees, which ascend in
-    size."""
+    """Time target passes up to the largest tree's size, and the drafts of a few of the trees, which ascend in size."""
     largest = len(found[-1].tree.choices)
     numbers = [len(one.tree.choices) for one in found]
     places = {bisect_left(numbers, nodes) for nodes in _DRAFTS if nodes < largest} | {len(found) - 1}
     trees = tuple(found[place].tree for place in sorted(places))
-    drafters = [make_contender("head", head, tree.depth, tree.depth, tree=tree) for tree in trees]
+    drafters = [head_system("head", head, tree.depth, tree.depth, tree=tree) for tree in trees]
     # A name of its own may say more of how the head drafts.
-    contenders = [replace(c, name=f"head {tree.name}") for c, tree in zip(drafters, trees, strict=True)]
+    systems = [replace(c, name=f"head {tree.name}") for c, tree in zip(drafters, trees, strict=True)]
     passes = [*(tokens for tokens in _PASSES if tokens <= largest), largest + 1]
-    costs = measure_costs(target, contenders, context_ids, sampling, rows=rows, passes=passes)
+    costs = measure_costs(target, systems, context_ids, sampling, rows=rows, passes=passes)
     return TreeCosts(costs, trees)
 
 

@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 
@@ -65,19 +66,18 @@ def measure_tree(tree: StaticTree, texts: TextRanks) -> float:
 
 def _folds(texts: TextRanks) -> np.ndarray:
     """Return the fold of each answer; the answers of a conversation share one."""
-    talks = sorted({talk for talk, tokens in zip(texts.talks, texts.tokens_S, strict=True) if tokens}, key=fingerprint)
-    if len(talks) < FOLDS:
+    conversations = sorted(set(compress(texts.conversations, texts.tokens_S > 0)), key=fingerprint)
+    if len(conversations) < FOLDS:
         raise UserError(
-            f"There are only {len(talks)} conversations with answers to draft for, too few to search a tree on (a few hundred are "
-            f"right, {FOLDS} the least): train with a larger data.heldout."
+            f"There are only {len(conversations)} conversations with answers to draft for, too few to search a tree on (a few "
+            f"hundred are right, {FOLDS} the least): train with a larger data.heldout."
         )
-    number = {talk: place for place, talk in enumerate(talks)}
-    return np.array([number.get(talk, 0) % FOLDS for talk in texts.talks])
+    number = {name: place for place, name in enumerate(conversations)}
+    return np.array([number.get(name, 0) % FOLDS for name in texts.conversations])
 
 
 def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[list[Choice]], np.ndarray]:
-    """Return the best tree of every size, its nodes by descending gain in tau, and its rounds [B, S]; the sizes that
-    exist, at least one."""
+    """Return the best tree of every size that exists, its nodes by descending gain in tau, and its rounds [B, S]."""
     roots_ST = texts.roots_ST
     ranks_RD, weight_R = texts.ranks_STD[roots_ST], np.ones(roots_ST.sum())
     chosen: list[list[Choice]] = []

@@ -25,7 +25,7 @@ from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead, agree, supervised_rows
 from draftsmith.heads.checkpoint import save_head
@@ -252,17 +252,17 @@ def check_trees(spec: Spec) -> None:
     for kind in sorted(method.trees):
         depth, drawn = min(2, spec.length), kind == "drawn"
         tree = DynamicTree(depth, 2, 5) if kind == "dynamic" else StaticTree.of("small", _TREE).cut(depth)
-        contender = make_contender("", spec.deployed, depth, depth, tree=tree, drawn=drawn)
+        system = head_system("", spec.deployed, depth, depth, tree=tree, drawn=drawn)
         try:
-            drafter = contender.make(depth)
+            drafter = system.make(depth)
         except TypeError as error:
             raise AssertionError(f"The method names {kind} trees, but its drafter takes none ({error}).") from error
         found = decode_batch(spec.verifier, drafter, requests, GREEDY, rows=5).generations
         wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, found, strict=True))
         require(not wrong, f"{wrong} of {len(alone)} greedy answers with a {kind} tree differ from the target's own")
-        if contender.simulate is not None:
+        if system.simulate is not None:
             decoded = total([tally_generation(g, depth) for g in found], depth)
-            simulated = contender.simulate(spec.verifier, found, GREEDY, depth).tallies
+            simulated = system.simulate(spec.verifier, found, GREEDY, depth).tallies
             same = torch.allclose(figures(total([t[-1] for t in simulated], depth)), figures(decoded), atol=1e-6)
             require(same, f"simulated and decoded rounds differ with a {kind} tree")
 
@@ -273,12 +273,12 @@ def check_drawn_trees(spec: Spec) -> None:
     trees draft there too."""
     trees, depth = find_method(spec.method).trees, min(2, spec.length)
     if "dynamic" in trees:
-        dynamic = make_contender("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)
+        dynamic = head_system("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)
         decode_batch(spec.verifier, dynamic.make(depth), spec.requests[:4], SAMPLED, rows=2)
     if "drawn" not in trees:
         return
     tree = StaticTree.of("small", _TREE).cut(depth)
-    drafter = make_contender("", spec.deployed, depth, depth, tree=tree, drawn=True).make(depth)
+    drafter = head_system("", spec.deployed, depth, depth, tree=tree, drawn=True).make(depth)
     found = record_trees(spec.verifier, drafter, spec.requests, SAMPLED, rows=8)
     require(len(found) >= FEW, f"only {len(found)} drawn trees were drafted")
     draws = [draw for tree in found for draw in tree.draws()]

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
-from draftsmith.eval.decode.chains import chain_token_by_token
 from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
-from draftsmith.eval.decode.growth import Level
+from draftsmith.eval.decode.growth import Level, chain_token_by_token
 from draftsmith.heads.hydra.head import HydraHead, PrefixLayer
 from draftsmith.heads.static_drafts import HeadDrafter, grow_tree
 

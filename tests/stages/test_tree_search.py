@@ -149,7 +149,7 @@ def test_ranks_give_the_accepted_length_that_the_simulation_gives(workplace: Pat
     decoded = decode_batch(target, TargetAlone(), requests, Sampling(0.3))
     texts = read_ranks(target, head, [to_sample(g) for g in decoded.generations], 3, 20)
     assert texts.answers == 11
-    assert set(texts.talks) == {"talk", *map(str, range(3, 11))}
+    assert set(texts.conversations) == {"talk", *map(str, range(3, 11))}
     for choices in ([[0], [1], [0, 0], [1, 0], [0, 0, 0]], [[0], [0, 3], [0, 3, 1]], [[rank] for rank in range(20)]):
         tree = StaticTree.of("some", choices)
         simulation = simulate_generations(target, head, decoded.generations, Sampling(0.3), tree.depth, tree=tree)

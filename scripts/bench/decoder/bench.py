@@ -8,10 +8,12 @@ recipe's temperatures. Writes bench.json and bench.md.
 Its own options are listed by --help, with every key of a recipe.
 """
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,40 +27,37 @@ from draftsmith.eval.decode.answers import Decoded, Request, tally_generation, t
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.contender import Contender, DrafterFactory
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.round_profile import RoundProfile, profile_rounds
-from draftsmith.files import write_json
+from draftsmith.files import write_json, write_text
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.options import number, option, require_recipe, take_options, whole_number
-from scripts.bench.decoder.tables import SystemSpeed, as_json, render
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
+from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.session import Session
+from scripts.bench.pages.markdown import markdown_table
 
 ALONE = "target alone"
 _PROFILED = 6
 """Prompts on which rounds are profiled."""
 
+_CHANCE = number("--known-acceptance", "a probability from 0 to 1", lambda value: 0 <= value <= 1)
+_KNOWN = "Also drafts of which each token is right with probability A, at temperature 0."
+_SPEEDS = ("batch", "system", "tok/s", "spread", "speedup", "spread", "tau", "of the ideal", "equal texts")
+_ROUNDS = ("target forward", "draft forward", "choosing drafts", "masks", "verify and commit", "round", "outside")
 OPTIONS = (
     option("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="Where bench.json and bench.md go."),
     option(
-        "--batch",
-        type=whole_number("--batch"),
-        action="append",
-        metavar="N",
-        help="Prompts decoded together; again for more than one.",
+        "--batch", type=whole_number("--batch"), action="append", metavar="N", help="Rows decoded at once; repeatable."
     ),
     option("--prompts", type=whole_number("--prompts"), metavar="N", help="Prompts per slice."),
     option("--head", type=Path, metavar="FOLDER", help="This head instead of the run's best."),
-    option(
-        "--known-acceptance",
-        type=number("--known-acceptance", "a probability from 0 to 1", lambda value: 0 <= value <= 1),
-        action="append",
-        default=[],
-        metavar="A",
-        help="Also drafts of which each token is right with probability A, at temperature 0.",
-    ),
+    option("--known-acceptance", type=_CHANCE, action="append", default=[], metavar="A", help=_KNOWN),
 )
 
 
@@ -75,41 +74,48 @@ class Outcome:
 Run = Callable[[Sequence[Request]], Outcome]
 
 
+@dataclass(frozen=True)
+class SystemSpeed:
+    """A system at one batch size. Speeds are medians over the repeats with their smallest and largest; speedup is paired
+    with the target alone of the same repeat. ideal: at batch 1, tau over the separately timed passes of a round. equal:
+    greedy texts that are those of the target alone. profile: milliseconds per round."""
+
+    system: str
+    batch: int
+    tok_s: float
+    tok_s_spread: tuple[float, float]
+    speedup: float
+    speedup_spread: tuple[float, float]
+    tau: float | None
+    ideal_tok_s: float | None
+    share_of_ideal: float | None
+    equal: int | None
+    texts: int
+    profile: RoundProfile | None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure and write; a user's mistake is one sentence and exit code 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(words)
+        own, words = take_options(sys.argv[1:] if argv is None else argv, OPTIONS)
+        require_recipe(words, "bench_decoding")
+        words += [] if own.prompts is None else [f"--evaluate.per_slice={own.prompts}"]
+        recipe = parse_recipe(words, "python -m scripts.bench.decoder", __doc__ or "", OPTIONS)
+        rows, facts = bench(Session(recipe, head=own.head), own.batch or [1], own.known_acceptance)
+        text = render(rows, facts)
+        write_json(own.output / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
+        write_text(own.output / "bench.md", text)
     except UserError as error:
         print(f"bench_decoding: {error}", file=sys.stderr)
         return 2
-
-
-def _main(words: list[str]) -> int:
-    own, words = take_options(words, OPTIONS)
-    require_recipe(words, "bench_decoding")
-    from draftsmith.recipe.parse import parse_recipe
-
-    words += [] if own.prompts is None else [f"--evaluate.per_slice={own.prompts}"]
-    recipe = parse_recipe(words, "python -m scripts.bench.decoder", __doc__ or "", OPTIONS)
-    from draftsmith.stages.session import Session
-
-    rows, facts = bench(Session(recipe, head=own.head), own.batch or [1], own.known_acceptance)
-    own.output.mkdir(parents=True, exist_ok=True)
-    text = render(rows, facts)
-    write_json(own.output / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
-    (own.output / "bench.md").write_text(text, encoding="utf-8")
     Console().print(Markdown(text))
     return 0
 
 
 def bench(
-    session: Any, batches: Sequence[int], alphas: Sequence[float] = ()
+    session: Session, batches: Sequence[int], alphas: Sequence[float] = ()
 ) -> tuple[list[SystemSpeed], dict[str, Any]]:
     """Measure every system at every batch size, transformers' own at batch 1 alone."""
-    from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
-    from draftsmith.stages.evaluation import make_requests
-
     spec = session.recipe.evaluate
     target = session.target_in(spec.dtype)
     requests, _ = make_requests(session, target)
@@ -138,7 +144,7 @@ def bench(
 
 def _known(
     target: Target, requests: Sequence[Request], sampling: Sampling, alphas: Sequence[float], k: int
-) -> list[Contender]:
+) -> list[SystemUnderTest]:
     """Return drafters of known acceptance, which know the answers beforehand."""
     if not alphas:
         return []
@@ -146,17 +152,14 @@ def _known(
         raise UserError("--known-acceptance needs temperature 0: above it there is no one answer to know.")
     alone = decode_batch(target, TargetAlone(), requests, sampling, rows=8).generations
     answers = {g.request.prompt_ids: g.output_ids for g in alone}
-
-    def make(alpha: float) -> DrafterFactory:
-        return lambda length: KnownAcceptance(answers, alpha, length, target.vocab_size)
-
+    made = {alpha: partial(KnownAcceptance, answers, alpha, vocab_size=target.vocab_size) for alpha in alphas}
     return [
-        Contender(f"known acceptance {alpha:g}", "known_acceptance", make(alpha), k, k, fixed_length=False)
-        for alpha in alphas
+        SystemUnderTest(f"known acceptance {alpha:g}", "known_acceptance", make, k, k, fixed_length=False)
+        for alpha, make in made.items()
     ]
 
 
-def _systems(target: Target, drafters: Sequence[Contender], sampling: Sampling, batch: int) -> dict[str, Run]:
+def _systems(target: Target, drafters: Sequence[SystemUnderTest], sampling: Sampling, batch: int) -> dict[str, Run]:
     def ours(drafter: Drafter, typical: Any) -> Run:
         def run(requests: Sequence[Request]) -> Outcome:
             decoded = decode_batch(target, drafter, requests, sampling, typical, rows=batch)
@@ -181,7 +184,7 @@ def _systems(target: Target, drafters: Sequence[Contender], sampling: Sampling, 
     return systems
 
 
-def _transformers(target: Target, drafters: Sequence[Contender]) -> list[GenerateSystem]:
+def _transformers(target: Target, drafters: Sequence[SystemUnderTest]) -> list[GenerateSystem]:
     systems = [plain(target)]
     for c in drafters:
         drafter = c.make(c.num_speculative_tokens)
@@ -215,7 +218,7 @@ def _take_turns(
 
 
 def _ideal_costs(
-    target: Target, drafters: Sequence[Contender], requests: Sequence[Request], sampling: Sampling
+    target: Target, drafters: Sequence[SystemUnderTest], requests: Sequence[Request], sampling: Sampling
 ) -> dict[str, float]:
     """Time the target pass and the draft of a single prompt's round apart; return their sum in ms, by system."""
     middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
@@ -233,7 +236,7 @@ def _ideal_costs(
 def _rows(
     outcomes: Mapping[str, list[list[Outcome]]],
     batch: int,
-    drafters: Sequence[Contender],
+    drafters: Sequence[SystemUnderTest],
     costs: Mapping[str, float],
     profiles: Mapping[str, RoundProfile],
     *,
@@ -279,3 +282,45 @@ def _speed(repeat: Sequence[Outcome]) -> float:
     if not tokens:
         raise UserError("No answer has a second token, so there is nothing to time: raise evaluate.max_new_tokens.")
     return tokens / seconds
+
+
+def as_json(row: SystemSpeed) -> dict[str, Any]:
+    """Return a row with the sums of its profile."""
+    found = asdict(row)
+    if row.profile is not None:
+        found["profile"] |= {"total": row.profile.total, "outside": row.profile.outside}
+    return found
+
+
+def render(rows: Sequence[SystemSpeed], facts: Mapping[str, Any]) -> str:
+    """Return the tables: speeds, then where a round's time goes."""
+    hardware = facts["hardware"]
+    intro = (
+        f"Decoding of {facts['prompts']} prompts, {facts['repeats']} interleaved repeats, {facts['target']['dtype']}, "
+        f"temperature {facts['sampling']['temperature']:g}, {facts['date']}, commit {facts['commit']}, "
+        f"{hardware['gpu'] or hardware['cpu']}, {hardware['threads']} thread(s)."
+    )
+    speeds, rounds = [], []
+    for row in rows:
+        name = [str(row.batch), row.system]
+        low, high = row.tok_s_spread
+        cells = [f"{row.tok_s:.0f}", f"{low:.0f} to {high:.0f}", f"{row.speedup:.2f}x"]
+        cells.append(f"{row.speedup_spread[0]:.2f} to {row.speedup_spread[1]:.2f}")
+        cells += ["" if value is None else f"{value:.2f}" for value in (row.tau, row.share_of_ideal)]
+        speeds.append([*name, *cells, "" if row.equal is None else f"{row.equal}/{row.texts}"])
+        if (p := row.profile) is not None and p.rounds:
+            parts = (p.target, p.draft, p.draft_other, p.verify_other, p.commit, p.total)
+            rounds.append([*name, *(f"{ms:.2f}" for ms in parts), f"{100 * p.outside / p.total:.1f}%"])
+    profile = markdown_table(("batch", "system", *_ROUNDS), rounds)
+    return f"{intro}\n\n{markdown_table(_SPEEDS, speeds)}\nMilliseconds per round:\n\n{profile}"
+
+
+def read_bench(path: Path) -> tuple[list[SystemSpeed], dict[str, Any]]:
+    """Return the rows and the facts of a bench.json, as `render` takes them."""
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    names = [field.name for field in fields(RoundProfile)]
+    rows = []
+    for row in facts.pop("rows"):
+        profile = row["profile"] and RoundProfile(**{name: row["profile"][name] for name in names})
+        rows.append(SystemSpeed(**{**row, "profile": profile}))
+    return rows, facts

@@ -19,51 +19,28 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
-from draftsmith.recipe.options import Option, option, take_options, whole_number
+from draftsmith.recipe.options import option, take_options, whole_number
 from scripts.bench.drafters.page import answers_of, read_entries, write_page
 from scripts.bench.drafters.table import DRAFTERS, ROOT, ComparedDrafter
 
 OUTPUT = ROOT / "docs" / "results" / "drafters"
+STORE, RUNS = Path("runs/drafters/store"), Path("runs/drafters")
 PLACES = (
     option(
-        "--store",
-        type=Path,
-        default=Path("runs/drafters/store"),
-        help="Answers and hidden states that all learn from, made on first use.",
+        "--store", type=Path, default=STORE, help="Answers and hidden states that all learn from, made on first use."
     ),
-    option(
-        "--runs",
-        type=Path,
-        default=Path("runs/drafters"),
-        help="Where runs go, and where heads that another package trained are found.",
-    ),
+    option("--runs", type=Path, default=RUNS, help="Where runs go, and where heads of other packages are found."),
     option("--output", type=Path, default=OUTPUT, help="Of the results; docs/results/drafters if left out."),
 )
-OPTIONS: tuple[Option, ...] = (
+OPTIONS = (
     *PLACES,
-    option("--budget", type=whole_number("--budget"), metavar="N", help="Supervised tokens per training."),
-    option(
-        "--only",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="A drafter or one of its runs; again for more than one.",
-    ),
-    option(
-        "--repeats",
-        type=whole_number("--repeats"),
-        default=3,
-        metavar="N",
-        help="How often the prompts are decoded; 3 if left out.",
-    ),
+    option("--budget", type=whole_number("--budget"), help="Supervised tokens per training.", metavar="N"),
+    option("--only", action="append", default=[], metavar="NAME", help="A drafter or one of its runs; repeatable."),
+    option("--repeats", type=whole_number("--repeats"), default=3, help="Decodings of the prompts (3).", metavar="N"),
     option("--no-train", action="store_true", help="Train nothing."),
     option("--no-decode", action="store_true", help="Simulate only."),
     option("--page", action="store_true", help="Write the page again and do nothing else."),
-    option(
-        "--rival-jobs",
-        action="store_true",
-        help="Write JOB.json for the heads that scripts/bench/rivals/speculators_eagle3.py trains, and do nothing else.",
-    ),
+    option("--rival-jobs", action="store_true", help="Write a JOB.json per head of scripts/bench/rivals and stop."),
 )
 
 
@@ -138,10 +115,8 @@ def _measure(
     here = {(one.name, one.answers) for one in trained}
     others = []
     if before.get("budget") == budget:
-        kept_names = [
-            r for r in known.values() if r["training"]["name"] in drafter.run_names and r["head"] not in heads
-        ]
-        others = [r for r in kept_names if (r["training"]["name"], answers_of(r)) not in here]
+        named = [r for r in known.values() if r["training"]["name"] in drafter.run_names and r["head"] not in heads]
+        others = [r for r in named if (r["training"]["name"], answers_of(r)) not in here]
 
     def save() -> None:
         """Write what is known so far; the decoded run only beside the run whose head it is of."""
@@ -154,15 +129,15 @@ def _measure(
 
     for one, head in zip(trained, heads, strict=True):
         if head not in known:
-            contender = measure.contender(drafter.name, one)
+            system = measure.system(drafter.name, one)
             known[head] = {
                 "head": head,
                 "inputs": measure.inputs,
-                "method": contender.method,
-                "parameters": one.parameters if one.parameters is not None else contender.parameters,
-                "K": contender.num_speculative_tokens,
-                "tuned": contender.verifier is not None,
-                "simulated": measure.simulated(contender),
+                "method": system.method,
+                "parameters": one.parameters if one.parameters is not None else system.parameters,
+                "K": system.num_speculative_tokens,
+                "tuned": system.verifier is not None,
+                "simulated": measure.simulated(system),
                 **_facts(),
             }
         if len(drafter.run_names) > 1 and "heldout_tau" not in known[head]:
@@ -179,7 +154,7 @@ def _measure(
             "at hand: nothing is decoded; name another --output for results of your own"
         )
     elif decoded is None or (decoded["head"], decoded["inputs"]) != wanted or _few(decoded, options):
-        figures = measure.decoded(measure.contender(drafter.name, trained[heads.index(head)]))
+        figures = measure.decoded(measure.system(drafter.name, trained[heads.index(head)]))
         decoded = {"head": head, "inputs": measure.inputs, **_facts(), "at": figures}
         save()
 

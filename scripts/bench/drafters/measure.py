@@ -1,7 +1,6 @@
 """Simulate each drafter of the comparison on the target's own answers, and decode with it once.
 
-The answers of a target at a temperature are made once and kept, so that all drafters face the same texts. Shapes: K
-speculative tokens.
+The answers of a target at a temperature are made once and kept, so that all drafters face the same texts.
 """
 
 import json
@@ -19,7 +18,7 @@ from draftsmith.eval.decode.decode import decode
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.contender import Contender, make_contender
+from draftsmith.eval.drafters.system import SystemUnderTest, head_system
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau
 from draftsmith.files import fingerprint, write_json
 from draftsmith.heads.formats.recognise import load_head
@@ -71,7 +70,7 @@ class Measure:
         draft_probs = [asdict(self.spec.sampling(temperature)) for temperature in self.spec.temperatures]
         return fingerprint([*facts, draft_probs, self.spec.num_speculative_tokens, self.spec.batch])
 
-    def contender(self, name: str, run: Trained) -> Contender:
+    def system(self, name: str, run: Trained) -> SystemUnderTest:
         """Return a trained head as a drafter: a block drafter drafts its block, another one as many tokens as the recipe says,
         or its maximum draft length."""
         head = load_head(find_head(self.session.recipe, run.folder), self.target, warn=self.session.warn)
@@ -80,7 +79,7 @@ class Measure:
         asked = self.spec.num_speculative_tokens
         k = head.engine_draft_length(asked)
         tuned = None if verifier is self.target else verifier
-        return make_contender(name, head, k, max(k, *LENGTHS), verifier=tuned)
+        return head_system(name, head, k, max(k, *LENGTHS), verifier=tuned)
 
     @cached_property
     def _heldout(self) -> tuple[FeatureSource, list[Batch]]:
@@ -124,19 +123,19 @@ class Measure:
         write_json(file, [[g.output_ids, g.finish_reason] for g in made])
         return [Generation(g.request, g.output_ids, g.finish_reason) for g in made]
 
-    def simulated(self, contender: Contender) -> dict[str, Any]:
+    def simulated(self, system: SystemUnderTest) -> dict[str, Any]:
         """Return, per temperature: tau with its interval per K and slice, the most K being the drafter's own, and the tokens
         and rounds of every prompt at K = PAIRED."""
-        own, found = contender.verified_by(self.target), {}
+        own, found = system.verified_by(self.target), {}
         for temperature in self.spec.temperatures:
             sampling = self.spec.sampling(temperature)
             answers = self.answers(own, sampling)
-            assert contender.simulate is not None
-            tallies = contender.simulate(own, answers, sampling, contender.max_k).tallies
-            lengths = sorted({k for k in (*LENGTHS, contender.num_speculative_tokens) if k <= contender.max_k})
+            assert system.simulate is not None
+            tallies = system.simulate(own, answers, sampling, system.max_k).tallies
+            lengths = sorted({k for k in (*LENGTHS, system.num_speculative_tokens) if k <= system.max_k})
             found[f"{temperature:g}"] = {
                 "tau": {str(k): _by_slice(answers, tallies, k) for k in lengths},
-                "prompts": self._by_prompt(answers, tallies, min(PAIRED, contender.max_k)),
+                "prompts": self._by_prompt(answers, tallies, min(PAIRED, system.max_k)),
             }
         return found
 
@@ -150,16 +149,16 @@ class Measure:
         ordered = [sums[r.sample_id] for r in self.prompts[0]]
         return {"tokens": [round(a, 3) for a, _ in ordered], "rounds": [round(b, 3) for _, b in ordered]}
 
-    def decoded(self, contender: Contender) -> dict[str, Any]:
+    def decoded(self, system: SystemUnderTest) -> dict[str, Any]:
         """Decode the prompts with the drafter and the target alone in turns; return the figures per temperature."""
-        contender = replace(contender, max_k=contender.num_speculative_tokens)  # other lengths need not be timed
-        evaluator = Evaluator(self.timed, self.target, *self.prompts, [contender])
+        system = replace(system, max_k=system.num_speculative_tokens)  # other lengths need not be timed
+        evaluator = Evaluator(self.timed, self.target, *self.prompts, [system])
         found = {}
         for temperature in self.spec.temperatures:
             result = evaluator.decoded(self.spec.sampling(temperature), {})
-            measures, costs = result.drafters[contender.name].overall, result.costs
+            measures, costs = result.drafters[system.name].overall, result.costs
             assert costs is not None
-            k, equal = contender.num_speculative_tokens, measures.lossless
+            k, equal = system.num_speculative_tokens, measures.lossless
             found[f"{temperature:g}"] = {
                 "K": k,
                 "tau": measures.tau,
@@ -169,7 +168,7 @@ class Measure:
                 "speedup_spread": measures.speedup_spread,
                 "tok_s": measures.decode_tok_s,
                 "target_tok_s": measures.baseline_tok_s,
-                "draft_ms": costs.draft_ms[contender.name][str(k)],
+                "draft_ms": costs.draft_ms[system.name][str(k)],
                 "target_ms": costs.verify_ms["1"],
                 "verify_ms": costs.verify_ms[str(k + 1)],
                 "repeats": result.settings.repeats,

@@ -1,7 +1,6 @@
 """Train the drafters that are compared, each from the same answers and with the same number of supervised tokens.
 
-A run is trained by the stages that `draftsmith train` has, in a run directory of its own, so that it is resumed and reused
-like any other.
+A run is trained by the stages of `draftsmith train`, in a directory of its own, so that it is resumed and reused too.
 """
 
 import json

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.rows import AgreementRow
+from draftsmith.eval.engines.agreement import AgreementRow
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from draftsmith.stages.session import say
-from scripts.bench.engines.compare import OurSide
-from scripts.bench.engines.serve import check_in_llama_cpp, check_in_vllm
+from scripts.bench.engines.compare import OurSide, check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
 
 ENGINES = ("vllm", "llama.cpp")
@@ -31,8 +30,7 @@ NAMES = tuple(plan.name for plan in PLANS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the check; 0 where everything agrees, 1 where something does not, 2 for a mistake in the call, 130 where it was
-    interrupted."""
+    """Run the check: 0 where everything agrees, 1 where not, 2 for a mistake in the call, 130 where it was interrupted."""
     options, words = _parse(argv)
     try:
         work = options.work / options.recipes

@@ -81,8 +81,7 @@ def _groups(rows: Sequence[Row], key: Callable[[Row], tuple[Any, ...]]) -> dict[
 
 
 def _engine_cell(rows: Sequence[Row], engine: str) -> str:
-    """tau and accepted tokens in an engine, once for layouts that give the same; sampled ones with what the simulator says of
-    the same text."""
+    """tau and accepted tokens in an engine, once for layouts that agree; sampled ones with those simulated on their text."""
     texts = dict.fromkeys(
         _counts(row["theirs"]) + (f" (simulated {row['ours']['accepted']:,})" if row["temperature"] else "")
         for row in rows

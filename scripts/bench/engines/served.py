@@ -32,66 +32,52 @@ SHORT = (
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """A head to train and serve: its name, method, the layouts it is served from, and further words of the recipe."""
+    """A head to train and serve: its name, method, the layouts it is served from, the keys of its recipe's `head` section
+    (or whole words of the command line), and the steps of its training where a shorter one does."""
 
     name: str
     method: str
     layouts: tuple[str, ...]
-    words: str = ""
+    head: str = ""
+    steps: int | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command line that are its own."""
+        words = [word if word.startswith("--") else f"--head.{word}" for word in self.head.split()]
+        return words + ([] if self.steps is None else [f"--train.max_steps={self.steps}"])
 
 
 _DATA_KEYS = ("seed", "target", "data", "answers", "features")
 _BOTH = ("eagle3", "eagle3_speculators")
 _ALL = (*_BOTH, LLAMA_CPP_LAYOUT)
-_60_STEPS = "--train.max_steps 60"
+_ATTENTION = "num_attention_heads=2 num_key_value_heads=1"
 PLANS = (
     HeadPlan("eagle3", "eagle3", _ALL),
     HeadPlan(
-        "eagle3 norm_before_residual, W=512",
-        "eagle3",
-        _ALL,
-        f"--head.norm_before_residual true --head.draft_vocab_size 512 {_60_STEPS}",
+        "eagle3 norm_before_residual, W=512", "eagle3", _ALL, "norm_before_residual=true draft_vocab_size=512", 60
     ),
-    HeadPlan("eagle3 norm_before_fc", "eagle3", _ALL, f"--head.norm_before_fc true {_60_STEPS}"),
-    HeadPlan("eagle3 fc_norm", "eagle3", _BOTH, f"--head.fc_norm true {_60_STEPS}"),
-    HeadPlan("eagle3 norm_output", "eagle3", _BOTH, f"--head.norm_output true {_60_STEPS}"),
-    HeadPlan(
-        "eagle3 fc_norm, norm_output",
-        "eagle3",
-        ("eagle3",),
-        f"--head.fc_norm true --head.norm_output true {_60_STEPS}",
-    ),
-    HeadPlan(
-        "eagle3 of 2 layers, sliding window of 32",
-        "eagle3",
-        _BOTH,
-        f"--head.num_hidden_layers 2 --head.sliding_window 32 {_60_STEPS}",
-    ),
-    HeadPlan(
-        "eagle3 of width 64",
-        "eagle3",
-        _ALL,
-        "--head.hidden_size 64 --head.train_embeddings true --head.num_attention_heads 2 --head.num_key_value_heads 1",
-    ),
+    HeadPlan("eagle3 norm_before_fc", "eagle3", _ALL, "norm_before_fc=true", 60),
+    HeadPlan("eagle3 fc_norm", "eagle3", _BOTH, "fc_norm=true", 60),
+    HeadPlan("eagle3 norm_output", "eagle3", _BOTH, "norm_output=true", 60),
+    HeadPlan("eagle3 fc_norm, norm_output", "eagle3", ("eagle3",), "fc_norm=true norm_output=true", 60),
+    HeadPlan("eagle3 of 2 layers, sliding window of 32", "eagle3", _BOTH, "num_hidden_layers=2 sliding_window=32", 60),
+    HeadPlan("eagle3 of width 64", "eagle3", _ALL, f"hidden_size=64 train_embeddings=true {_ATTENTION}"),
     HeadPlan("peagle", "peagle", ("peagle", "peagle_speculators")),
     HeadPlan("eagle1", "eagle1", ("eagle1",)),
     # A block of K + 1 slots, since engines fill in no more of it than they draft.
-    HeadPlan("dflash", "dflash", ("dflash_llama_cpp",), "--head.block_size 6"),
+    HeadPlan("dflash", "dflash", ("dflash_llama_cpp",), "block_size=6"),
     # On CPUs vLLM 0.32 takes the first layer's norm of keys for the context of all layers, so one layer is what agrees.
-    HeadPlan(
-        "dflash of one layer",
-        "dflash",
-        ("dflash",),
-        f"--head.block_size 6 --head.num_layers 1 --head.draft_vocab_size 512 {_60_STEPS}",
-    ),
-    HeadPlan("dspark", "dspark", ("dspark_llama_cpp",), "--head.block_size 5"),
+    HeadPlan("dflash of one layer", "dflash", ("dflash",), "block_size=6 num_layers=1 draft_vocab_size=512", 60),
+    HeadPlan("dspark", "dspark", ("dspark_llama_cpp",), "block_size=5"),
     HeadPlan("draft model, trained", "draft_model", ("draft_model",)),
     HeadPlan("medusa", "medusa", ("medusa_vllm",)),
     HeadPlan(
         "medusa on the target's projection, 2 blocks",
         "medusa",
         ("medusa_vllm",),
-        f"--head.original_lm_head true --head.num_layers 2 --export.layout medusa_vllm {_60_STEPS}",
+        "original_lm_head=true num_layers=2 --export.layout=medusa_vllm",
+        60,
     ),
 )
 
@@ -144,8 +130,7 @@ def _recipe_words(
 ) -> list[str]:
     """Return a head's command line. words: those of every head. own: its own.
 
-    Folders are named after the settings that decide their content, so that a changed recipe trains anew beside what an earlier
-    state of the recipes left.
+    Folders are named after the settings that decide their content, so that a changed recipe trains anew.
     """
     shared = parse_recipe(["--recipe", f"recipes/eagle3/{recipes}.yaml", *SHORT, *words])
     data = work / f"data-{fingerprint({key: asdict(shared)[key] for key in _DATA_KEYS})}"
@@ -183,7 +168,7 @@ def _train_all(
 
 def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tuple[float, Path, str]:
     """Train a head in a process of its own; return the seconds, its log, and that one's last line where it failed."""
-    more = _recipe_words(plan.method, recipes, work, plan.name, words, plan.words.split())
+    more = _recipe_words(plan.method, recipes, work, plan.name, words, plan.words)
     started, log = time.perf_counter(), Path(more[-1]) / "train.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:

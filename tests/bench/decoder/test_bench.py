@@ -14,8 +14,7 @@ from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.target.target import load_target
-from scripts.bench.decoder.bench import main
-from scripts.bench.decoder.tables import read_bench, render
+from scripts.bench.decoder.bench import main, read_bench, render
 from tests.eval.decode.test_decode import GREEDY, make_requests, make_target, trained
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model

@@ -14,7 +14,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Tally
-from draftsmith.eval.engines.rows import AgreementRow, Counts
+from draftsmith.eval.engines.agreement import AgreementRow, Counts
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
@@ -90,7 +90,7 @@ def test_a_row_that_differs_is_not_called_verified(change: dict, tmp_path: Path)
 
 def test_every_plan_is_a_recipe_and_is_served_from_layouts_of_its_method() -> None:
     for plan in PLANS:
-        recipe = parse_recipe(["--recipe", str(ROOT / f"recipes/{plan.method}/tiny.yaml"), *plan.words.split()])
+        recipe = parse_recipe(["--recipe", str(ROOT / f"recipes/{plan.method}/tiny.yaml"), *plan.words])
         assert recipe.method == plan.method
         assert {layouts()[name].method for name in plan.layouts} == {plan.method}
     assert len({slug(plan.name) for plan in PLANS}) == len(PLANS)
@@ -183,7 +183,7 @@ def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
 def test_heads_are_trained_apart_and_a_failure_names_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    program = "import sys; print(sys.argv[1:]); sys.exit('it broke' if 'bad' in sys.argv else 0)"
+    program = "import sys; print(sys.argv[1:]); sys.exit('it broke' if '--name=bad' in sys.argv else 0)"
     asked = []
 
     def started(command, **options):
@@ -192,9 +192,7 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
 
     monkeypatch.setattr(engine_served, "make_stages", lambda session, last: None)
     monkeypatch.setattr(engine_served, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
-    plans = [
-        HeadPlan(name, "medusa", (), words) for name, words in (("a", "--head.num_layers 2"), ("b c", "--name bad"))
-    ]
+    plans = [HeadPlan(name, "medusa", (), words) for name, words in (("a", "num_layers=2"), ("b c", "--name=bad"))]
     found = engine_served._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
     folder = Path(asked[0][asked[0].index("--output_dir") + 1])
     assert found == {"a": folder / "train" / "best"}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import rejection
 from draftsmith.eval.decode import verify as verifier
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.noise import ACCEPT, DRAFT, EMIT, row_key, uniforms
@@ -132,9 +131,7 @@ def patched(attribute: str, wrong: Callable[..., object]) -> Verify:
 
     def rule(*args: object, **kwargs: object) -> Verdict:
         with pytest.MonkeyPatch.context() as patch:
-            for module in (rejection, verifier):
-                if hasattr(module, attribute):
-                    patch.setattr(module, attribute, wrong)
+            patch.setattr(verifier, attribute, wrong)
             return verify(*args, **kwargs)  # type: ignore[arg-type]
 
     return rule
@@ -153,12 +150,12 @@ def missing_mass_on_the_last(p: Tensor, q: Tensor, vocab_W: Tensor | None) -> Te
 
 
 def removed_first(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
-    rest = rejection.without(q, column)
-    return rejection.residual(p, rest, vocab_W), rest
+    rest = verifier.without(q, column)
+    return verifier.residual(p, rest, vocab_W), rest
 
 
 def probs_unchanged(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
-    return rejection.residual(p, q, vocab_W), q
+    return verifier.residual(p, q, vocab_W), q
 
 
 def everything(draft: Draft) -> Tensor:
@@ -319,9 +316,9 @@ def test_tokens_outside_the_draft_vocabulary_are_skipped() -> None:
 
 def test_a_draft_that_equals_the_target_leaves_no_residual_and_then_the_distribution_stays() -> None:
     p = probs(torch.randn(20, V), Sampling(1.0))
-    torch.testing.assert_close(rejection.residual(p, p, None), p, rtol=0, atol=0)
-    torch.testing.assert_close(rejection.residual(p, 1.001 * p, torch.arange(V)), p, rtol=0, atol=0)
-    left = rejection.residual(p, p.roll(1, 1), None)
+    torch.testing.assert_close(verifier.residual(p, p, None), p, rtol=0, atol=0)
+    torch.testing.assert_close(verifier.residual(p, 1.001 * p, torch.arange(V)), p, rtol=0, atol=0)
+    left = verifier.residual(p, p.roll(1, 1), None)
     torch.testing.assert_close(left.sum(1), torch.ones(20))
 
 

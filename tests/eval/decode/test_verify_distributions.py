@@ -1,4 +1,4 @@
-"""Every way of verifying a draft leaves the target's distribution unchanged: the rule by enumeration, `verify` against the rule."""
+"""Every way of verifier a draft leaves the target's distribution unchanged: the rule by enumeration, `verify` against the rule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode import rejection
+from draftsmith.eval.decode import verify as verifier
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.noise import ACCEPT, EMIT
 from draftsmith.eval.decode.sampling import Sampling, draw_children, probs
@@ -172,7 +172,7 @@ class Given(Noise):
 
 @dataclass(frozen=True)
 class Case:
-    """Drafts with everything that verifying them needs."""
+    """Drafts with everything that verifier them needs."""
 
     draft: Draft
     logits: Tensor
@@ -352,7 +352,7 @@ def _q_of(columns: Tensor | None, q: Tensor, like: Tensor) -> Tensor:
 
 
 def _torch_mutants() -> Iterator[tuple[str, Any, str, Any]]:
-    right_residual, right_without = rejection.residual, rejection.without
+    right_residual, right_without = verifier.residual, verifier.without
 
     def not_renormalised(p: Tensor, q: Tensor, vocab: Tensor | None) -> Tensor:
         return (p - _q_of(vocab, q, p)).clamp(min=0)
@@ -367,9 +367,9 @@ def _torch_mutants() -> Iterator[tuple[str, Any, str, Any]]:
     def everything(draft: Draft) -> Tensor:
         return torch.ones_like(draft.tokens_BN, dtype=torch.bool)
 
-    yield "residual not renormalised", rejection, "residual", not_renormalised
-    yield "sibling removed before the residual", rejection, "reject", removed_first
-    yield "q left unchanged", rejection, "reject", q_unchanged
+    yield "residual not renormalised", verifier, "residual", not_renormalised
+    yield "sibling removed before the residual", verifier, "reject", removed_first
+    yield "q left unchanged", verifier, "reject", q_unchanged
     yield "padding accepted", Draft, "valid_BN", property(everything)
 
 

@@ -13,13 +13,13 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Draft, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
-from draftsmith.eval.drafters.contender import Contender
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure import measure
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import Timed
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Texts, Timings, collect_texts, run_systems, summarize
+from draftsmith.eval.measure.measure import Texts, collect_texts, of_slice, run_systems, summarize
 from draftsmith.eval.measure.result import Costs
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
@@ -46,9 +46,9 @@ def unused(*_: object) -> Simulation:
     raise AssertionError
 
 
-def contender(name: str, max_k: int = 2) -> Contender:
+def system(name: str, max_k: int = 2) -> SystemUnderTest:
     """The target alone under another name."""
-    return Contender(name, "eagle3", lambda k: TargetAlone(), 2, max_k, simulate=unused)
+    return SystemUnderTest(name, "eagle3", lambda k: TargetAlone(), 2, max_k, simulate=unused)
 
 
 def text(generation: Generation) -> Text:
@@ -58,11 +58,11 @@ def text(generation: Generation) -> Text:
 
 def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     a, b = answer("a", "chat", [2, 1, 0]), answer("b", "code", [2, 2])
-    drafted = Timings([[decoded(a, draft=1, verify=s), decoded(b, draft=1, verify=s)] for s in (2.0, 1.0, 4.0)])
-    plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=6.0)] for _ in range(3)])
+    drafted = [[decoded(a, draft=1, verify=s), decoded(b, draft=1, verify=s)] for s in (2.0, 1.0, 4.0)]
+    plain = [[decoded(a, verify=6.0), decoded(b, verify=6.0)] for _ in range(3)]
     costs = Costs({"1": 10.0, "3": 12.0}, {"eagle3": {"2": 3.0}})
     timings = {"": plain, "eagle3": drafted}
-    found = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, costs, {}, {}, [])
+    found = summarize(system("eagle3"), Texts([text(a), text(b)]), timings, costs, {}, {}, [])
     assert set(found.slices) == {"chat", "code"}
     m = found.overall
     assert (m.tokens, m.rounds, m.prompts) == (12, 5, 2)
@@ -83,11 +83,11 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
 def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     """The first prompt is drafted twice as fast as it is answered alone, the second four times; generate had the second."""
     a, b = answer("a", "chat", [2, 2]), answer("b", "chat", [2, 2])
-    drafted = Timings([[decoded(a, verify=3.0), decoded(b, verify=3.0)]])
-    plain = Timings([[decoded(a, verify=6.0), decoded(b, verify=12.0)]])
+    drafted = [[decoded(a, verify=3.0), decoded(b, verify=3.0)]]
+    plain = [[decoded(a, verify=6.0), decoded(b, verify=12.0)]]
     generate = [Timed(b.request, (), 0.0, 24.0, 6)]
     timings = {"": plain, "eagle3": drafted}
-    m = summarize(contender("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
+    m = summarize(system("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
     assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
         pytest.approx(3),
         pytest.approx(8),
@@ -97,10 +97,10 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
 
 def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> None:
     only = [text(answer("a", "chat", [2, 1, 0]))]
-    timings = {"": Timings([[decoded(only[0].generation)]]), "eagle3": Timings([[decoded(only[0].generation)]])}
+    timings = {"": [[decoded(only[0].generation)]], "eagle3": [[decoded(only[0].generation)]]}
     for ends in (None, 0.3):
         m = summarize(
-            replace(contender("eagle3"), threshold=ends), Texts(only), timings, Costs({}, {}), {}, {}, []
+            replace(system("eagle3"), threshold=ends), Texts(only), timings, Costs({}, {}), {}, {}, []
         ).overall
         assert m.k_sweep is not None
         assert all(point.tau_simulated is not None for point in m.k_sweep)
@@ -109,8 +109,8 @@ def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> N
 
 def test_what_was_not_measured_is_null() -> None:
     only = answer("a", "chat", [])
-    timings = {"": Timings([[decoded(only)]]), "eagle3": Timings([[decoded(only)]])}
-    m = summarize(contender("eagle3"), Texts([text(only)]), timings, Costs({}, {}), {}, {}, []).overall
+    timings = {"": [[decoded(only)]], "eagle3": [[decoded(only)]]}
+    m = summarize(system("eagle3"), Texts([text(only)]), timings, Costs({}, {}), {}, {}, []).overall
     assert m.tokens == 0
     for value in (m.tau, m.decode_tok_s, m.speedup, m.ms_per_round, m.ideal_speedup, m.speedup_vs_generate):
         assert value is None
@@ -159,8 +159,8 @@ def target() -> Target:
 @pytest.mark.parametrize("length", [1, 2, 30])
 def test_costs_are_measured_for_every_size_also_after_short_prompts(target: Target, length: int) -> None:
     tree = StaticTree.of("bush", [[0], [1], [2], [0, 0], [1, 0]])
-    lineup = [contender("none", max_k=3), replace(contender("tree"), tree=tree)]
-    lineup.append(replace(contender("wild"), tree=DynamicTree(2, 3, 9), simulate=None))
+    lineup = [system("none", max_k=3), replace(system("tree"), tree=tree)]
+    lineup.append(replace(system("wild"), tree=DynamicTree(2, 3, 9), simulate=None))
     costs = measure_costs(target, lineup, list(range(3, 3 + length)), Sampling(), repeats=1)
     assert list(costs.verify_ms) == ["1", "2", "3", "4", "6", "9"]
     assert list(costs.draft_ms["none"]) == ["1", "2", "3"]
@@ -187,12 +187,12 @@ def test_systems_answer_the_same_requests_slice_by_slice(
     monkeypatch.setattr(measure, "decode_batch", spy)
     seen: list[int] = []
     timings = run_systems(
-        target, [contender("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
+        target, [system("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
     )
-    assert [[len(d.generations) for d in repeat] for repeat in timings["again"].of("a")] == [groups, groups]
+    assert [[len(d.generations) for d in repeat] for repeat in of_slice(timings["again"], "a")] == [groups, groups]
     assert sum(seen) == 26
     assert set(rows[2:]) == {batch}
-    for mine, other in zip(timings[""].batches[0], timings["again"].batches[0], strict=True):
+    for mine, other in zip(timings[""][0], timings["again"][0], strict=True):
         assert [g.output_ids for g in mine.generations] == [g.output_ids for g in other.generations]
         assert len({g.request.slice for g in mine.generations}) == 1
         most, needed = sum(len(g.rounds) for g in mine.generations), max(len(g.rounds) for g in mine.generations)
@@ -206,8 +206,8 @@ def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
     for generation, seconds in zip(generations, (0.1, 0.1, 0.3, 0.5), strict=True):
         generation.ttft_s = seconds
     both = Decoded(generations, {"ttft": 0.9, "draft": 0.2, "verify": 0.6, "commit": 0.0, "other": 0.0}, passes=8)
-    timings = {"": Timings([[both]]), "eagle3": Timings([[both]])}
-    found = summarize(contender("eagle3"), Texts([text(g) for g in generations]), timings, Costs({}, {}), {}, {}, [])
+    timings = {"": [[both]], "eagle3": [[both]]}
+    found = summarize(system("eagle3"), Texts([text(g) for g in generations]), timings, Costs({}, {}), {}, {}, [])
     assert found.overall.ttft_s == pytest.approx(0.2)
     assert found.overall.decode_tok_s == pytest.approx(16 / 0.8)
     assert found.overall.ms_per_round is not None
@@ -218,8 +218,8 @@ def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
 def test_what_cannot_be_simulated_is_decoded_and_null() -> None:
     """Dynamic trees and drawn children: everything that is counted, nothing that is computed from the text."""
     one, other = answer("a", "chat", [2, 1]), answer("b", "code", [0])
-    timings = {name: Timings([[decoded(one, verify=1.0), decoded(other, verify=1.0)]]) for name in ("", "tree")}
-    wild = replace(contender("tree"), simulate=None, tree=DynamicTree(2, 3, 8))
+    timings = {name: [[decoded(one, verify=1.0), decoded(other, verify=1.0)]] for name in ("", "tree")}
+    wild = replace(system("tree"), simulate=None, tree=DynamicTree(2, 3, 8))
     costs = Costs({"1": 10.0, "8": 15.0}, {"tree": {"2": 5.0}}, {"tree": {"2": 8}})
     found = collect_texts(cast(Target, None), wild, timings, Sampling())
     m = summarize(wild, found, timings, costs, {}, {}, []).overall
@@ -235,10 +235,10 @@ def test_what_cannot_be_simulated_is_decoded_and_null() -> None:
 def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
     """Prompt lookup often drafts nothing: a round does not cost what K says."""
     one = answer("a", "chat", [2, 1])
-    timings = {name: Timings([[decoded(one, verify=1.0)]]) for name in ("", "x")}
+    timings = {name: [[decoded(one, verify=1.0)]] for name in ("", "x")}
     costs = Costs({"1": 10.0, "2": 11.0, "3": 12.0}, {"x": {"1": 1.0, "2": 1.0}})
     steady, varying = (
-        summarize(replace(contender("x"), fixed_length=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
+        summarize(replace(system("x"), fixed_length=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
         for s in (True, False)
     )
     assert steady.ideal_speedup is not None

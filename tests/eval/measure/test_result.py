@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.contender import DraftInfo
+from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.measure.machine import git_commit
 from draftsmith.eval.measure.result import (
     Costs,

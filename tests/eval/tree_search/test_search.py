@@ -15,10 +15,10 @@ from draftsmith.eval.decode.answers import total
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import PUBLISHED, Choice, StaticTree, load_tree, read_origin, save_tree
 from draftsmith.eval.measure.result import Costs
-from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
+from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate, token_ranks
 from draftsmith.eval.tree_search import search as tree_search
 from draftsmith.eval.tree_search.budget import TreeCosts, fastest, sizes_up_to
-from draftsmith.eval.tree_search.ranks import TextRanks, talk_of, token_ranks
+from draftsmith.eval.tree_search.ranks import TextRanks, conversation_of
 from draftsmith.eval.tree_search.search import (
     FoundTree,
     arrivals,
@@ -283,7 +283,7 @@ def test_held_back_answers_do_not_flatter() -> None:
 
 
 def test_turns_of_a_conversation_are_held_back_together() -> None:
-    assert [talk_of(name) for name in ("a", "a#1", "a#b", "a#2#10")] == ["a", "a", "a#b", "a#2"]
+    assert [conversation_of(name) for name in ("a", "a#1", "a#b", "a#2#10")] == ["a", "a", "a#b", "a#2"]
     texts = dependent(0, 12)
     twins = TextRanks(texts.ranks_STD, texts.tokens_S, tuple("abcdefabcdef"), 30)
     folds = tree_search._folds(twins)

@@ -16,7 +16,7 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.noise import SAMPLE, uniforms
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.files import write_json
 from draftsmith.heads.base import supervised_rows
@@ -196,7 +196,7 @@ def test_training_trains_the_head_alone() -> None:
 def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, vocab: bool, tree: StaticTree | None) -> None:
     """Rows end at different times, so that rows leave the batch and blocks are cut."""
     target, head, _ = trained("dflash", vocab=vocab)
-    c = make_contender("dflash", head, 3, 8, tree=tree)
+    c = head_system("dflash", head, 3, 8, tree=tree)
     k = c.num_speculative_tokens
     found = decode_like_alone(target, lambda: c.make(k), requests(6), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
@@ -210,7 +210,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, vocab: boo
 def test_simulation_predicts_sampled_decoding(tree: StaticTree | None, k: int) -> None:
     """Also where less than the block is proposed: the block that is filled in stays the same."""
     target, head, _ = trained("dflash", 1.0)
-    c = make_contender("dflash", head, k, 3, tree=None if tree is None else tree.cut(k))
+    c = head_system("dflash", head, k, 3, tree=None if tree is None else tree.cut(k))
     found = decode_batch(target, c.make(k), requests(40), Sampling(1.0), rows=16).generations
     decoded = [tally_generation(g, k) for g in found]
     simulated = [t[k - 1] for t in simulate_generations(target, head, found, Sampling(1.0), k, tree=c.tree).tallies]
@@ -259,7 +259,7 @@ def test_a_wrong_drafter_is_found(
 def test_a_draft_is_no_longer_than_its_block() -> None:
     head = trained("dflash")[1]
     assert (head.trains.steps, head.drafts.max_speculative_tokens, head.options.block_size) == (3, 3, 4)
-    assert make_contender("dflash", head, 7, 8).num_speculative_tokens == 3
+    assert head_system("dflash", head, 7, 8).num_speculative_tokens == 3
     with pytest.raises(AssertionError):
         DFlashDrafter(head, 4)
 

@@ -19,7 +19,7 @@ from draftsmith.eval.decode.answers import Request, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
@@ -164,7 +164,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly() -> None:
     """Rows come and go: eight answers of other lengths, three at a time."""
     target = make_target()
     head = make(target, DraftLmOptions(layers_from_target=[0, 1, 2, 3, 4, 5, 7]), shaken=False)
-    c = make_contender("draft_model", head, 4, 8)
+    c = head_system("draft_model", head, 4, 8)
     assert (c.method, c.parameters) == ("draft_model", sum(p.numel() for p in head.parameters()))
     found = decode_batch(target, c.make(4), requests(8), Sampling(), rows=3).generations
     alone = decode_batch(target, TargetAlone(), requests(8), Sampling()).generations
@@ -189,7 +189,7 @@ def test_it_drafts_no_trees() -> None:
     from draftsmith.eval.decode.trees import PUBLISHED
 
     with pytest.raises(UserError, match="draft_model heads draft no static trees: remove the tree medusa_63"):
-        make_contender("draft_model", make(make_target()), 4, 8, tree=PUBLISHED["medusa_63"])
+        head_system("draft_model", make(make_target()), 4, 8, tree=PUBLISHED["medusa_63"])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from draftsmith.eval.decode import chains
 from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
@@ -170,7 +170,7 @@ def test_simulation_predicts_sampled_decoding(k: int, threshold: float | None) -
 
 def test_a_head_that_ends_its_drafts_has_no_fixed_length() -> None:
     head = trained("dspark")[1]
-    chain, early = (make_contender("dspark", head, 4, 8, threshold=threshold) for threshold in (None, 0.3))
+    chain, early = (head_system("dspark", head, 4, 8, threshold=threshold) for threshold in (None, 0.3))
     assert (chain.name, chain.fixed_length, chain.head) == ("dspark", True, head)
     assert (early.name, early.fixed_length, early.head) == ("dspark until 0.3", False, head)
     assert (early.make(4).head.threshold, head.threshold) == (0.3, None)
@@ -182,7 +182,7 @@ def test_a_threshold_needs_a_confidence() -> None:
     ):
         make_head("dspark", make_target(), confidence_head=False).with_confidence_threshold(0.3)
     with pytest.raises(UserError, match=r"confidence_threshold is 0.3, but dflash heads"):
-        make_contender("dflash", trained("dflash")[1], 3, 3, threshold=0.3)
+        head_system("dflash", trained("dflash")[1], 3, 3, threshold=0.3)
 
 
 def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> None:

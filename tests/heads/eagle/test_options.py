@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.conformance.suite import Spec, run_conformance, tiny_target
@@ -378,11 +378,11 @@ def test_a_head_with_a_small_window_is_exported_again(make, tmp_path):
 def test_a_recipe_that_asks_for_longer_drafts_gets_what_fits_into_the_window():
     """Found out in the evaluation, the mistake would have cost the training."""
     head = make_head(make_target(), sliding_window=4)
-    chain = make_contender("eagle3", head, 7, 8)
+    chain = head_system("eagle3", head, 7, 8)
     assert (chain.num_speculative_tokens, chain.max_k) == (4, 4)
-    assert make_contender("eagle3", make_head(make_target()), 7, 8).max_k == 8
+    assert head_system("eagle3", make_head(make_target()), 7, 8).max_k == 8
     with pytest.raises(UserError, match="5 deep but eagle3 drafts 4 tokens at most: take one of depth 4 or less"):
-        make_contender("eagle3", head, 7, 8, tree=StaticTree.of("deep", [[0] * k for k in range(1, 6)]))
+        head_system("eagle3", head, 7, 8, tree=StaticTree.of("deep", [[0] * k for k in range(1, 6)]))
 
 
 def test_a_warm_start_keeps_the_shape():

@@ -20,7 +20,7 @@ from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import DROP, kept
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
 from draftsmith.heads.base import drafting, supervised_rows
 from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
@@ -294,7 +294,7 @@ def trained(prefix_attention: bool, temperature: float = 0.0) -> tuple[Target, H
 def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, prefix: bool, tree: StaticTree | None) -> None:
     """Rows end at different times, so that rows leave the batch and deep levels are cut."""
     target, head = trained(prefix)
-    c = make_contender("hydra", head, 4, 8, tree=tree)
+    c = head_system("hydra", head, 4, 8, tree=tree)
     k = c.num_speculative_tokens
     found = decode_like_alone(target, lambda: c.make(k), requests(6), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
@@ -307,7 +307,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, prefix: bo
 @pytest.mark.parametrize("tree", [None, BUSH], ids=["chain", "bush"])
 def test_simulation_predicts_sampled_decoding(tree: StaticTree | None, prefix: bool) -> None:
     target, head = trained(prefix, temperature=1.0)
-    c = make_contender("hydra", head, 3, 3, tree=tree)
+    c = head_system("hydra", head, 3, 3, tree=tree)
     found = decode_batch(target, c.make(3), requests(40), Sampling(1.0), rows=16).generations
     decoded = [tally_generation(g, 3) for g in found]
     simulated = [t[2] for t in simulate_generations(target, head, found, Sampling(1.0), 3, tree=tree).tallies]

@@ -14,7 +14,7 @@ from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import PUBLISHED, StaticTree
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
@@ -153,7 +153,7 @@ TREES = [None, BUSH, PUBLISHED["medusa_63"], StaticTree.of("line", [[0], [0, 0]]
 @pytest.mark.parametrize("batch", [1, 5])
 def test_greedy_drafts_are_lossless_and_simulated_exactly(tree: StaticTree | None, batch: int) -> None:
     target, head = trained()
-    c = make_contender("medusa", head, 4, 8, tree=tree)
+    c = head_system("medusa", head, 4, 8, tree=tree)
     k = c.num_speculative_tokens
     found = decode_like_alone(target, lambda: c.make(k), requests(10), batch)
     decoded = total([tally_generation(g, k) for g in found], k)
@@ -167,7 +167,7 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(tree: StaticTree | Non
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_cut_tree_is_simulated_as_it_decodes(depth: int) -> None:
     target, head = trained()
-    cut = make_contender("medusa", head, 4, 8, tree=BUSH).make(depth)
+    cut = head_system("medusa", head, 4, 8, tree=BUSH).make(depth)
     found = decode_batch(target, cut, requests(6), Sampling()).generations
     simulated = simulate_generations(target, head, found, Sampling(), 3, tree=BUSH).tallies
     assert_same(
@@ -179,7 +179,7 @@ def test_a_cut_tree_is_simulated_as_it_decodes(depth: int) -> None:
 @pytest.mark.parametrize("tree", [None, BUSH], ids=["chain", "bush"])
 def test_simulation_predicts_sampled_decoding(sampling: Sampling, tree: StaticTree | None) -> None:
     target, head = trained(temperature=1.0)
-    c = make_contender("medusa", head, 3, 3, tree=tree)
+    c = head_system("medusa", head, 3, 3, tree=tree)
     found = decode_batch(target, c.make(3), requests(48), sampling).generations
     decoded = [tally_generation(g, 3) for g in found]
     simulated = [t[2] for t in simulate_generations(target, head, found, sampling, 3, tree=tree).tallies]
@@ -215,7 +215,7 @@ def test_typical_acceptance_is_lossy_and_takes_more() -> None:
 
 def test_losslessness_of_several_drafters_is_checked_by_name() -> None:
     target, head = trained()
-    lineup = [make_contender("medusa", head, 3, 4), make_contender("medusa", head, 3, 4, tree=BUSH)]
+    lineup = [head_system("medusa", head, 3, 4), head_system("medusa", head, 3, 4, tree=BUSH)]
     found = check_lossless(target, lineup, requests(4))
     assert list(found) == ["medusa", "medusa bush"]
     for scopes in found.values():
@@ -228,7 +228,7 @@ def test_a_tree_deeper_than_the_heads_is_refused() -> None:
     _, head = trained()
     deep = StaticTree.of("deep", [[0] * n for n in range(1, 6)])
     with pytest.raises(UserError, match="The tree deep is 5 deep but medusa drafts 4 tokens at most"):
-        make_contender("medusa", head, 4, 8, tree=deep)
+        head_system("medusa", head, 4, 8, tree=deep)
 
 
 @pytest.mark.parametrize("original", [False, True])

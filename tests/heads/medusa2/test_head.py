@@ -17,7 +17,7 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling, probs
 from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.measure import collect_texts, run_systems
 from draftsmith.eval.measure.quality import compare_targets
@@ -284,29 +284,29 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
     deployed = head.deployed(target).eval()
     verifier = deployed.verifier(target)
     assert verifier is not target
-    contender = make_contender("medusa2", deployed, 3, 3, verifier=verifier)
-    plain = make_contender("medusa", build_medusa(MedusaOptions(3), target, None).eval(), 3, 3)
-    assert (contender.name, contender.info.tuned, contender.info.lossy) == ("medusa2, tuned target", True, False)
-    assert contender.info.parameters == sum(p.numel() for p in head.parameters())
-    greedy = check_lossless(target, [contender, plain], requests(6))
+    system = head_system("medusa2", deployed, 3, 3, verifier=verifier)
+    plain = head_system("medusa", build_medusa(MedusaOptions(3), target, None).eval(), 3, 3)
+    assert (system.name, system.info.tuned, system.info.lossy) == ("medusa2, tuned target", True, False)
+    assert system.info.parameters == sum(p.numel() for p in head.parameters())
+    greedy = check_lossless(target, [system, plain], requests(6))
     for name in greedy:
         one = greedy[name]["overall"]
         assert one.equal == one.checked == 6
         assert one.tau == pytest.approx(one.tau_simulated, abs=1e-9)
-    timings = run_systems(target, [contender], [requests(6)], Sampling(), batch=2)
+    timings = run_systems(target, [system], [requests(6)], Sampling(), batch=2)
     texts = {
-        name: {g.request.sample_id: g.output_ids for d in timings[name].batches[0] for g in d.generations}
-        for name in ("", contender.name)
+        name: {g.request.sample_id: g.output_ids for d in timings[name][0] for g in d.generations}
+        for name in ("", system.name)
     }
-    for name, own in (("", target), (contender.name, verifier)):
+    for name, own in (("", target), (system.name, verifier)):
         alone = decode_batch(own, TargetAlone(), requests(6), Sampling()).generations
         assert texts[name] == {g.request.sample_id: g.output_ids for g in alone}
-    assert texts[""] != texts[contender.name]
-    judged = collect_texts(target, contender, timings, Sampling()).judged["overall"]
-    assert set(judged) == {"perplexity", "perplexity_baseline", "agreement", "kl"}
-    assert judged["perplexity"] > judged["perplexity_baseline"] > 1, "greedy texts are the original's likeliest"
-    assert 0 < judged["agreement"] < 1
-    assert judged["kl"] > 0
+    assert texts[""] != texts[system.name]
+    change = collect_texts(target, system, timings, Sampling()).changed["overall"]
+    assert set(change) == {"perplexity", "perplexity_baseline", "agreement", "kl"}
+    assert change["perplexity"] > change["perplexity_baseline"] > 1, "greedy texts are the original's likeliest"
+    assert 0 < change["agreement"] < 1
+    assert change["kl"] > 0
 
 
 def probs_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -14,7 +14,7 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.drafters.contender import make_contender
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.files import write_json
 from draftsmith.heads.base import supervised_rows
@@ -306,7 +306,7 @@ BUSH = StaticTree.of("bush", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1
 def test_trees_are_lossless_and_simulated_exactly():
     made = spec()
     target, head, asked = made.target, made.head, made.requests[:16]
-    static = make_contender("peagle", head, 3, 3, tree=BUSH)
+    static = head_system("peagle", head, 3, 3, tree=BUSH)
     alone = decode_batch(target, TargetAlone(), asked, Sampling()).generations
     found = decode_batch(target, static.make(3), asked, Sampling(), rows=5).generations
     assert [g.output_ids for g in found] == [g.output_ids for g in alone]
@@ -316,7 +316,7 @@ def test_trees_are_lossless_and_simulated_exactly():
     assert decoded.accepted_K[0] > 20
     assert decoded.rounds == pytest.approx(expected.rounds)
     assert decoded.accepted_K.tolist() == pytest.approx(expected.accepted_K.tolist())
-    drawn = make_contender("peagle", head, 3, 3, tree=BUSH, drawn=True)
+    drawn = head_system("peagle", head, 3, 3, tree=BUSH, drawn=True)
     again = [decode_batch(target, drawn.make(3), asked, Sampling(1.0), rows=rows).generations for rows in (1, 5)]
     assert [g.output_ids for g in again[0]] == [g.output_ids for g in again[1]]
 

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.eval.decode.answers import Request, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.engines.rows import AgreementRow, Counts, count, ratio_error, to_generations, within_text
+from draftsmith.eval.engines.agreement import AgreementRow, Counts, count, ratio_error, to_generations, within_text
 from draftsmith.eval.engines.traces import ChainTracer, EngineAnswer, EngineRound
 from draftsmith.heads.base import DraftHead
 from scripts.bench.engines.compare import SAMPLED, OurSide, greedy_row, sampled_row

@@ -1,5 +1,4 @@
-"""Describe a drafter for an evaluation: how it drafts, which rule accepts its tokens, and how its acceptance is
-simulated.
+"""Describe a drafter for an evaluation: how it drafts, which rule accepts its tokens, how its acceptance is simulated.
 
 K: num_speculative_tokens.
 """
@@ -50,7 +49,7 @@ class DraftInfo:
 
 
 @dataclass(frozen=True)
-class Contender:
+class SystemUnderTest:
     """One drafter of an evaluation.
 
     method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
@@ -59,8 +58,7 @@ class Contender:
     cannot be computed from the text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what
     a round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None
-    for the evaluation's own. threshold: a draft ends before the first token that the head thinks less likely to be
-    accepted, None for never.
+    for the evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence.
     """
 
     name: str
@@ -130,7 +128,7 @@ def tree_name(tree: Tree, drawn: bool) -> str:
     return f"{tree.name}, drawn" if drawn else tree.name
 
 
-def make_contender(
+def head_system(
     name: str,
     head: DraftHead,
     num_speculative_tokens: int,
@@ -141,54 +139,53 @@ def make_contender(
     typical: Typical | None = None,
     verifier: Target | None = None,
     threshold: float | None = None,
-) -> Contender:
-    """Return the drafter of `head`; its name says how it drafts. verifier, threshold: see `Contender`.
+) -> SystemUnderTest:
+    """Return the drafter of `head`; its name says how it drafts. verifier, threshold: see `SystemUnderTest`.
 
-    Draft lengths are clamped to the head's longest draft, and a tree has its own depth. Raises UserError for a tree
-    that the head cannot draft.
+    Draft lengths are clamped to the head's longest; a tree has its own. Raises UserError for one it cannot draft.
     """
     method, limit = find_method(head.method), head.clamp_draft_length(max_k)
-    own, head = head, head if threshold is None else head.with_confidence_threshold(threshold)
-    ends = [] if threshold is None else [f"until {threshold:g}"]
-    words = [name, *ends] + ([tree_name(tree, drawn)] if tree is not None else [])
-    label = (
-        " ".join(words)
-        + (", typical (lossy)" if typical is not None else "")
-        + ", tuned target" * (head.trains.tunes_target or verifier is not None)
-    )
-    chain = Contender(
-        label,
-        head.method,
-        lambda k: method.make_drafter(head, k),
-        min(num_speculative_tokens, limit),
-        limit,
-        typical=typical,
-        simulate=None if typical is not None else _simulate_head(head, None),
-        fixed_length=head.drafts.fixed_length,
-        parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),
-        head=own,
-        verifier=verifier,
-        threshold=threshold,
-    )
-    if tree is None:
-        return chain
-    if (kind := tree_kind(tree, drawn)) not in method.trees:
-        raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
-    if tree.depth > (most := head.clamp_draft_length(tree.depth)):
-        raise UserError(
-            f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
-            "less, or give it `heads` with the names of those that reach it."
-        )
+    lengths, shape = (min(num_speculative_tokens, limit), limit), ""
+    if tree is not None:
+        if (kind := tree_kind(tree, drawn)) not in method.trees:
+            raise UserError(
+                f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts."
+            )
+        if tree.depth > (most := head.clamp_draft_length(tree.depth)):
+            raise UserError(
+                f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
+                "less, or give it `heads` with the names of those that reach it."
+            )
+        lengths, shape = (tree.depth, tree.depth), f" {tree_name(tree, drawn)}"
+    until = "" if threshold is None else f" until {threshold:g}"
+    lossy = "" if typical is None else ", typical (lossy)"
+    tuned = ", tuned target" if head.trains.tunes_target or verifier is not None else ""
+    drafting = head if threshold is None else head.with_confidence_threshold(threshold)
+
+    def make(k: int) -> Drafter:
+        how = {} if tree is None else {"tree": cut_tree(tree, k), "drawn": drawn}
+        return method.make_drafter(drafting, k, **how)
+
+    def simulate(target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
+        assert not isinstance(tree, DynamicTree)
+        return simulate_generations(target, drafting, generations, sampling, max_k, tree=tree)
+
     # What a dynamic tree or drawn children propose depends on more than the text.
-    certain = isinstance(tree, StaticTree) and not drawn and typical is None
-    return replace(
-        chain,
-        make=lambda k: method.make_drafter(head, k, tree=cut_tree(tree, k), drawn=drawn),
-        num_speculative_tokens=tree.depth,
-        max_k=tree.depth,
+    simulated = typical is None and not drawn and not isinstance(tree, DynamicTree)
+    return SystemUnderTest(
+        name + until + shape + lossy + tuned,
+        head.method,
+        make,
+        *lengths,
         tree=tree,
         drawn=drawn,
-        simulate=_simulate_head(head, tree) if certain else None,
+        typical=typical,
+        simulate=simulate if simulated else None,
+        fixed_length=drafting.drafts.fixed_length,
+        parameters=sum(p.numel() for p in drafting.parameters() if p.requires_grad),
+        head=head,
+        verifier=verifier,
+        threshold=threshold,
     )
 
 
@@ -197,19 +194,11 @@ def tree_kind(tree: Tree, drawn: bool) -> str:
     return "dynamic" if isinstance(tree, DynamicTree) else "drawn" if drawn else "static"
 
 
-def _simulate_head(head: DraftHead, tree: Tree | None) -> Simulate:
-    def simulate(target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
-        assert tree is None or isinstance(tree, StaticTree)
-        return simulate_generations(target, head, generations, sampling, max_k, tree=tree)
-
-    return simulate
-
-
-def prompt_lookup_contender(
+def prompt_lookup_system(
     name: str, num_speculative_tokens: int, max_k: int, *, max_ngram: int = MAX_NGRAM
-) -> Contender:
+) -> SystemUnderTest:
     """Return prompt lookup, a drafter without training."""
-    return Contender(
+    return SystemUnderTest(
         name,
         "prompt_lookup",
         partial(PromptLookup, max_ngram=max_ngram),
@@ -221,11 +210,11 @@ def prompt_lookup_contender(
     )
 
 
-def draft_model_contender(
+def draft_model_system(
     name: str, model: Target, vocab_size: int, num_speculative_tokens: int, max_k: int
-) -> Contender:
+) -> SystemUnderTest:
     """Return a separate draft model for a target of `vocab_size`, whose tokens it must share."""
-    return Contender(
+    return SystemUnderTest(
         name,
         "draft_model",
         lambda k: DraftModel(model, k, vocab_size),

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks draftsmith on a CUDA machine with Python 3.11 or newer, torch and transformers, without a network: the GPU
-# tests, then EAGLE-3 and Medusa on the embedded default from its training to decoding in bf16. Writes gpu_check.json,
+# tests, then EAGLE-3 and Medusa on the embedded default from answers to decoding in bf16. Writes gpu_check.json,
 # the result files and a log into the output folder (gpu-check), within 9 minutes.
 #
 #   bash scripts/gpu_check.sh [--wheels DIR] [--output DIR] [--minutes 9]       # --help lists all options

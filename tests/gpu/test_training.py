@@ -1,4 +1,4 @@
-"""Training on a GPU: the trajectory of the CPU in fp32, and a head and an embedded target that learn in bf16."""
+"""Training on a GPU: the trajectory of the CPU in fp32, and a head that learns in bf16."""
 
 import json
 
@@ -6,10 +6,7 @@ import pytest
 import torch
 
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.target.target import load_target
 from draftsmith.train.loop import train
-from scripts.bench.embedded.make import EmbeddedSettings
-from scripts.bench.embedded.make import make_target as make_embedded
 from tests.gpu.support import DEVICE, OPTIONS, make_data, make_head, make_recipe, make_target, make_texts, on_gpu
 
 pytestmark = on_gpu
@@ -65,16 +62,3 @@ def test_a_head_learns_in_bf16(method, tmp_path):
     # EAGLE-1 learns states beside tokens, through noise.
     assert lines[-1]["loss"] < (0.7 if method == "eagle1" else 0.6) * lines[0]["loss"]
     assert max(line["tau"]["overall"] for line in lines if "tau" in line) > 1.1
-
-
-def test_the_embedded_target_learns(tmp_path, capsys):
-    settings = EmbeddedSettings(
-        conversations=200, vocab_size=400, layers=8, hidden=64, ffn=128, heads=2, kv_heads=1, row_tokens=256,
-        shallow_layers=2, shallow_steps=30, steps=15,
-    )  # fmt: skip
-    make_embedded(tmp_path / "target", settings, dtype=torch.bfloat16, device=str(DEVICE), progress=False)
-    target = load_target(str(tmp_path / "target"), device=DEVICE, dtype="bfloat16")
-    assert target.num_layers == 8
-    assert target.device.type == DEVICE.type
-    ids = torch.randint(3, 300, (1, 12), device=DEVICE)
-    assert torch.isfinite(target.head.logits(target.forward(ids).last)).all()

@@ -1,5 +1,6 @@
-"""Check a CUDA machine: GPU tests, then both heads from data to result; `bash scripts/gpu_check.sh` finds a Python for it.
+"""Check a CUDA machine: GPU tests, then both heads of the embedded target from data to result.
 
+`bash scripts/gpu_check.sh` finds a Python for it.
 Every step is a process with a latest end, so that one which fails or hangs costs no other its result; what a step
 leaves of its time goes to the next. gpu_check.json is written again after each step. Imports nothing beyond the standard
 library and what comes with transformers, because it installs the rest.
@@ -45,7 +46,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """The outcome of a step. status: passed, failed or timed out. error: the last lines it wrote, where it did not pass."""
+    """What became of a step. status: passed, failed or timed out. error: its last lines, where it did not pass."""
 
     name: str
     status: str
@@ -77,14 +78,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description="Check draftsmith on a CUDA machine, offline.")
-    parser.add_argument("--wheels", type=Path, help="folder with the wheels of scripts/gpu_wheels.txt that are missing")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--wheels", type=Path, help="folder with the wheels of scripts/gpu_wheels.txt that are missing")
+    add(
         "--output", type=Path, default=Path("gpu-check"), help="folder for the results, from the repository (gpu-check)"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="most minutes that the whole may take (9)")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ... or cpu (cuda)")
-    parser.add_argument("--small", action="store_true", help="a few steps of everything: tries the check itself")
-    parser.add_argument("--work", type=Path, help="folder to keep models and hidden states in (else a temporary one)")
+    add("--minutes", type=float, default=9.0, help="most minutes that the whole may take (9)")
+    add("--device", default="cuda", help="cuda, cuda:1, ... or cpu (cuda)")
+    add("--small", action="store_true", help="a few steps of everything: tries the check itself")
+    add("--work", type=Path, help="folder to keep models and hidden states in (else a temporary one)")
     return parser.parse_args(argv)
 
 
@@ -116,14 +118,12 @@ class GpuCheck:
 
     def run(self) -> None:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
-        device, small = self.options.device, ["--small"] if self.options.small else []
         tests = ("pytest", "-qm", "gpu", "tests/gpu", "-p", "no:cacheprovider", f"--junitxml={self._at('tests')}")
         self._step(Step("machine", 0.1, self._part("machine", "machine")))
-        if device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
+        if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
         self._step(Step("tests", 0.2, (sys.executable, "-m", *tests)))
-        self._step(Step("target", 0.21, self._part("target", "target", device, str(self.work / "cache"), *small)))
-        for head, training, evaluation in (("eagle3", 0.11, 0.15), ("medusa", 0.07, 0.16)):
+        for head, training, evaluation in (("eagle3", 0.16, 0.21), ("medusa", 0.11, 0.22)):
             words = self._recipe(head)
             self._step(Step(f"{head} train", training, self._part(f"{head}-train", "stage", "train", *words)))
             # What is trained already is reused: this evaluates, exports and reports.
@@ -141,14 +141,9 @@ class GpuCheck:
 
     def _recipe(self, head: str) -> list[str]:
         """The recipe of a head, in bf16 on the device, within the time."""
-        made, work = self._facts("target"), self.work
-        # Where training the target did not end, the stages go on with it themselves.
-        keys: dict[str, Any] = {"target.path": made.get("target", "embedded"), "target.device": self.options.device}
-        if made:
-            keys |= {"data.sources": json.dumps([made["conversations"]])}
-            keys |= {"evaluate.prompts": json.dumps([made["prompts"]])}
+        keys: dict[str, Any] = {"target.device": self.options.device, "evaluate.generate": "false"}
         keys |= {f"{key}.dtype": "bfloat16" for key in ("target", "features", "evaluate", "export")}
-        keys |= {"output_dir": work / head, "data_dir": work / "data", "evaluate.generate": "false"}
+        keys |= {"output_dir": self.work / head, "data_dir": self.work / "data"}
         if self.options.small:
             keys |= {"data.limit": 40, "data.heldout": 8, "answers.max_new_tokens": 12, "train.epochs": 1}
             keys |= {"evaluate.per_slice": 1, "evaluate.repeats": 1, "evaluate.max_new_tokens": 8}
@@ -184,7 +179,6 @@ class GpuCheck:
             "passed": self.passed,
             "steps": [asdict(outcome) for outcome in self.outcomes],
             "tests": read_tests(self._at("tests")),
-            "target": self._facts("target"),
             "stages": {name: read_stages(self.work / name / "run.json") for name in ("data", *HEADS)},
             "peak_memory_bytes": {f"{h} train": self._facts(f"{h}-train").get("peak_memory_bytes") for h in HEADS},
             "results": results,

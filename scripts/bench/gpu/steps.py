@@ -1,7 +1,6 @@
 """Run a part of the GPU check that needs torch, in a process of its own, and write a JSON file of facts.
 
 python -m scripts.bench.gpu.steps FACTS machine
-python -m scripts.bench.gpu.steps FACTS target DEVICE CACHE [--small]
 python -m scripts.bench.gpu.steps FACTS stage COMMAND --recipe R ...        # a command of draftsmith
 """
 
@@ -45,36 +44,12 @@ def machine() -> dict[str, Any]:
     return facts
 
 
-def make_target(device: str, cache: Path, small: bool) -> dict[str, Any]:
-    """Train a target such as the embedded default's on `device`; `small` makes one of a few steps that has learned little."""
-    from draftsmith.data.embedded.default import ensure_embedded
-    from scripts.bench.embedded.make import EmbeddedSettings, make_target
-
-    settings = EmbeddedSettings()
-    if small:
-        settings = EmbeddedSettings(
-            conversations=300, vocab_size=400, hidden=32, ffn=64, heads=2, kv_heads=1,
-            row_tokens=256, rows=2, shallow_steps=4, steps=4,
-        )  # fmt: skip
-    folder = cache / "target"
-    make_target(folder, settings, dtype=torch.float32, device=device)
-    texts = ensure_embedded(cache)
-    return {
-        "target": str(folder),
-        "conversations": str(texts.conversations),
-        "prompts": str(texts.prompts),
-        "steps": settings.shallow_steps + settings.steps,
-    }
-
-
 def main() -> None:
     """Run one part and write its facts, its seconds and its peak GPU memory."""
     facts, what, *rest = sys.argv[1:]
     started = time.perf_counter()
     if what == "machine":
         found = machine()
-    elif what == "target":
-        found = make_target(rest[0], Path(rest[1]), "--small" in rest)
     else:
         from draftsmith.cli.main import main as run_command
 

@@ -1,7 +1,6 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.embedded.corpus import generate_conversations
 from scripts.bench.embedded import make as embedded
-from scripts.bench.embedded import training as embedded_training
-from scripts.bench.embedded.make import EmbeddedSettings, make_target
-from scripts.bench.embedded.training import TrainingSettings, batches, build_model, grow, packed_loss
+from scripts.bench.embedded.make import EmbeddedSettings, batches, build_model, grow, make_target, packed_loss
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +47,7 @@ def samples() -> list[Tokenized]:
 
 
 @pytest.fixture(scope="module")
-def settings(samples: list[Tokenized]) -> TrainingSettings:
+def settings(samples: list[Tokenized]) -> EmbeddedSettings:
     return replace(MINI, vocab_size=300, row_tokens=max(len(s.ids) for s in samples) + 80)
 
 
@@ -80,37 +77,16 @@ def test_the_target_has_learned(made: Path) -> None:
     assert torch.stack(losses).mean() < 0.85 * uniform
 
 
-@pytest.mark.parametrize("stop", [7, 10, 22])
-def test_an_interrupted_training_resumes_to_the_same_weights(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
-    """Stopped before, at and after the step at which the model grows."""
-    real_step, calls = embedded_training._step, 0
-
-    def stopping(*args: Any) -> torch.Tensor:
-        nonlocal calls
-        if calls == stop:
-            raise KeyboardInterrupt
-        calls += 1
-        return real_step(*args)
-
-    monkeypatch.setattr(embedded_training, "_CHECKPOINT_SECONDS", 0.0)
-    monkeypatch.setattr(embedded_training, "_step", stopping)
-    folder = tmp_path / "target"
-    with pytest.raises(KeyboardInterrupt):
-        make_target(folder, MINI, dtype=torch.float32, progress=False)
-    assert not folder.exists()
-
-    done, stop, calls = stop, 1000, 0
-    monkeypatch.setattr(embedded_training, "_CHECKPOINT_SECONDS", 1000.0)
-    make_target(folder, MINI, dtype=torch.float32, progress=False)
-    assert calls == 30 - done
-    assert [path.name for path in tmp_path.iterdir()] == ["target"], "nothing temporary is left"
+def test_the_same_settings_give_the_same_target_in_place_of_an_earlier_one(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "stale.json").touch()
+    make_target(tmp_path / "target", MINI, dtype=torch.float32, progress=False)
+    assert {path.name for path in (tmp_path / "target").iterdir()} == {path.name for path in made.iterdir()}
     for name in ("model.safetensors", "tokenizer.json"):
-        assert (folder / name).read_bytes() == (made / name).read_bytes(), name
+        assert (tmp_path / "target" / name).read_bytes() == (made / name).read_bytes(), name
 
 
-def test_rows_hold_every_document_whole_once_per_epoch(samples: list[Tokenized], settings: TrainingSettings) -> None:
+def test_rows_hold_every_document_whole_once_per_epoch(samples: list[Tokenized], settings: EmbeddedSettings) -> None:
     found: list[tuple[list[int], list[bool]]] = []
     stream = batches(samples, replace(settings, rows=1))
     while len(found) < len(samples):
@@ -125,11 +101,11 @@ def test_rows_hold_every_document_whole_once_per_epoch(samples: list[Tokenized],
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_loss_is_the_loss_of_the_documents_alone(
-    samples: list[Tokenized], settings: TrainingSettings, attention: str
+    samples: list[Tokenized], settings: EmbeddedSettings, attention: str
 ) -> None:
     model = randomized(build_model(settings, layers=3))
     model.set_attn_implementation(attention)
-    rows = embedded_training._collate([samples[:3], samples[3:4], samples[4:6]], replace(settings, row_tokens=400))
+    rows = embedded._collate([samples[:3], samples[3:4], samples[4:6]], replace(settings, row_tokens=400))
     losses = []
     with torch.no_grad():
         for sample in samples[:6]:
@@ -139,7 +115,7 @@ def test_packed_loss_is_the_loss_of_the_documents_alone(
     assert packed == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
-def test_a_grown_model_computes_what_the_shallow_one_did(samples: list[Tokenized], settings: TrainingSettings) -> None:
+def test_a_grown_model_computes_what_the_shallow_one_did(samples: list[Tokenized], settings: EmbeddedSettings) -> None:
     shallow = randomized(build_model(settings, layers=3))
     deep = grow(shallow, settings)
     assert deep.config.num_hidden_layers == settings.layers == 8

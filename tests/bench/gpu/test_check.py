@@ -68,19 +68,18 @@ def test_the_shares_fill_the_time_and_a_failed_step_costs_no_other(tmp_path, mon
 
     def fake(step: Step, limit: float, environment: dict[str, str], log: Path) -> gpu_check.Outcome:
         seen.append(step)
-        status = "timed out" if step.name == "target" else "passed"
+        status = "timed out" if step.name == "tests" else "passed"
         return gpu_check.Outcome(step.name, status, 0.0, limit, " ".join(step.command))
 
     monkeypatch.setattr(gpu_check, "run_step", fake)
     check.run()
     assert sum(step.share for step in seen) == pytest.approx(1.0)
-    assert [step.name for step in seen[3:]] == ["eagle3 train", "eagle3 evaluate", "medusa train", "medusa evaluate"]
-    train = seen[3].command
-    assert train[train.index("--target.path") + 1] == "embedded", "the stages train the target where that did not end"
+    assert [step.name for step in seen[2:]] == ["eagle3 train", "eagle3 evaluate", "medusa train", "medusa evaluate"]
+    train = seen[2].command
     assert train[train.index("--evaluate.dtype") + 1] == "bfloat16"
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert not written["passed"]
-    assert [step["status"] for step in written["steps"]] == ["passed", "passed", "timed out", *["passed"] * 4]
+    assert [step["status"] for step in written["steps"]] == ["passed", "timed out", *["passed"] * 4]
 
 
 def test_the_options_of_the_heads_are_keys_of_their_recipes(tmp_path):
@@ -90,7 +89,7 @@ def test_the_options_of_the_heads_are_keys_of_their_recipes(tmp_path):
     for head in gpu_check.HEADS:
         for check.options.small in (False, True):
             recipe = parse_recipe(check._recipe(head))
-            assert recipe.method == head
+            assert (recipe.method, recipe.target.path) == (head, "embedded")
             assert (recipe.target.dtype, recipe.evaluate.dtype, recipe.target.device) == ("bfloat16", "bfloat16", "cpu")
             assert not recipe.evaluate.generate
 
@@ -145,17 +144,8 @@ def test_measures_of_every_result_are_in_the_one_file(tmp_path):
 
 
 def test_the_whole_check_runs_on_a_cpu(tmp_path):
-    command = [
-        "bash",
-        "scripts/gpu_check.sh",
-        "--device",
-        "cpu",
-        "--small",
-        "--minutes",
-        "15",
-        "--output",
-        str(tmp_path),
-    ]
+    options = ["--device", "cpu", "--small", "--minutes", "15", "--output", str(tmp_path)]
+    command = ["bash", "scripts/gpu_check.sh", *options]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -49,11 +49,11 @@ def measure_costs(
             watch.lap("job")
             if repeat >= 2:
                 times[key].append(1000 * watch.seconds["job"])
-    cost = {key: median(values) for key, values in times.items()}
-    verify_ms = {size: value for (kind, size), value in cost.items() if kind == "verify"}
-    draft_ms = {c.name: {size: cost[c.name, size] for kind, size in cost if kind == c.name} for c in systems}
-    trees = [c for c in systems if c.tree is not None]
-    return Costs(verify_ms, draft_ms, {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in trees})
+    cost: dict[str, dict[str, float]] = {"verify": {}, **{c.name: {} for c in systems}}
+    for (kind, size), values in times.items():
+        cost[kind][size] = median(values)
+    nodes = {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
+    return Costs(cost.pop("verify"), cost, nodes)
 
 
 def _prefill(

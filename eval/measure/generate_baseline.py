@@ -1,7 +1,7 @@
 """Time transformers' own decoding on the same prompts: reported besides our baseline, never instead of it.
 
-`generate` alone, with an assistant model, and with prompt lookup. One call per request: a streamer notes when tokens come,
-so the prefill needs no call of its own, whose length would have to be taken off another one.
+`generate` alone, with an assistant model, and with prompt lookup. A streamer notes when tokens come, so that the prefill
+needs no call of its own.
 """
 
 from collections import defaultdict
@@ -20,9 +20,8 @@ from draftsmith.heads.target.target import Target
 
 @dataclass(frozen=True)
 class Timed:
-    """A timed answer. output_ids: up to and with EOS. ttft_s: until the first tokens came, which is one token, or with an
-    assistant all of its first round (its own reading of the prompt included, which favours it a little). decode_s, tokens:
-    what came after them, and how long that took."""
+    """A timed answer. output_ids: up to and with EOS. ttft_s: until the first tokens came: one, or with an assistant those
+    of its first round, its own prefill included, which favours it a little. decode_s, tokens: after them."""
 
     request: Request
     output_ids: tuple[int, ...]

@@ -23,11 +23,11 @@ def check_lossless(
     *,
     batch: int = 1,
 ) -> dict[str, dict[str, Lossless]]:
-    """Decode every request greedily with and without each draft, by the target that verifies it; return, by the
-    drafter's name, the comparison per slice and as "overall".
+    """Decode every request greedily with and without each draft, by the target that verifies it; return by name what
+    `compare_texts` does.
 
-    Run it with target and head in float32: there every token must agree. In other dtypes each first
-    divergence is listed with its logit gap. greedy: a setting of temperature 0, as its repetition penalty counts there too.
+    Run it with target and head in float32: there every token must agree. greedy: a setting of temperature 0, as its
+    repetition penalty counts there too.
     """
     alone: dict[Target, Sequence[Generation]] = {}
     found = {}
@@ -53,27 +53,20 @@ def compare_texts(
     greedy: Sampling = GREEDY,
 ) -> dict[str, Lossless]:
     """Compare answers to the same requests at `greedy`, per slice and as "overall". simulated: None where not known."""
-    divergences = {
-        i: d
-        for i, (a, b) in enumerate(zip(alone, drafted, strict=True))
-        if (d := _first_divergence(target, a, b, greedy.repetition_penalty))
-    }
+    penalty, k = greedy.repetition_penalty, num_speculative_tokens
+    divergences = [_first_divergence(target, a, b, penalty) for a, b in zip(alone, drafted, strict=True)]
     scopes = {"overall": list(range(len(alone)))}
     for i, generation in enumerate(alone):
         scopes.setdefault(generation.request.slice, []).append(i)
-    return {
-        name: Lossless(
-            dtype=target.dtype_name,
-            checked=len(places),
-            equal=sum(i not in divergences for i in places),
-            first_divergences=tuple(divergences[i] for i in places if i in divergences),
-            tau=total((decoded[i] for i in places), num_speculative_tokens).tau,
-            tau_simulated=None
-            if simulated is None
-            else total((simulated[i] for i in places), num_speculative_tokens).tau,
+    found = {}
+    for name, places in scopes.items():
+        apart = tuple(d for i in places if (d := divergences[i]) is not None)
+        tau, tau_simulated = (
+            None if tallies is None else total((tallies[i] for i in places), k).tau for tallies in (decoded, simulated)
         )
-        for name, places in scopes.items()
-    }
+        equal = len(places) - len(apart)
+        found[name] = Lossless(target.dtype_name, len(places), equal, apart, tau, tau_simulated)
+    return found
 
 
 def _first_divergence(

@@ -7,6 +7,7 @@ length tau counts the bonus token (as EAGLE and Spec-Bench do), so the target al
 What was measured, and how it was run: two parts of result.json.
 """
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,8 @@ WARNING = "warning"
 class MsPerRound:
     """Mean milliseconds of one decode round, by part; the four add up to the round.
 
-    draft: proposing, with the drafter's own prefill spread over the rounds. verify: the target's pass.
-    commit: the accept decision and the key/value commit. other: everything else between two rounds.
+    draft: proposing, with the drafter's own prefill spread over the rounds. verify: the target's pass. commit: accepting
+    and committing. other: everything else between two rounds.
     """
 
     draft: float | None = None
@@ -264,9 +265,8 @@ class TargetInfo:
 class Result:
     """One evaluation at one sampling setting: the whole result.json.
 
-    command: as typed. commit: of the working directory, "-dirty" if modified, null outside git.
-    date: UTC, ISO 8601. recipe: the recipe as a plain object. drafters: in the order of the report.
-    supplement: further facts by name, shown at the end of the report as they are.
+    command: as typed. commit: of the working directory, "-dirty" if modified, null outside git. date: UTC, ISO 8601.
+    recipe: as a plain object. drafters: in the order of the report. supplement: further facts by name, shown at the end.
     """
 
     command: str
@@ -291,7 +291,7 @@ class Result:
 
 def to_json(result: Result) -> dict[str, Any]:
     """Return the plain JSON object, schema_version first; every field is present, null where not measured."""
-    values = _plain(asdict(result))
+    values: dict[str, Any] = json.loads(json.dumps(asdict(result)))  # lists instead of tuples
     return {"schema_version": values.pop("schema_version"), **values}
 
 
@@ -322,11 +322,3 @@ def write_result(path: str | Path, result: Result) -> None:
     value = to_json(result)
     from_json(value, str(path))
     write_json(Path(path), value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

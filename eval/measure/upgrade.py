@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-_NEW_MEASURES = ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes")
-_NEW_SETTINGS = ("min_p", "repetition_penalty")
-_LATER = ("agreement", "kl", "baseline_vs_generate")
+_ADDED = {
+    2: ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes"),
+    4: ("agreement", "kl"),
+    5: ("baseline_vs_generate",),
+}
+"""The measures that came with a version."""
 
 
 def upgrade(value: Any) -> Any:
@@ -16,29 +19,23 @@ def upgrade(value: Any) -> Any:
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`. What is malformed stays so, for the reader to name.
     """
-    if not isinstance(value, dict) or value.get("schema_version") not in (1, 2, 3, 4):
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    if version not in (1, 2, 3, 4):
         return value
     value = deepcopy(value)
-    if value["schema_version"] == 1:
-        _to_version_2(value)
+    if version == 1 and isinstance(value.get("costs"), dict):
+        value["costs"].setdefault("nodes", {})
     if isinstance(value.get("settings"), dict):
-        for name in _NEW_SETTINGS:
-            value["settings"].setdefault(name, None)
+        value["settings"] = {"min_p": None, "repetition_penalty": None, **value["settings"]}
+    missing = dict.fromkeys(name for later, names in _ADDED.items() if version < later for name in names)
     for drafter, measures in _drafters(value):
+        if version == 1:
+            drafter.setdefault("draft", None)
         if isinstance(drafter.get("draft"), dict):
             drafter["draft"].setdefault("tuned", False)
         for one in measures:
-            one.update({name: None for name in _LATER if name not in one})
+            one.update({**missing, **one})
     return value | {"schema_version": 5}
-
-
-def _to_version_2(value: dict[str, Any]) -> None:
-    if isinstance(value.get("costs"), dict):
-        value["costs"].setdefault("nodes", {})
-    for drafter, measures in _drafters(value):
-        drafter.setdefault("draft", None)
-        for one in measures:
-            one.update({name: None for name in _NEW_MEASURES if name not in one})
 
 
 def _drafters(value: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:

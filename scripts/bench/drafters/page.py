@@ -116,8 +116,7 @@ def headline(folder: Path, order: Sequence[str]) -> str:
         run, decoded = entry["row"], _decoded(entry)
         cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
         for t in temperatures:
-            tau = run["simulated"].get(t, {}).get("tau", {}).get(str(run["K"]))
-            cells += [_tau(tau), _speedup(decoded.get(t, {}))]
+            cells += [_tau(run, t, run["K"]), _speedup(decoded.get(t, {}))]
         lines.append(cells)
     return markdown_table(head, lines)
 
@@ -135,9 +134,8 @@ def overview(entries: Sequence[Entry]) -> str:
         cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", _minutes(run["training"]["seconds"])]
         cells += [str(run["K"]), _number(some.get("draft_ms")), _number(some.get("target_ms"))]
         for t in temperatures:
-            tau, at = run["simulated"].get(t, {}).get("tau", {}), decoded.get(t, {})
-            own = tau.get(str(run["K"]))
-            cells += [_tau(tau.get("5")), _tau(own), _number(at.get("tau")), _speedup(at)]
+            at = decoded.get(t, {})
+            cells += [_tau(run, t, 5), _tau(run, t, run["K"]), _number(at.get("tau")), _speedup(at)]
         lines.append(cells)
     greedy = {entry["name"]: _decoded(entry).get("0", {}) for entry in entries}
     texts = [f"{name} {at['equal']} of {at['checked']}" for name, at in greedy.items() if at.get("checked")]
@@ -199,19 +197,18 @@ def rates(entries: Sequence[Entry]) -> str:
     head = ["run", "learning rate", "Muon's", "steps", "tokens a step", "tokens", "supervised"]
     head += ["head of step", "answers", "training", "held-out tau"]
     lines = []
-    sets: list[str | None] = []  # of answers, in the order of the table
+    # The sets of answers, in the order of the table.
+    sets = list(dict.fromkeys(answers_of(run) for entry in entries for run in entry["runs"]))
     for entry in entries:
         for run in entry["runs"]:
             one = run["training"]
-            if answers_of(run) not in sets:
-                sets.append(answers_of(run))
             muon = "" if one["muon_lr"] is None else f"{one['muon_lr']:g}"
             cells = [one["name"], f"{one['lr']:g}", muon, f"{one['steps']:,}"]
             cells += [f"{one['tokens'] / max(1, one['steps']):,.0f}", f"{one['tokens'] / 1e6:.2f}M"]
             cells += [f"{one['supervised_tokens'] / 1e6:.2f}M", f"{one.get('head_step') or one['steps']:,}"]
             cells += [f"set {sets.index(answers_of(run)) + 1}", _minutes(one["seconds"])]
             cells.append(_number(run.get("heldout_tau")))
-            lines.append(cells + [_tau(run["simulated"].get(t, {}).get("tau", {}).get("5")) for t in temperatures])
+            lines.append(cells + [_tau(run, t, 5) for t in temperatures])
     return markdown_table([*head, *(f"tau T={t}, K 5" for t in temperatures)], lines)
 
 
@@ -237,7 +234,9 @@ def _name(entry: Entry, run: Entry) -> str:
     return entry["name"] + (" (tuned target)" if run["tuned"] else "")
 
 
-def _tau(scopes: Entry | None) -> str:
+def _tau(run: Entry, temperature: str, k: int) -> str:
+    """Return a run's simulated tau of all slices, a dash where it has none at this temperature and draft length."""
+    scopes = run["simulated"].get(temperature, {}).get("tau", {}).get(str(k))
     return "–" if scopes is None else _interval(scopes["overall"])
 
 

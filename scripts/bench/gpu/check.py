@@ -1,9 +1,8 @@
 """Check a CUDA machine: GPU tests, then both heads of the embedded target from data to result.
 
-`bash scripts/gpu_check.sh` finds a Python for it.
-Every step is a process with a latest end, so that one which fails or hangs costs no other its result; what a step
-leaves of its time goes to the next. gpu_check.json is written again after each step. Imports nothing beyond the standard
-library and what comes with transformers, because it installs the rest.
+`bash scripts/gpu_check.sh` finds a Python for it. Every step is a process with a latest end, so that one which fails or
+hangs costs no other its result; what a step leaves of its time goes to the next. gpu_check.json is written again after
+each step. Imports nothing beyond the standard library and what comes with transformers, because it installs the rest.
 """
 
 import argparse

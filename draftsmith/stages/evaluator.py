@@ -146,7 +146,7 @@ class Evaluator:
         tallies: Sequence[Sequence[Tally]],
         changed: Mapping[str, Mapping[str, Any]],
     ) -> DrafterResult:
-        """Return a drafter's measures on the target's own answers. changed: what `measure_change` returned for a tuned target."""
+        """Return a drafter's measures on the target's own answers. changed: by `measure_change`, for a tuned target."""
 
         def scope(slice_name: str | None) -> Measures:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]

@@ -52,8 +52,8 @@ def measure_costs(
     cost: dict[str, dict[str, float]] = {"verify": {}, **{c.name: {} for c in systems}}
     for (kind, size), values in times.items():
         cost[kind][size] = median(values)
-    nodes = {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
-    return Costs(cost.pop("verify"), cost, nodes)
+    tree_nodes = {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
+    return Costs(cost.pop("verify"), cost, tree_nodes)
 
 
 def _prefill(

@@ -1,10 +1,13 @@
-"""Files: written atomically, locked while a process works on them, and named by hashes."""
+"""Files of ours: written whole or not at all, locked while a process works on them, and named by hashes."""
 
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +17,31 @@ from safetensors import SafetensorError
 
 from draftsmith.errors import UserError
 
-_FULL = ("No space left on device", "os error 28", "Disk quota exceeded", "file write failed")
+# How libraries say that a disk is full or a file may not grow: they keep no errno.
+_FULL = (
+    "No space left on device",
+    "os error 28",
+    "Disk quota exceeded",
+    "file write failed",
+    "unexpected pos",
+    "iostream",
+)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_OTHERS = (
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
+    *(
+        errno.ENAMETOOLONG,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.EIO,
+        errno.EINVAL,
+        errno.ENOENT,
+        errno.EBUSY,
+        errno.ETXTBSY,
+    ),
+)
+_TEMPORARY = re.compile(r"\..+\.draftsmith-[0-9a-f]{12}\.(tmp|old)")
+"""The names of what is being written or replaced; no other program's files have them."""
 
 
 @contextmanager
@@ -22,16 +49,24 @@ def explain_os_error(path: Path) -> Iterator[None]:
     """Raise UserError, one sentence that names `path`, for a full disk or a folder that cannot be written."""
     try:
         yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        # safetensors and torch report a full disk in words only.
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(w in str(error) for w in _FULL):
+    except UserError:
+        raise
+    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+        number = getattr(error, "errno", None)
+        if number in _NO_ROOM or any(words in str(error) for words in _FULL):
+            what = (
+                "The file is larger than this account may write"
+                if number == errno.EFBIG
+                else "No space left on the disk"
+            )
             raise UserError(
-                f"No space left on the disk while writing {path}: nothing incomplete was kept; "
-                "free some space or choose another --output_dir, then run the same command again to resume."
+                f"{what} while writing {path}: nothing incomplete was kept; free some space or choose another "
+                "--output_dir, then run the same command again to resume."
             ) from error
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS, errno.EEXIST, errno.ENOTDIR):
+        if (isinstance(error, OSError) and number in _OTHERS) or "null" in str(error):
+            reason = os.strerror(number) if number else "the name holds a NUL character"
             raise UserError(
-                f"Cannot write {path}: {os.strerror(error.errno)}; choose a folder you may write to with --output_dir (report: --output)."
+                f"Cannot write {path}: {reason}; choose a folder you may write to with --output_dir (report: --output)."
             ) from error
         raise
 
@@ -47,21 +82,86 @@ def check_folder(key: str, path: Path) -> None:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary name next to `path`; on success the file is flushed to disk and renamed to `path`.
+    """Yield an empty file next to `path`; on success it is flushed to disk and renamed to `path`.
 
-    On any exception the temporary file is removed and `path` is as it was.
-    Raises UserError when the disk is full or the folder is not writable.
+    On any exception the temporary file is removed and `path` is as it was. Its mode is what the umask leaves, also where a
+    library writes its files for their owner alone. Raises UserError when the disk is full or the folder is not writable.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path, "tmp")
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A name that nobody can guess, and never through a link that somebody has put there.
+        handle = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
         try:
+            mode = os.fstat(handle).st_mode & 0o777
+            os.close(handle)
             yield temporary
-            with temporary.open("rb+") as file:
-                os.fsync(file.fileno())
+            temporary.chmod(mode)
+            flush(temporary)
             temporary.replace(path)
+            flush(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `path` that becomes `path` on success and is removed on any exception.
+
+    What was at `path` goes when all of the new one is on disk: the caller has made sure that it may. Where `path` is a link,
+    the folder that it points to is written.
+    """
+    path = path.resolve() if path.is_symlink() else path.absolute()
+    temporary, retired = _temporary(path, "tmp"), _temporary(path, "old")
+    with explain_os_error(path):
+        temporary.mkdir(parents=True)
+        try:
+            mode = temporary.stat().st_mode & 0o666
+            yield temporary
+            for file in (*temporary.iterdir(), temporary):
+                if file.is_file():
+                    file.chmod(mode)
+                flush(file)
+            if path.exists():
+                path.rename(retired)
+            temporary.rename(path)
+            flush(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if retired.exists() and not path.exists():
+                retired.rename(path)
+            shutil.rmtree(retired, ignore_errors=True)
+
+
+def _temporary(path: Path, kind: str) -> Path:
+    return path.with_name(f".{path.name}.draftsmith-{secrets.token_hex(6)}.{kind}")
+
+
+def sweep(folder: Path, levels: int = 2) -> None:
+    """Remove what killed processes left half-written in a folder and `levels` of folders below it; put back what was about to
+    be replaced. Only for a process that holds the folder's lock."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = _TEMPORARY.fullmatch(path.name)
+        if match is None:
+            if levels and path.is_dir() and not path.is_symlink():
+                sweep(path, levels - 1)
+            continue
+        whole = path.with_name(path.name[1:].rsplit(".draftsmith-", 1)[0])
+        if match[1] == "old" and not whole.exists():
+            path.rename(whole)
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def claim(path: Path) -> TextIO:
@@ -71,7 +171,8 @@ def claim(path: Path) -> TextIO:
     """
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", encoding="utf-8")
+        handle = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
+    file = os.fdopen(handle, "a", encoding="utf-8")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

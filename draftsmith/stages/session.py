@@ -187,7 +187,7 @@ class Session:
         run, redo = self.directory(stage), stage in self.redo
         done = run.begin(stage, inputs, redo=redo)
         if redo and run is not self.run:
-            self.run.remove(stage)  # what follows from it
+            self.run.clear(stage, release=False)  # what follows from it
         self.redo.discard(stage)
         if done:
             say(f"{stage}: reusing {run.path}")

@@ -1,5 +1,7 @@
 """What stages decide by themselves: the held-out split, and what a run directory remembers."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +63,10 @@ def test_removing_takes_what_follows_and_no_more(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     for stage in STAGES:
         run.begin(stage, {})
-    run.remove("evaluate")
+    run.clear("evaluate")
     assert run.record("export") is not None
     assert run.record("evaluate") is None
-    run.remove("features")
+    run.clear("features")
     assert run.record("answers") is not None
     assert all(run.record(stage) is None for stage in FOLLOWERS["features"])
 
@@ -87,9 +89,18 @@ def test_removing_what_runs_share_leaves_the_other_runs_heads(tmp_path: Path) ->
 
 
 def test_a_run_file_changed_by_hand_is_named(tmp_path: Path) -> None:
-    for text in ("not json", '{"train": {"surprise": 1}}', "[1]"):
+    bad = [
+        "not json",
+        '{"train": {"surprise": 1}}',
+        "[1]",
+        '{"sources": {}}',
+        '{"train": [1]}',
+        "{",
+        '{"train": {"inputs": 1}}',
+    ]
+    for text in bad:
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(UserError, match=r"run\.json cannot be read"):
+        with pytest.raises(UserError, match=r"run\.json.*changed by hand"):
             RunDirectory(tmp_path).record("train")
 
 
@@ -124,3 +135,157 @@ def test_what_changed_is_told_shortly(tmp_path: Path) -> None:
     assert text.index("method was 'eagle3', is 'medusa'") < text.index("a was [0, 1, 2")
     assert "beside" not in text
     assert len(text) < 400
+
+
+def make_run(path: Path) -> RunDirectory:
+    """A run whose stages are all done, with a file or more each."""
+    run = RunDirectory(path)
+    files = {
+        "answers": ["answers.jsonl"],
+        "features": ["features/index.json", "features/shard-00000.safetensors"],
+        "train": ["train/best/config.json", "train/best/model.safetensors", "train/summary.json", "train/step_10/DONE"],
+        "evaluate": ["evaluation/t0/result.json", "evaluation/report.html"],
+        "export": ["export/eagle3/config.json", "export/eagle3/model.safetensors", "export/eagle3/README.md"],
+    }
+    for stage, names in files.items():
+        run.begin(stage, {"a": 1})
+        for name in names:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text(f"what {stage} made")
+        run.finish(stage, {})
+    return run
+
+
+def listing(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("redo", ["answers", "features", "train", "evaluate", "export"])
+def test_a_folder_that_is_no_run_is_left_alone(redo: str, tmp_path: Path) -> None:
+    """The user's own project, with folders of the names that a run has."""
+    for name in (
+        "train/model.py",
+        "export/eagle3/x",
+        "features/index.json",
+        "evaluation/a",
+        "answers.jsonl.partial",
+        "a.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    before = listing(tmp_path)
+    for again in (True, False):
+        with pytest.raises(UserError, match=r"is not empty and no run of draftsmith.*choose another --output_dir"):
+            RunDirectory(tmp_path).begin(redo, {}, redo=again)
+    assert listing(tmp_path) == before
+
+
+def test_files_that_a_run_did_not_make_stay(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    foreign = [
+        "train/notes.md",
+        "train/step_by_step/a",
+        "features/mine.txt",
+        "export/copy/config.json",
+        "evaluation/t0.md",
+    ]
+    for name in foreign:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    run.clear("answers")
+    assert listing(tmp_path) == sorted([".lock", "run.json", *foreign])
+    run = RunDirectory(tmp_path)
+    assert not run.begin("answers", {"a": 2})
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "answers.jsonl.partial").write_text("mine")
+    with pytest.raises(UserError, match=r"answers.jsonl.partial is there, but .*run.json does not know"):
+        RunDirectory(tmp_path).begin("answers", {"a": 1})
+    assert (tmp_path / "answers.jsonl.partial").read_text() == "mine"
+
+
+def test_a_removal_that_is_cut_short_leaves_no_record_of_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at every file in turn: no stage is held to be there that is not, and the next process ends the removal."""
+    interrupted = 0
+    for number in range(24):
+        folder = tmp_path / str(number)
+        run, real, left = make_run(folder), os.unlink, [number]
+
+        def unlink(path: object, *rest: object, real=real, left=left, **kwargs: object) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            real(path, *rest, **kwargs)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            try:
+                run.clear("features")
+            except KeyboardInterrupt:
+                interrupted += 1
+        run._release()
+        again = RunDirectory(folder)
+        for stage in FOLLOWERS["features"]:
+            assert not again.holds(stage, {"a": 1})
+        assert not again.begin("features", {"a": 2})
+        assert listing(folder) == [".lock", "answers.jsonl", "run.json"]
+    assert 10 < interrupted < 24
+
+
+@pytest.mark.parametrize(
+    ("file", "stage"),
+    [
+        ("answers.jsonl", "answers"),
+        ("features/shard-00000.safetensors", "features"),
+        ("train/best/model.safetensors", "train"),
+        ("export/eagle3/config.json", "export"),
+    ],
+)
+def test_files_that_changed_since_are_named(file: str, stage: str, tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / file).write_text("something else of another length")
+    with pytest.raises(UserError, match=rf"{file} was changed since the stage '{stage}' was done: .*--redo {stage}"):
+        RunDirectory(tmp_path).begin(stage, {"a": 1})
+
+
+def test_a_flipped_byte_is_seen_and_missing_results_are_made_again(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "answers.jsonl").write_text("what answers wade")
+    (tmp_path / "train" / "best" / "model.safetensors").unlink()
+    (tmp_path / "evaluation" / "t0" / "result.json").unlink()
+    (tmp_path / "export" / "eagle3" / "model.safetensors").unlink()
+    (tmp_path / "export" / "eagle3" / "README.md").write_text("edited")
+    with pytest.raises(UserError, match=r"answers\.jsonl was changed"):
+        RunDirectory(tmp_path).holds("answers", {"a": 1})
+    with pytest.raises(UserError, match=r"best/model\.safetensors is gone"):
+        RunDirectory(tmp_path).holds("train", {"a": 1})
+    assert RunDirectory(tmp_path).holds("features", {"a": 1})
+    assert not RunDirectory(tmp_path).holds("evaluate", {"a": 1})
+    assert not RunDirectory(tmp_path).holds("export", {"a": 1})
+
+
+def test_records_of_earlier_versions_hold_no_files(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    entries = json.loads((tmp_path / "run.json").read_text())
+    for entry in entries.values():
+        del entry["files"]
+    (tmp_path / "run.json").write_text(json.dumps(entries))
+    assert all(RunDirectory(tmp_path).holds(stage, {"a": 1}) for stage in entries)
+
+
+def test_what_killed_processes_left_half_written_is_swept(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    half = [".run.json.draftsmith-0123456789ab.tmp", "features/.index.json.draftsmith-0123456789ab.tmp"]
+    for name in half:
+        (tmp_path / name).write_text("half")
+    (tmp_path / "export" / ".eagle3.draftsmith-0123456789ab.tmp").mkdir()
+    (tmp_path / "export" / "eagle3").rename(tmp_path / "export" / ".eagle3.draftsmith-0123456789ab.old")
+    (tmp_path / ".mine.tmp").write_text("mine")
+    before = sorted([*(set(listing(tmp_path)) - set(half))])
+    assert not run.begin("simulate", {})
+    after = listing(tmp_path)
+    assert "export/eagle3/model.safetensors" in after, "the one that was about to be replaced"
+    assert ".mine.tmp" in after
+    assert not [name for name in after if ".draftsmith-" in name]
+    assert len(after) == len(before)

@@ -1,0 +1,66 @@
+"""Foreign YAML: recipes and launch files, composed and measured before any value is made of them."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.errors import UserError, first_line
+from draftsmith.foreign.files import MIB, read_text
+
+MOST_YAML_BYTES = MIB
+MOST_NODES = 10_000
+"""The most values of a file, those that aliases repeat counted each time."""
+MOST_LEVELS = 30
+
+
+def read_yaml(path: Path | str, remedy: str) -> Any:
+    """Return the value in a YAML file. Raises UserError, which ends in `remedy`: also for a key that stands twice in one
+    mapping, for aliases that contain themselves or multiply, and for values that Python cannot hold."""
+    text = read_text(path, remedy, MOST_YAML_BYTES)
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None:
+            _check_nodes(node, path, remedy)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        at = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{path}{at} is not YAML ({error.problem or first_line(error)}): {remedy}.") from error
+    except UserError:
+        raise
+    except RecursionError as error:
+        raise UserError(f"{path} is nested deeper than {MOST_LEVELS} levels: {remedy}.") from error
+    except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:
+        raise UserError(f"{path} holds a value that cannot be read ({first_line(error)}): {remedy}.") from error
+
+
+def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:
+    """Raise UserError for a tree of nodes that is deep, large, contains itself, or names a key twice."""
+    count, stack = 0, [(root, (root,))]
+    while stack:
+        node, above = stack.pop()
+        count += 1
+        if count > MOST_NODES:
+            raise UserError(f"{path} holds more than {MOST_NODES} values (aliases multiply them?): {remedy}.")
+        if len(above) > MOST_LEVELS:
+            raise UserError(f"{path} is nested deeper than {MOST_LEVELS} levels: {remedy}.")
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node, path, remedy)
+            inside = [part for pair in node.value for part in pair]
+        else:
+            inside = node.value if isinstance(node, yaml.SequenceNode) else []
+        for part in inside:
+            if any(part is one for one in above):
+                at = part.start_mark.line + 1
+                raise UserError(f"{path}, line {at}: the value named by an anchor contains itself: {remedy}.")
+            stack.append((part, (*above, part)))
+
+
+def _check_keys(node: yaml.MappingNode, path: Path | str, remedy: str) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            if key.value in seen:
+                at = key.start_mark.line + 1
+                raise UserError(f"{path}, line {at}: the key {key.value!r} stands there twice: {remedy}.")
+            seen.add(key.value)

@@ -1,0 +1,185 @@
+"""Bad heads: native checkpoints whose configuration, tensors or vocabulary mean nothing, and published layouts alike."""
+
+import functools
+import math
+import shutil
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.target import Target
+from tests.bad_inputs.cases import (
+    Case,
+    Table,
+    cut,
+    edit_header,
+    edit_json,
+    edit_tensors,
+    link,
+    nested,
+    pipe,
+    remove,
+    replace_by_folder,
+    write,
+)
+from tests.exports import make_eagle3, make_target
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+@functools.cache
+def _target() -> Target:
+    return make_target()
+
+
+@functools.cache
+def _saved() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="head-"))
+    save_head(make_eagle3(_target()), folder / "head", _target())
+    return folder / "head"
+
+
+def make(folder: Path) -> None:
+    """Copy a native EAGLE-3 head with a draft vocabulary of 9 of 160 tokens into the folder."""
+    shutil.copytree(_saved(), folder, dirs_exist_ok=True)
+
+
+def config(name: str, *words: str, **changes: Any) -> Case:
+    """Return the case of a config.json with other values."""
+    return Case(f"config-{name}", edit_json(CONFIG, **changes), words)
+
+
+def vocab(name: str, change: Any) -> Case:
+    """Return the case of another draft vocabulary."""
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["draft_vocab"] = change(tensors["draft_vocab"])
+
+    return Case(f"vocab-{name}", edit_tensors(WEIGHTS, spoil), ("vocab",))
+
+
+def _put(place: int, value: int) -> Any:
+    def change(ids: torch.Tensor) -> torch.Tensor:
+        ids[place] = value
+        return ids
+
+    return change
+
+
+def _drop(tensors: dict[str, torch.Tensor]) -> None:
+    tensors.pop("fc.weight")
+
+
+def _add(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["surplus.weight"] = torch.zeros(2)
+
+
+def _spoil(value: float) -> Any:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["fc.weight"][0, 0] = value
+
+    return edit_tensors(WEIGHTS, change)
+
+
+def _integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"].int()
+
+
+def _resize(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].clone()
+
+
+def _pickle(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'true'\ntR.")
+
+
+class _Command:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        import os
+
+        return os.system, ("touch run-by-a-pickle",)
+
+
+def _torch_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.save({"fc.weight": _Command()}, folder / "pytorch_model.bin")
+
+
+_BAD_SIZES: tuple[Any, ...] = (0, -1, 10**9, "64", None, 2.5, [1], True)
+_CONFIGS = (
+    *(config(f"intermediate_size-{value!r}", CONFIG, intermediate_size=value) for value in _BAD_SIZES),
+    *(config(f"num_attention_heads-{value!r}", CONFIG, num_attention_heads=value) for value in _BAD_SIZES),
+    *(config(f"num_key_value_heads-{value!r}", CONFIG, num_key_value_heads=value) for value in (0, -1, 10**9, "2", 3)),
+    *(config(f"head_dim-{value!r}", CONFIG, head_dim=value) for value in (0, -1, 10**9, "16")),
+    *(
+        config(f"layer_ids-{value!r}", "layer_ids", layer_ids=value)
+        for value in ([], [5, 3, 1], [1, 3, 99], ["a"], [-1, 0, 1])
+    ),
+    config("layer_ids-null", layer_ids=None),
+    config("layer_ids-text", layer_ids="1,3,5"),
+    config("layer_ids-object", layer_ids={"a": 1}),
+    config("method-unknown", "eagle99", method="eagle99"),
+    config("method-number", method=3),
+    config("method-list", method=["eagle3"]),
+    config("method-other", method="medusa"),
+    config("method-missing", method=...),
+    config("schema-next", schema_version=2),
+    config("schema-text", schema_version="1"),
+    config("target-text", target="llama"),
+    config("target-list", target=[]),
+    Case("config-empty", write(CONFIG, ""), (CONFIG,)),
+    Case("config-list", write(CONFIG, "[]"), (CONFIG,)),
+    Case("config-object", write(CONFIG, "{}"), (CONFIG,)),
+    Case("config-cut", cut(CONFIG, 0.5), (CONFIG,)),
+    Case("config-binary", write(CONFIG, b"\xff\xfe\x80" * 9), (CONFIG,)),
+    Case("config-deep", write(CONFIG, '{"method": ' + nested(100_000) + "}"), (CONFIG,)),
+    Case("config-long-integer", write(CONFIG, '{"schema_version": ' + "9" * 5000 + "}"), (CONFIG,)),
+    Case("config-missing", remove(CONFIG), (CONFIG,)),
+    Case("config-folder", replace_by_folder(CONFIG), (CONFIG,)),
+    Case("config-dangling", link(CONFIG, "nowhere"), (CONFIG,)),
+    Case("config-pipe", pipe(CONFIG), (CONFIG,)),
+)
+_TENSORS = (
+    vocab("beyond", _put(-1, 160)),
+    vocab("far-beyond", _put(-1, 2**40)),
+    vocab("negative", _put(0, -1)),
+    vocab("negated", lambda ids: -ids),
+    vocab("repeated", _put(1, 0)),
+    vocab("not-ascending", lambda ids: ids.flip(0).contiguous()),
+    vocab("empty", lambda ids: ids[:0].clone()),
+    vocab("shorter", lambda ids: ids[:-1].clone()),
+    vocab("two-dimensional", lambda ids: ids[None].clone()),
+    vocab("floats", lambda ids: ids.float()),
+    Case("tensor-missing", edit_tensors(WEIGHTS, _drop), ("fc.weight",)),
+    Case("tensor-surplus", edit_tensors(WEIGHTS, _add), ("surplus.weight",)),
+    Case("tensor-nan", _spoil(math.nan), ("fc.weight", "NaN")),
+    Case("tensor-infinite", _spoil(math.inf), ("fc.weight",)),
+    Case("tensor-integers", edit_tensors(WEIGHTS, _integers), ("fc.weight",)),
+    Case("tensor-of-another-size", edit_tensors(WEIGHTS, _resize), ("fc.weight",)),
+)
+_FILES = (
+    Case("weights-missing", remove(WEIGHTS)),
+    Case("weights-empty", write(WEIGHTS, b""), (WEIGHTS,)),
+    Case("weights-cut", cut(WEIGHTS, 0.6), (WEIGHTS,)),
+    Case("weights-longer", lambda folder: (folder / WEIGHTS).open("ab").write(b"1"), (WEIGHTS,)),
+    Case("weights-text", write(WEIGHTS, "hello"), (WEIGHTS,)),
+    Case("weights-folder", replace_by_folder(WEIGHTS)),
+    Case("weights-dangling", link(WEIGHTS, "elsewhere")),
+    Case("weights-pipe", pipe(WEIGHTS)),
+    Case("header-list", edit_header(WEIGHTS, lambda entries: [1]), (WEIGHTS,)),
+    Case(
+        "header-no-dtype", edit_header(WEIGHTS, lambda entries: entries["fc.weight"].pop("dtype") and None), (WEIGHTS,)
+    ),
+    Case("header-shape", edit_header(WEIGHTS, lambda entries: entries["fc.weight"].update(shape=[-1, 2])), (WEIGHTS,)),
+    Case("header-huge", write(WEIGHTS, struct.pack("<Q", 2**50) + b"{}"), (WEIGHTS,)),
+    Case("pickle-of-code", _pickle, ("pytorch_model.bin",)),
+    Case("pickle-of-torch", _torch_pickle, ("pytorch_model.bin",)),
+)
+
+TABLE = Table("heads", make, lambda folder: load_head(folder, _target()), (*_CONFIGS, *_TENSORS, *_FILES))

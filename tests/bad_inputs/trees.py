@@ -1,0 +1,58 @@
+"""Bad trees of drafts: files that hold no tree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.decode.trees import load_tree
+from tests.bad_inputs.cases import Case, Table, cut, link, nested, pipe, replace_by_folder, write
+
+FILE = "tree.json"
+
+
+def make(folder: Path) -> None:
+    """Write a tree of three nodes."""
+    (folder / FILE).write_text(json.dumps([[0], [1], [0, 0]]), encoding="utf-8")
+
+
+def tree(name: str, value: Any) -> Case:
+    """Return the case of a file that holds `value`, a text as it stands."""
+    return Case(name, write(FILE, value if isinstance(value, str | bytes) else json.dumps(value)), ("tree",))
+
+
+TABLE = Table(
+    "trees",
+    make,
+    lambda folder: load_tree(str(folder / FILE)),
+    (
+        tree("empty-file", ""),
+        tree("word", "hello"),
+        tree("null", "null"),
+        tree("number", 5),
+        tree("text", '"chain"'),
+        tree("object", {}),
+        tree("choices-null", {"choices": None}),
+        tree("choices-text", {"choices": "chain"}),
+        tree("empty", []),
+        tree("empty-path", [[]]),
+        tree("numbers", [0, 1]),
+        tree("texts", [["0"]]),
+        tree("floats", [[0.5]]),
+        tree("booleans", [[True]]),
+        tree("negative", [[-1]]),
+        tree("without-parent", [[0, 0]]),
+        tree("without-elder-sibling", [[1]]),
+        tree("twice", [[0], [0]]),
+        tree("huge-rank", [[10**12]]),
+        tree("long-integer", "[[" + "9" * 5000 + "]]"),
+        tree("deep", nested(100_000)),
+        tree("of-399-levels", [[0] * depth for depth in range(1, 400)]),
+        tree("of-100000-nodes", [[rank] for rank in range(100_000)]),
+        tree("nan", "[[NaN]]"),
+        tree("binary", b"\xff\x80" * 20),
+        Case("cut", cut(FILE, 0.5), ("tree",)),
+        Case("folder", replace_by_folder(FILE), ("tree",)),
+        Case("dangling", link(FILE, "nowhere"), ("tree",)),
+        Case("pipe", pipe(FILE), ("tree",)),
+    ),
+)

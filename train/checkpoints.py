@@ -1,12 +1,14 @@
 """Stopping and resuming: checkpoints that are complete or absent, never half, and Ctrl-C between two steps.
 
-`Accelerator.save_state` writes in place, so a state is saved to `step_N.tmp`, marked with a DONE file and
-renamed; a resume looks at complete directories only.
+`Accelerator.save_state` writes in place, so a state is saved to `step_N.tmp`, flushed to disk, marked with a DONE file that
+holds the size and digest of every other one, and renamed. The newest two are kept: a resume takes the newest that is whole.
 """
 
 import json
+import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
@@ -16,9 +18,15 @@ from typing import Any
 from accelerate import Accelerator
 
 from draftsmith.errors import UserError
-from draftsmith.files import explain_os_error
+from draftsmith.files import explain_os_error, flush, sha256_file
+from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.json import parse_json, read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.train.parallel import checkpoint_layout
+
+DONE = "DONE"
+_NAME = re.compile(r"step_\d+")
+_KEPT = 2
 
 _ONE_PRESS = 1.0
 """Seconds in which signals are one press of Ctrl-C: the terminal sends it to every process, and torchrun to its own."""
@@ -43,7 +51,7 @@ class Progress:
 
 
 def save_training_state(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:
-    """Save model, optimizers, random states, what `head` measured and `progress`; then remove older checkpoints."""
+    """Save model, optimizers, random states, what `head` measured and `progress`; then remove all older checkpoints but one."""
     final = folder / f"step_{progress.step}"
     temporary = folder / f"step_{progress.step}.tmp"
     if final.exists():
@@ -63,42 +71,87 @@ def save_training_state(accelerator: Accelerator, folder: Path, progress: Progre
             measured = {name: getattr(head, name) for name in head.trains.measured_on_target}
             record = asdict(progress) | {"layout": checkpoint_layout(accelerator), "measured": measured}
             (temporary / "progress.json").write_text(json.dumps(record), encoding="utf-8")
-            (temporary / "DONE").touch()
+            files = [path for path in sorted(temporary.rglob("*")) if path.is_file()]
+            manifest = {str(path.relative_to(temporary)): [path.stat().st_size, sha256_file(path)] for path in files}
+            (temporary / DONE).write_text(json.dumps(manifest), encoding="utf-8")
+            for path in (*files, temporary / DONE, temporary):
+                flush(path)
             temporary.rename(final)
-            for old in folder.glob("step_*"):
-                if old != final:
-                    shutil.rmtree(old, ignore_errors=True)
+            flush(folder)
+            for old in _checkpoints(folder)[:-_KEPT]:
+                shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint, if there is one."""
-    done = [path for path in folder.glob("step_*") if path.suffix != ".tmp" and (path / "DONE").exists()]
-    return max(done, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, the newest last; nothing else that is called so."""
+    done = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name) and (path / DONE).is_file()]
+    return sorted(done, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def latest_checkpoint(folder: Path, *, warn: bool = True) -> Path | None:
+    """Return the newest checkpoint that is as it was saved, None where there is no checkpoint at all.
+
+    warn: say which ones are damaged. Raises UserError where all are damaged.
+    """
+    found = _checkpoints(folder)
+    for path in reversed(found):
+        spoilt = _spoilt(path)
+        if spoilt is None:
+            return path
+        if warn:
+            what = f"the checkpoint {path} is damaged ({spoilt}): training goes on from the one before it"
+            print(f"warning: {what}.", file=sys.stderr)
+    if found:
+        raise UserError(
+            f"No checkpoint in {folder} is as it was saved ({found[-1].name}: {_spoilt(found[-1])}): restore one, or add "
+            "--redo train to begin again."
+        )
+    return None
+
+
+def _spoilt(path: Path) -> str | None:
+    """Return in words which file of a checkpoint is not as it was saved. One of an earlier version has no digests."""
+    text = (path / DONE).read_bytes()
+    try:
+        manifest = parse_json(text, DONE, "begin again") if text else {}
+        for name, (size, digest) in manifest.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is gone"
+            if file.stat().st_size != size or sha256_file(file) != digest:
+                return f"{name} was changed or cut short"
+        read_object(path / "progress.json", "begin again")
+    except (ValueError, TypeError, AttributeError):
+        return "its list of files or its progress.json cannot be read"
+    return None
 
 
 def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead) -> Progress:
-    """Restore the newest complete checkpoint and what `head` had measured; a fresh Progress where there is none.
+    """Restore the newest whole checkpoint and what `head` had measured; a fresh Progress where there is none.
 
-    Raises UserError for a checkpoint of another way to spread the head over processes.
+    Raises UserError for a checkpoint of another way to spread the head over processes, and where all are damaged.
     """
-    path = latest_checkpoint(folder)
+    path = latest_checkpoint(folder, warn=accelerator.is_main_process)
     if path is None:
         return Progress()
-    record = json.loads((path / "progress.json").read_text(encoding="utf-8"))
+    remedy = "add --redo train to begin again"
+    record = read_object(path / "progress.json", remedy)
     made, now = record.pop("layout", "an older version"), checkpoint_layout(accelerator)
     if made != now:
         raise UserError(
             f"The checkpoint {path} was made under {made} and cannot be resumed under {now}: launch as before, or add "
             "--redo train."
         )
-    accelerator.load_state(str(path))
-    # Measured again, on another device say, it may round to another number than the weights were trained with.
-    for name, value in record.pop("measured", {}).items():
-        setattr(head, _RENAMED.get(name, name), value)
+    with foreign_code(f"The checkpoint {path} cannot be loaded", remedy):
+        accelerator.load_state(str(path))
+        # Measured again, on another device say, it may round to another number than the weights were trained with.
+        for name, value in record.pop("measured", {}).items():
+            setattr(head, _RENAMED.get(name, name), value)
+        progress = Progress(**record)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
-    return Progress(**record)
+    return progress
 
 
 class Interrupt:

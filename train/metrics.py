@@ -13,6 +13,8 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, write_text
+from draftsmith.foreign.files import read_lines
+from draftsmith.foreign.json import parse_json
 from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.recipe.schema import TrackingSpec
 
@@ -133,11 +135,18 @@ class Tracker:
         if not self.path.exists():
             return
         kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-            if not line.endswith("\n") or json.loads(line)["step"] > step:
+        remedy = "remove that line, or add --redo train to begin again"
+        for number, line in enumerate(read_lines(self.path, remedy), start=1):
+            if not line.endswith(b"\n"):
+                break
+            place = f"{self.path}, line {number}"
+            record = parse_json(line, place, remedy)
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise UserError(f"{place} holds no step of a training: {remedy}.")
+            if record["step"] > step:
                 break
             kept.append(line)
-        write_text(self.path, "".join(kept))
+        write_text(self.path, b"".join(kept).decode())
 
     def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
         """Log one step; `extra` (speeds) goes to W&B only."""

@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file
 
 from draftsmith.cli.main import main
+from draftsmith.train.checkpoints import latest_checkpoint
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -60,7 +61,8 @@ class TinyRun:
 
     def progress(self, name: str) -> dict[str, Any]:
         """Return what the last checkpoint of run `name` says."""
-        (folder,) = (self.folder / name / "train").glob("step_*")
+        folder = latest_checkpoint(self.folder / name / "train")
+        assert folder is not None
         return json.loads((folder / "progress.json").read_text(encoding="utf-8"))
 
     def check_same(self, name: str) -> None:

@@ -1,7 +1,6 @@
 """Loading conversations from local files, folders, globs and the Hub, in any of the formats of shapes.py."""
 
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_tools
-from draftsmith.errors import UserError, first_line
+from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.files import open_file, why_not
+from draftsmith.foreign.json import kind_of, read_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
+_MEND = "mend or remove it"
 _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 
 
@@ -80,28 +83,35 @@ def _unique(rows: Iterator[_Row], slice: str | None) -> list[Conversation]:
     conversations = []
     for row in rows:
         messages, tools = _read_row(row)
-        given, own_slice = row.value.get("id"), row.value.get("slice")
-        if given in (None, ""):
+        given, own_slice = _word(row, "id"), _word(row, "slice")
+        if given is None:
             made = f"{row.stem}-{row.number}"
             numbered = (f"{made}-{count}" for count in itertools.count(2))
             name = next(one for one in itertools.chain([made], numbered) if one not in places)
         else:
-            name = str(given)
+            name = given
         if name in places:
             raise UserError(
                 f"The id {name!r} is used twice, at {places[name]} and at {row.place}: "
                 "ids must be unique; rename one, or leave the column out to have ids made."
             )
         places[name] = row.place
-        slice_name = str(own_slice) if own_slice else slice or row.stem
-        conversations.append(Conversation(name, slice_name, tuple(messages), tools))
+        conversations.append(Conversation(name, own_slice or slice or row.stem, tuple(messages), tools))
     return conversations
+
+
+def _word(row: _Row, key: str) -> str | None:
+    """Return the id or slice of a row as text, None where it names none. Raises UserError for a list or an object."""
+    value = row.value.get(key)
+    if isinstance(value, list | dict):
+        raise UserError(f"{row.place}: {key} is {kind_of(value)}: write a name or a number.")
+    return None if value in (None, "") else str(value)
 
 
 def _read_row(row: _Row) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...] | None]:
     """Return the messages and tools of a row. Raises UserError that names its place."""
     if not isinstance(row.value, Mapping):
-        raise UserError(f"{row.place}: expected a JSON object, found {type(row.value).__name__}.")
+        raise UserError(f"{row.place}: a row is a JSON object, but this is {kind_of(row.value)}: {_MEND}.")
     try:
         return row_messages(row.value), row_tools(row.value)
     except ValueError as error:
@@ -110,18 +120,23 @@ def _read_row(row: _Row) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ..
 
 def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_Row]]:
     """Return an iterator of rows per file of a source."""
-    path = Path(source).expanduser()
-    if path.is_file():
+    try:
+        path = Path(source).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists() or path.is_symlink()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"{source} cannot be read ({why_not(error)}): check the path.") from error
+    if is_there and not is_folder:
         return [_open_file(path)]
-    if path.is_dir():
-        files = sorted(f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
+    if is_folder:
+        named = (f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
+        files = sorted(f for f in named if not f.is_dir())
         if not files:
             raise UserError(
                 f"The folder {source} holds no {', '.join(SUFFIXES)} file: put the data there as one of them."
             )
         return [_open_file(file) for file in files]
     if any(character in source for character in "*?["):
-        matches = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
+        matches = [Path(name) for name in sorted(glob(str(path), recursive=True)) if not Path(name).is_dir()]
         if not matches:
             raise UserError(f"No file matches {source}: check the pattern, and the folder you start in ({Path.cwd()}).")
         return [_open_file(file) for file in matches]
@@ -147,62 +162,45 @@ def _open_file(path: Path) -> Iterator[_Row]:
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path}, line {number}"
-            if not line.strip():
-                raise UserError(f"{place}: the line is empty; remove it.")
-            try:
-                value = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{place}: the line is not UTF-8 text ({error.reason} at byte {error.start})."
-                ) from error
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{place}: the line is not JSON ({error.msg} at column {error.colno}): mend or remove it."
-                ) from error
-            yield _Row(value, place, path.stem, number)
+    for number, value in read_json_lines(path, _MEND):
+        yield _Row(value, f"{path}, line {number}", path.stem, number)
 
 
 def _json_rows(path: Path) -> Iterator[_Row]:
     """Yield the rows of a .json file, which holds one array of rows, or is JSON Lines under another name."""
-    with path.open("rb") as file:
+    with open_file(path, _MEND) as file:
         if not file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _jsonl_rows(path)
             return
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start}).") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}, line {error.lineno}: the file is not JSON ({error.msg}).") from error
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(read_json(path, _MEND), start=1):
         yield _Row(row, f"{path}, record {number}", path.stem, number)
 
 
 def _parquet_rows(path: Path) -> Iterator[_Row]:
     import datasets  # here, as it is slow to import and most data is JSONL
 
-    try:
+    open_file(path, _MEND).close()
+    with foreign_code(f"{path} cannot be read as Parquet", "write it again, or convert it to JSON Lines"):
         # Streaming reads the file itself; the other way copies it into the cache first.
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        for number, row in enumerate(rows, start=1):
-            yield _Row(drop_nulls(row), f"{path}, row {number}", path.stem, number)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as Parquet: {first_line(error)}.") from error
+        rows = iter(datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True))
+    yield from _rows_of(rows, path, "row", path.stem, f"{path} cannot be read as Parquet")
 
 
 def _hub_rows(name: str, config: str | None, split: str, streaming: bool) -> Iterator[_Row]:
     import datasets  # here, as it is slow to import and most data is JSONL
 
     label = f"{name}:{config}" if config else name
-    try:
-        rows = datasets.load_dataset(name, config, split=split, streaming=streaming)
-        for number, row in enumerate(rows, start=1):
-            yield _Row(drop_nulls(row), f"{label}, split {split}, row {number}", name.split("/")[-1], number)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"There is no file or folder {label}, and the Hub data set of that name could not be read "
-            f"(split {split!r}): {first_line(error)}."
-        ) from error
+    what = f"There is no file or folder {label}, and the Hub data set of that name could not be read"
+    with foreign_code(what, f"check name, network and the split {split!r}"):
+        rows = iter(datasets.load_dataset(name, config, split=split, streaming=streaming))
+    yield from _rows_of(rows, label, f"split {split}, row", name.split("/")[-1], what)
+
+
+def _rows_of(rows: Iterator[Any], label: Path | str, word: str, stem: str, what: str) -> Iterator[_Row]:
+    """Yield what a data set of `datasets` holds; only its own part of the work is foreign."""
+    for number in itertools.count(1):
+        with foreign_code(what, "the rows before it are whole; fetch or write it again"):
+            row = next(rows, None)
+        if row is None:
+            return
+        yield _Row(drop_nulls(row), f"{label}, {word} {number}", stem, number)

@@ -5,9 +5,11 @@ Alpaca (`instruction`, `input`, `output`). All functions are pure and say what i
 ValueError; the loader adds the file and the line.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.foreign.json import is_text, parse_json
 
 SHAPES = (
     "messages ('messages': a list of {role, content}), "
@@ -55,10 +57,7 @@ def row_tools(row: Mapping[str, Any]) -> tuple[dict[str, Any], ...] | None:
     if isinstance(tools, str):
         if not tools.strip():
             return None
-        try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"'tools' is a string that is not JSON ({error})") from error
+        tools = _parse(tools, "the text of 'tools'")
     if not tools:
         return None
     if not isinstance(tools, Sequence) or isinstance(tools, str) or not all(isinstance(t, dict) for t in tools):
@@ -94,8 +93,10 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the role {word!r} is unknown; use system, user, assistant or tool")
     message = {key: value for key, value in turn.items() if key not in (role_key, text_key)}
     message = {"role": role, "content": _text(turn.get(text_key)), **message}
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_tool_call(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list | tuple):
+            raise ValueError("'tool_calls' must be a list of objects with 'function': {name, arguments}")
+        message["tool_calls"] = [_tool_call(call) for call in calls]
     else:
         message.pop("tool_calls", None)
         if text_key not in turn:
@@ -116,11 +117,8 @@ def _text(content: Any) -> str:
         content = "\n".join(parts)
     if not isinstance(content, str):
         raise ValueError(f"the content of a turn is of type {type(content).__name__}; it must be text")
-    if not content.isascii():
-        try:
-            content.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"a turn holds half a surrogate pair ({error.reason}); repair the text") from error
+    if not is_text(content):
+        raise ValueError("a turn holds half a surrogate pair; repair the text")
     return content
 
 
@@ -128,15 +126,13 @@ def _tool_call(call: Any) -> dict[str, Any]:
     """Return a tool call with its arguments as an object: templates expect that, OpenAI files hold a JSON string."""
     if not isinstance(call, Mapping):
         raise ValueError("'tool_calls' must be a list of objects with 'function': {name, arguments}")
-    function = dict(call.get("function", call))
+    function = call.get("function", call)
+    function = dict(function) if isinstance(function, Mapping) else {}
     if not isinstance(function.get("name"), str):
         raise ValueError("a tool call has no function name")
     if isinstance(function.get("arguments"), str):
-        try:
-            arguments = json.loads(function["arguments"] or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(f"the arguments of the tool call {function['name']!r} are not JSON ({error})") from error
-        function["arguments"] = arguments
+        what = f"the text of the arguments of the tool call {function['name']!r}"
+        function["arguments"] = _parse(function["arguments"] or "{}", what)
     outer = {key: value for key, value in call.items() if key not in ("function", "name", "arguments")}
     return {**outer, "type": "function", "function": function}
 
@@ -144,8 +140,10 @@ def _tool_call(call: Any) -> dict[str, Any]:
 def _call_from_text(message: dict[str, Any]) -> dict[str, Any]:
     """Return a function_call turn of ShareGPT, which holds {name, arguments} (or a list of them) as text, as tool calls."""
     try:
-        calls = json.loads(message["content"])
-    except json.JSONDecodeError:
+        calls = _parse(message["content"], "the text of a function call")
+    except ValueError as error:
+        if "nested" in str(error):
+            raise
         return message
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
@@ -163,6 +161,14 @@ def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if row.get("output"):
         messages.append({"role": "assistant", "content": _text(row["output"])})
     return messages
+
+
+def _parse(text: str, what: str) -> Any:
+    """Return JSON that a row holds as text. Raises ValueError, naming it."""
+    try:
+        return parse_json(text, what, "mend it")
+    except UserError as error:
+        raise ValueError(str(error).rstrip(".")) from error
 
 
 def _quoted(row: Mapping[str, Any]) -> str:

@@ -4,6 +4,8 @@ import importlib
 import os
 import pkgutil
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,20 @@ TABLES: tuple[Table, ...] = tuple(
     if hasattr(module := importlib.import_module(f"tests.bad_inputs.{found.name}"), "TABLE")
 )
 CASES = [pytest.param(table, case, id=f"{table.kind}:{case.name}") for table in TABLES for case in table.cases]
+
+
+@pytest.fixture(autouse=True)
+def _no_hang() -> Iterator[None]:
+    """A case that waits for ever fails, and the next one goes on."""
+
+    def wake(*_: object) -> None:
+        raise TimeoutError("this bad input hangs")
+
+    usual = signal.signal(signal.SIGALRM, wake)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, usual)
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

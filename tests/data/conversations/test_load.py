@@ -36,7 +36,7 @@ def test_prompt_is_what_the_target_answers():
 def test_not_utf8(tmp_path):
     path = tmp_path / "latin.jsonl"
     path.write_bytes('{"messages": [{"role": "user", "content": "é"}]}\n'.encode("latin-1"))
-    with pytest.raises(UserError, match="line 1: the line is not UTF-8"):
+    with pytest.raises(UserError, match="line 1 is not UTF-8"):
         load_conversations([str(path)])
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"messages": [Q]}).encode())
     assert load_conversations([str(path)])[0].messages == (Q,)
@@ -68,7 +68,7 @@ def test_folder_glob_json_and_limit(tmp_path):
     limited = [c.id for c in load_conversations([str(tmp_path)], limit=6)]
     assert limited == ["a-1", "b-1", "c-1", "d-1", "a-2", "b-2"]
     (tmp_path / "c.json").write_text('[{"messages": []},\n nonsense]')
-    with pytest.raises(UserError, match=r"c\.json, line 2: the file is not JSON"):
+    with pytest.raises(UserError, match=r"c\.json is not JSON .* at line 2"):
         load_conversations([str(tmp_path)])
 
 
@@ -85,7 +85,7 @@ def test_parquet(tmp_path):
     assert (without.id, without.messages) == ("rows-2", (Q,))
     assert load_conversations([str(path)], limit=1) == [with_name]
     path.write_text("not parquet")
-    with pytest.raises(UserError, match=r"rows\.parquet cannot be read as Parquet: "):
+    with pytest.raises(UserError, match=r"rows\.parquet cannot be read as Parquet \("):
         load_conversations([str(path)])
 
 

@@ -90,8 +90,8 @@ def test_tool_calls_as_openai_writes_them(tmp_path):
     ("line", "message"),
     [
         ("", "the line is empty"),
-        ('{"messages": [', "the line is not JSON"),
-        ("[1]", "expected a JSON object, found list"),
+        ('{"messages": [', "line 2 is not JSON"),
+        ("[1]", "a row is a JSON object, but this is a list"),
         (
             '{"text": "x", "label": 1}',
             r"keys 'text', 'label', which is none of the shapes accepted: messages .*ShareGPT",
@@ -104,11 +104,11 @@ def test_tool_calls_as_openai_writes_them(tmp_path):
         ('{"messages": [{"role": "user", "content": 3}]}', "of type int; it must be text"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "not text"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "'tools' is a string that is not JSON"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "the text of 'tools' is not JSON"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', "'tools' must be a list"),
         (
             '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "arguments of the tool call 'f' are not JSON",
+            "arguments of the tool call 'f' is not JSON",
         ),
         ('{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}', "'tool_calls' must be a list of objects"),
         ('{"instruction": ""}', "'instruction' is empty"),
@@ -119,7 +119,7 @@ def test_bad_line_is_one_sentence_with_file_and_line(tmp_path, line, message):
     path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
     with pytest.raises(UserError, match=message) as error:
         load_conversations([str(path)])
-    assert str(error.value).startswith(f"{path}, line 2: ")
+    assert str(error.value).startswith(f"{path}, line 2")
     assert "\n" not in str(error.value)
 
 

@@ -14,6 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.errors import UserError, did_you_mean, first_line
+from draftsmith.foreign.code import foreign_code, reason_of
+from draftsmith.foreign.json import is_text, read_object
+from draftsmith.foreign.limits import try_out
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -22,19 +25,40 @@ _PARSER = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.lo
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """The tag that transformers adds to the language."""
 
-# What templates raise: raise_exception() and undefined names, or Python's own errors for a missing content.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError)
+_TOKENIZER_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+)
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a target (a folder or a Hub name); UserError where it or its chat template is missing."""
     tokenizer = read_tokenizer(path, trust_remote_code)
-    if not tokenizer.chat_template:
+    template = tokenizer.chat_template
+    if not template:
         raise UserError(
             f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
             "instruction-tuned model of the same family."
         )
+    if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
+        raise UserError(f"The chat template of {path} is no text: write the template itself into chat_template.jinja.")
+    _try_template(tokenizer)
     return tokenizer
+
+
+def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a chat template that cannot render one question, tried where it can take neither all time nor all
+    memory."""
+    question = [{"role": "user", "content": "Hello"}]
+    tried = try_out(lambda: tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
+    if tried is not None:
+        raise UserError(
+            f"The {template_name(tokenizer)} cannot render a single question ({first_line(ValueError(tried))}): mend the "
+            "template, or fetch that of the model again."
+        )
 
 
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -42,17 +66,17 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     folder = Path(path).expanduser()
     if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
         raise UserError(f"There is no folder {path} to load a tokenizer from.")
-    path = str(folder) if folder.is_dir() else path
-    try:
+    path, remedy = (
+        (str(folder), "fetch the whole model") if folder.is_dir() else (path, "check the name and the network")
+    )
+    for file in (folder / name for name in _TOKENIZER_JSON if folder.is_dir()):
+        if file.exists() or file.is_symlink():
+            read_object(file, f"fetch the tokenizer of {path} again")
+    files = "its files (tokenizer.json, or tokenizer.model, and tokenizer_config.json) are missing or damaged"
+    with foreign_code(f"No tokenizer could be loaded from {path}, as {files}", remedy):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        files = "its files (tokenizer.json, or tokenizer.model, and tokenizer_config.json) are missing or damaged"
-        if folder.is_dir():
-            raise UserError(f"No tokenizer could be loaded from {path}: {files}; fetch the whole model.") from error
-        raise UserError(
-            f"No tokenizer could be loaded from {path}: {files}, or the name cannot be reached on the Hub ({first_line(error)})."
-        ) from error
-    if not tokenizer.get_vocab():
+        vocab = tokenizer.get_vocab()
+    if not vocab:
         raise UserError(f"The tokenizer in {path} is empty: its vocabulary files are missing.")
     return tokenizer
 
@@ -138,13 +162,19 @@ def render_text(
     """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
     arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
-    except _TEMPLATE_ERRORS as error:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+    except Exception as error:  # whatever a template does: raise_exception(), arithmetic, a missing content
         where = f"sample {name}" if name else "these messages"
         raise UserError(
             f"The {template_name(tokenizer)} does not accept {where}: "
-            f"{_role_at_fault(tokenizer, messages, arguments)} (the template says: {str(error).strip().rstrip('.')})."
+            f"{_role_at_fault(tokenizer, messages, arguments)} (the template says: {reason_of(error)})."
         ) from error
+    if not text.strip() or not is_text(text):
+        what = "half a surrogate pair" if text.strip() else "nothing"
+        raise UserError(
+            f"The {template_name(tokenizer)} makes {what} of {name or 'these messages'}: mend the template."
+        )
+    return text
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -185,8 +215,9 @@ def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, argum
         if not rest:
             continue
         try:
-            tokenizer.apply_chat_template(rest, tokenize=False, **arguments)
-        except _TEMPLATE_ERRORS:
+            with foreign_code("the template", "mend it"):
+                tokenizer.apply_chat_template(rest, tokenize=False, **arguments)
+        except UserError:
             continue
         return f"it cannot take messages of role '{role}'; remove them or move their text into a user message"
     return f"it cannot take the roles in this order: {', '.join(roles[:8])}{', ...' if len(roles) > 8 else ''}"

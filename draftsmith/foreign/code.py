@@ -6,6 +6,7 @@ nowhere else.
 """
 
 import errno
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from draftsmith.errors import UserError, first_line
 from draftsmith.foreign.files import why_not
 
 _MOST = 300
+_CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
 
 
 @contextmanager
@@ -40,5 +42,5 @@ def reason_of(error: BaseException) -> str:
         return why_not(error)
     if isinstance(error, KeyError | IndexError):
         return f"{first_line(error)} is missing"
-    line = first_line(error)
+    line = _CLASS.sub(r"\1", first_line(error))
     return line if len(line) <= _MOST else f"{line[:_MOST]}..."

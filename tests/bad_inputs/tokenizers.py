@@ -99,7 +99,6 @@ TABLE = Table(
         Case("settings-deep", write(CONFIG, '{"a": ' + nested(100_000) + "}"), ("tokenizer",)),
         Case("settings-folder", replace_by_folder(CONFIG), ("tokenizer",)),
         Case("settings-pipe", pipe(CONFIG), ("tokenizer",)),
-        settings("class-unknown", tokenizer_class="MagicTokenizer"),
         settings("class-number", tokenizer_class=7),
         settings("eos-number", eos_token=5),
         settings("eos-list", eos_token=["<|im_end|>"]),

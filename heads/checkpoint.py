@@ -5,8 +5,7 @@ The target's input embeddings are not stored again. The config records the ident
 warnings.
 """
 
-import os
-import shutil
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,15 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.files import explain_os_error, write_json
+from draftsmith.files import atomic_directory, write_json
+from draftsmith.foreign.json import kind_of
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.record import what_it_reads
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.config import check_config_values
 from draftsmith.heads.target.target import Target
+from draftsmith.heads.vocab import check_draft_vocab
 
 SCHEMA_VERSION = 1
 EMBEDDING = "embed_tokens.weight"
+_SIZES = re.compile(r"(size|dim|heads|layers|rank|depths|steps|width|_r|window)$")
+_ANY_SIZE = 4096
+"""Sizes that no tensor need have: a window, the depth of a tree, heads of a layer."""
 
 
 def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str, Tensor] | None = None) -> None:
@@ -57,9 +62,15 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
             "training wrote."
         )
     file, tensors = read_weights(path, target.device, (WEIGHTS,))
-    method = find_method(config["method"])
-    with explain_config(path, f"{config['method']} head", "restore it or train again"):
-        head = method.load(config, target, tensors.get("draft_vocab"))
+    remedy = "restore it or train again"
+    if not isinstance(config["method"], str):
+        raise UserError(f"{path / CONFIG} names no method but {kind_of(config['method'])}: {remedy}.")
+    method, vocab = find_method(config["method"]), tensors.get("draft_vocab")
+    if vocab is not None:
+        check_draft_vocab(vocab, target.vocab_size, file)
+    check_layer_sizes(config, tensors, path / CONFIG)
+    with explain_config(path, f"{config['method']} head", remedy):
+        head = method.load(config, target, vocab)
     if head.reads.layer_ids:
         target.check_layer_ids(head.reads.layer_ids)
     missing = EMBEDDING in head.state_dict() and EMBEDDING not in tensors
@@ -69,6 +80,23 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
         )
     fill(head, tensors, file)
     return head
+
+
+def check_layer_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raise UserError where a configuration names a size, or a number of layers, that the weights beside it cannot have.
+
+    Found before anything is built of it: a layer of 10^9 would take all memory to be compared with the weights.
+    """
+    largest = max((size for value in tensors.values() for size in value.shape), default=0)
+    for name, value in config.items():
+        if isinstance(value, dict):
+            if name.endswith("config"):
+                check_config_values(value, file, "restore it or train again", f"{name}.")
+            check_layer_sizes(value, tensors, file)
+        elif type(value) is int and _SIZES.search(name) and value > max(largest, _ANY_SIZE):
+            raise UserError(
+                f"{file}: {name} is {value}, but no tensor of the weights is that large ({largest}): restore it or train again."
+            )
 
 
 def fill(
@@ -116,33 +144,16 @@ def write_model_files(
 
 
 @contextmanager
-def atomic_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) -> Iterator[Path]:
+def model_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) -> Iterator[Path]:
     """Yield an empty folder next to `path` that becomes `path` on success and is removed on any exception.
 
     A folder at `path` is replaced if it holds no files but `replaces`; otherwise UserError is raised, so that no other
     files are lost. Where `path` is a link, the folder that it points to is written.
     """
     path = path.resolve() if path.is_symlink() else path.absolute()
-    temporary, retired = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     check_replaceable(path, replaces)
-    with explain_os_error(path):
-        # A process that was killed here may have had this one's number.
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        try:
-            yield temporary
-            for file in (*temporary.iterdir(), temporary):
-                _flush(file)
-            if path.exists():
-                shutil.rmtree(retired, ignore_errors=True)
-                path.rename(retired)
-            temporary.rename(path)
-            _flush(path.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if retired.exists() and not path.exists():
-                retired.rename(path)
-            shutil.rmtree(retired, ignore_errors=True)
+    with atomic_directory(path) as temporary:
+        yield temporary
 
 
 def check_replaceable(path: Path, replaces: Iterable[str]) -> None:
@@ -150,14 +161,6 @@ def check_replaceable(path: Path, replaces: Iterable[str]) -> None:
     foreign = sorted({f.name for f in path.iterdir()} - set(replaces)) if path.is_dir() else []
     if foreign or (path.exists() and not path.is_dir()):
         raise UserError(f"{path} is not a model folder (it holds {foreign or 'a file'}): choose another output folder.")
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def borrows_embedding(embedding: Tensor, target: Target) -> bool:

@@ -4,6 +4,7 @@ Shapes: V target vocab, W draft vocab, L tokens of a sample.
 """
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -63,6 +64,26 @@ def choose_draft_vocab(counts: Tensor, size: int, always: Iterable[int] = ()) ->
     rank = counts.clone()
     rank[torch.tensor(kept, dtype=torch.int64)] = torch.iinfo(torch.int64).max
     return rank.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def check_draft_vocab(draft_vocab: Tensor, vocab_size: int, file: Path) -> None:
+    """Raise UserError unless `draft_vocab` [W], from the weights in `file`, is a list of the target's token ids, ascending and each
+    once: drafts would be other tokens than the head was trained for."""
+    wrong = None
+    if (
+        draft_vocab.ndim != 1
+        or not len(draft_vocab)
+        or draft_vocab.is_floating_point()
+        or draft_vocab.dtype == torch.bool
+    ):
+        wrong = f"is no list of token ids ({draft_vocab.dtype} {list(draft_vocab.shape)})"
+    elif not 0 <= int(draft_vocab.min()) <= int(draft_vocab.max()) < vocab_size:
+        outside = draft_vocab[(draft_vocab < 0) | (draft_vocab >= vocab_size)]
+        wrong = f"holds {int(outside[0])}, and the target's tokens are 0 to {vocab_size - 1}"
+    elif bool((draft_vocab.diff() <= 0).any()):
+        wrong = "is not ascending, or holds a token twice"
+    if wrong is not None:
+        raise UserError(f"{file}: the draft vocabulary {wrong}: restore the head, fetch it again or train it again.")
 
 
 def coverage(counts: Tensor, draft_vocab: Tensor) -> float:

@@ -7,7 +7,7 @@ nowhere else.
 
 import errno
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from draftsmith.errors import UserError, first_line
@@ -18,10 +18,10 @@ _CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")
 
 
 @contextmanager
-def foreign_code(what: str, remedy: str) -> Iterator[None]:
+def foreign_code(what: str, remedy: str, hints: Mapping[str, str] | None = None) -> Iterator[None]:
     """Make one sentence of whatever is raised inside: "{what} ({reason}): {remedy}."
 
-    what: says what could not be done with which file. UserError stays as it is, so do Ctrl-C and exits. Only calls of
+    what: says what could not be done with which file. hints: what is added to the remedy where the reason holds a word. UserError stays as it is, so do Ctrl-C and exits. Only calls of
     libraries on foreign data belong inside: a mistake of ours would be hidden as well.
     """
     try:
@@ -29,7 +29,8 @@ def foreign_code(what: str, remedy: str) -> Iterator[None]:
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise UserError(f"{what} ({reason_of(error)}): {remedy}.") from error
+        added = "".join(text for word, text in (hints or {}).items() if word in str(error))
+        raise UserError(f"{what} ({reason_of(error)}): {remedy}{added}.") from error
 
 
 def reason_of(error: BaseException) -> str:
@@ -42,5 +43,5 @@ def reason_of(error: BaseException) -> str:
         return why_not(error)
     if isinstance(error, KeyError | IndexError):
         return f"{first_line(error)} is missing"
-    line = _CLASS.sub(r"\1", first_line(error))
+    line = _CLASS.sub(r"\1", first_line(error)).replace("NoneType", "null")
     return line if len(line) <= _MOST else f"{line[:_MOST]}..."

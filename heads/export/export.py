@@ -13,7 +13,7 @@ from torch.func import functional_call
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, agree, drafting
-from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, atomic_directory, borrows_embedding, write_model_files
+from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory, write_model_files
 from draftsmith.heads.export.readme import README, Exported, write_readme
 from draftsmith.heads.formats.contracts import (
     FLOATS,
@@ -81,7 +81,7 @@ def export_head(
         heads=getattr(head.options, "num_heads", 0),
         adapter=adapter,
     )
-    with atomic_directory(dest, replaces=replaced_files(dest, files)) as temporary:
+    with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
             shutil.copyfile(source, temporary / name)

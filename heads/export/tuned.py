@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from draftsmith.files import write_json
 from draftsmith.heads.base import agree
-from draftsmith.heads.checkpoint import CONFIG, atomic_directory
+from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
 from draftsmith.heads.record import RECORD, TUNED, write_record
@@ -58,7 +58,7 @@ def write_merged(
 
     It is loaded again and must give the same logits. trust_remote_code: as for the original.
     """
-    with atomic_directory(dest, replaceable(dest)) as folder:
+    with model_directory(dest, replaceable(dest)) as folder:
         if original.directory is not None:
             weights = {file.name for file in weight_files(original.directory)}
             for pattern in _COMPANIONS:
@@ -86,7 +86,7 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
     It is loaded again, onto the original, and must give the same logits.
     """
     original, spec = tuned.target, tuned.spec
-    with atomic_directory(dest, replaceable(dest)) as folder:
+    with model_directory(dest, replaceable(dest)) as folder:
         tuned.model.save_pretrained(folder, save_embedding_layers=False)
         config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         config |= {"base_model_name_or_path": target_reference(original), "lora_alpha": float(spec.alpha)}

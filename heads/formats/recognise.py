@@ -113,7 +113,7 @@ def recognise(path: Path) -> Format:
             f"{path} holds no draft head that is known here: its {CONFIG} names no method of draftsmith's and no kind of "
             f"published head, and there is {lacks}; {HINT}."
         )
-    if found is CHECKPOINT and not is_known(str(folder.config["method"])):
+    if found is CHECKPOINT and not is_known(str(folder.config.get("method"))):
         raise UserError(
             f"{path} holds a head of the method {folder.config['method']!r}, which no installed package adds: install the package "
             "that it came from."

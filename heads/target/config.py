@@ -18,9 +18,8 @@ MOST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
 
 _SIZES = (
-    *("hidden_size", "n_embd", "d_model", "vocab_size", "intermediate_size", "ffn_dim", "head_dim"),
+    *("hidden_size", "n_embd", "d_model", "vocab_size", "ffn_dim", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "max_position_embeddings", "n_positions"),
-    *("num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
 )
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _NEEDED = ("hidden_size", "vocab_size", "num_attention_heads", *_LAYERS)
@@ -57,21 +56,64 @@ def check_config_values(config: Mapping[str, Any], file: Path, remedy: str, pref
             f"{file}: {prefix}num_attention_heads {heads} is no multiple of num_key_value_heads {groups}: {remedy}."
         )
     if config.get("head_dim") is None and heads and (hidden := config.get("hidden_size")) and hidden % heads:
-        raise UserError(f"{file}: {prefix}hidden_size {hidden} is no multiple of num_attention_heads {heads}: {remedy}.")
+        raise UserError(
+            f"{file}: {prefix}hidden_size {hidden} is no multiple of num_attention_heads {heads}: {remedy}."
+        )
     layers, kinds = config.get("num_hidden_layers"), config.get("layer_types")
     if layers and kinds is not None and len(kinds) != layers:
         raise UserError(f"{file}: {prefix}layer_types names {len(kinds)} layers, num_hidden_layers {layers}: {remedy}.")
+    for name in ("rope_scaling", "rope_parameters"):
+        check_rope(config.get(name) or {}, file, remedy, f"{prefix}{name}.")
     if isinstance(inner := config.get("text_config"), Mapping):
         check_config_values(inner, file, remedy, f"{prefix}text_config.")
 
 
-def check_sizes(config: Mapping[str, Any], spans: Sequence[TensorSpan], parameters: int, file: Path) -> None:
+def check_rope(rope: Mapping[str, Any], file: Path, remedy: str, prefix: str) -> None:
+    """Raise UserError, naming the key, for parameters of rotary embeddings that are no positive numbers; also per layer type."""
+    for name, value in rope.items():
+        if isinstance(value, Mapping):
+            check_rope(value, file, remedy, f"{prefix}{name}.")
+        elif name in ("rope_theta", "factor") and not (_is_number(value) and value > 0):
+            raise UserError(
+                f"{file}: {prefix}{name} is {str(value)[:60]!r}, but it must be a number above 0: {remedy}."
+            )
+        elif name in ("rope_type", "type") and not isinstance(value, str):
+            raise UserError(f"{file}: {prefix}{name} is {str(value)[:60]!r}, but it must be a name: {remedy}.")
+
+
+def check_layers(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
+    """Raise UserError where a configuration names more layers than there are tensors: no model is built of them then."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > len(spans):
+        raise UserError(
+            f"{file}: num_hidden_layers is {layers}, but the weights beside it are {len(spans)} tensors: they are of "
+            "different models; fetch the target again."
+        )
+
+
+def check_sizes(
+    described: Mapping[str, tuple[int, ...]],
+    parameters: int,
+    spans: Sequence[TensorSpan],
+    file: Path,
+    *,
+    quantized: bool,
+) -> None:
     """Raise UserError where a configuration describes another model than the weights on disk, before it is allocated.
 
-    parameters: of the model that the configuration describes, shared ones once. Weights may be quantised, down to 4 bits, and
-    a shared projection may be left out or stored twice.
+    described: name -> shape of the tensors of that model, which has so many `parameters`. quantized: weights may be packed, so
+    that shapes say nothing. A tensor that only one side has is not told here: transformers renames some while it loads.
     """
-    most = sum(s.size * 2 if BITS[s.dtype] == 8 or s.dtype.startswith(("I", "U")) else math.prod(s.shape) for s in spans)
+    for span in spans:
+        if not quantized and described.get(span.name, span.shape) != span.shape:
+            raise UserError(
+                f"{span.file}: the tensor {span.name} has the shape {list(span.shape)}, but {file.name} describes "
+                f"{list(described[span.name])}: they are of different models; fetch the target again."
+            )
+    # Down to 4 bits a weight, and a projection that is tied may be left out.
+    most = sum(
+        s.size * 2 if s.dtype.startswith(("I", "U")) or BITS[s.dtype] <= 8 else math.prod(s.shape) for s in spans
+    )
     if parameters > 1.5 * most + 1_000_000:
         raise UserError(
             f"{file} describes a model of {parameters:.3g} parameters, but the weights beside it hold at most {most:.3g}: "
@@ -81,6 +123,10 @@ def check_sizes(config: Mapping[str, Any], spans: Sequence[TensorSpan], paramete
 
 def _is_size(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MOST_SIZE
+
+
+def _are_sizes(value: Any) -> bool:
+    return all(map(_is_size, value)) and bool(value) if isinstance(value, list) else _is_size(value)
 
 
 def _is_number(value: Any) -> bool:
@@ -106,6 +152,7 @@ def _are_texts(value: Any) -> bool:
 
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_SIZES, _is_size, f"a whole number from 1 to {MOST_SIZE}"),
+    (("intermediate_size",), _are_sizes, f"a whole number from 1 to {MOST_SIZE}, or one for each layer"),
     (_LAYERS, lambda value: _is_size(value) and value <= MOST_LAYERS, f"a whole number from 1 to {MOST_LAYERS}"),
     (_NUMBERS, _is_number, "a finite number, not below 0"),
     (_IDS, _is_id, "a token id or a list of them"),

@@ -7,16 +7,24 @@ hidden size.
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
+import draftsmith.foreign.json as foreign
 from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.files import read_bytes, read_text
+from draftsmith.foreign.tensors import TensorSpan, read_header, read_index
+from draftsmith.heads.target.config import check_config_values
+
+FETCH = "restore it or fetch it again"
+_TARGET = "fetch the target again"
 
 FULL_HASH_BYTES = 200_000_000
 SAMPLES_PER_TENSOR = 64
@@ -37,18 +45,6 @@ TOKENIZER_FILES = (
 """The files of a model besides configuration and weights: tokenizer, chat template, and how its answers end."""
 
 
-@dataclass(frozen=True)
-class TensorSpan:
-    """One tensor of a safetensors file. start, size: of its bytes in the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    file: Path
-    start: int
-    size: int
-
-
 def hash_json(value: Any) -> str:
     """Return 16 hex digits that name a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
@@ -56,18 +52,12 @@ def hash_json(value: Any) -> str:
 
 def read_json(file: Path) -> Any:
     """Return the value in a JSON file, None where there is no such file. Raises UserError for a damaged one."""
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is damaged: it is not JSON ({error}); restore it or fetch it again.") from error
+    return foreign.read_json(file, FETCH, infinite=True) if os.path.lexists(file) else None
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one where there is none."""
-    value = read_json(file)
-    return value if isinstance(value, dict) else {}
+    """Return the object in a JSON file, an empty one where there is no such file. Raises UserError for a damaged one."""
+    return foreign.read_object(file, FETCH, infinite=True) if os.path.lexists(file) else {}
 
 
 def find_tensor(spans: Sequence[TensorSpan], names: Sequence[str]) -> TensorSpan | None:
@@ -104,10 +94,11 @@ def read_configs(folder: Path) -> list[Any]:
     if not raw:
         return []
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError):
+        with foreign_code(f"The configuration in {folder} cannot be read", FETCH):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return [config.get_text_config(decoder=True), config]
+    except UserError:
         return [_Plain(read_text_config(raw)), _Plain(raw)]
-    return [config.get_text_config(decoder=True), config]
 
 
 class _Plain:
@@ -119,7 +110,9 @@ class _Plain:
 
 def read_eos_ids(folder: Path) -> tuple[int, ...] | None:
     """Return the ids that end an answer, sorted: those of the generation config, else of the config."""
-    return eos_ids_of(_Plain(read_object(folder / "generation_config.json")), *read_configs(folder))
+    generation = read_object(folder / "generation_config.json")
+    check_config_values(generation, folder / "generation_config.json", FETCH)
+    return eos_ids_of(_Plain(generation), *read_configs(folder))
 
 
 def eos_ids_of(*configs: Any) -> tuple[int, ...] | None:
@@ -138,6 +131,11 @@ def hash_tokenizer(folder: Path) -> str | None:
     templates write. What a call sets (padding, truncation), what adds tokens around a text and what decodes do not count,
     nor do the ways in which versions of the tokenizers package write the same thing.
     """
+    with foreign_code(f"The tokenizer's files in {folder} are damaged", FETCH):
+        return _hash_tokenizer(folder)
+
+
+def _hash_tokenizer(folder: Path) -> str | None:
     config = read_object(folder / "tokenizer_config.json")
     names = {key: _token(folder, config, key) for key in ("bos_token", "eos_token")}
     if fast := read_object(folder / "tokenizer.json"):
@@ -146,12 +144,12 @@ def hash_tokenizer(folder: Path) -> str | None:
         return f"tokenizer.json:{hash_json([names, parts])}"
     added = [read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")]
     if (model := folder / "tokenizer.model").is_file():
-        content = hashlib.sha256(model.read_bytes()).hexdigest()
+        content = hashlib.sha256(read_bytes(model, FETCH)).hexdigest()
         return f"tokenizer.model:{hash_json([names, added, content])}"
     vocab, merges = read_json(folder / "vocab.json"), folder / "merges.txt"
     if vocab is None or not merges.is_file():
         return None
-    lines = [x for x in merges.read_text(encoding="utf-8").splitlines() if x and not x.startswith("#version")]
+    lines = [x for x in read_text(merges, FETCH).splitlines() if x and not x.startswith("#version")]
     return f"vocab.json:{hash_json([names, added, vocab, lines])}"
 
 
@@ -177,12 +175,13 @@ def hash_chat_template(folder: Path) -> str | None:
     if (default := folder / "chat_template.jinja").is_file():
         files["default"] = default
     if files:
-        return hash_json({name: file.read_text(encoding="utf-8") for name, file in files.items()})
+        return hash_json({name: read_text(file, FETCH) for name, file in files.items()})
     found = read_object(folder / "tokenizer_config.json").get("chat_template")
     if found is None:
         found = read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}
+        with foreign_code(f"The chat templates in {folder} are damaged", FETCH):
+            found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, str):
         found = {"default": found}
     return hash_json(found) if found else None
@@ -224,7 +223,9 @@ def hash_tensor(span: TensorSpan) -> str:
 
 def read_directory(directory: Path) -> list[TensorSpan]:
     """Return the tensors of the weights in `directory` by name. Raises UserError for a damaged or missing weight file."""
-    return sorted((span for file in weight_files(directory) for span in read_spans(file)), key=lambda span: span.name)
+    return sorted(
+        (span for file in weight_files(directory) for span in read_header(file, _TARGET)), key=lambda span: span.name
+    )
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -235,35 +236,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         return []
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{index} is not a valid index of weight files: fetch the target again.") from error
-    for name in names:
-        if not (directory / name).is_file():
-            raise UserError(f"The target's weight file {directory / name} is missing: fetch the target again.")
-    return [directory / name for name in names]
-
-
-def read_spans(file: Path) -> list[TensorSpan]:
-    """Read the header of a safetensors file. Raises UserError where it is damaged or the file is cut short."""
-    damaged = UserError(f"The weight file {file} is damaged or cut short: fetch the target again.")
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        if not 2 <= length <= min(100_000_000, file.stat().st_size - 8):
-            raise damaged
-        try:
-            header: dict[str, Any] = json.loads(handle.read(length))
-        except ValueError as error:
-            raise damaged from error
-    header.pop("__metadata__", None)
-    spans = []
-    for name, entry in header.items():
-        start, end = entry["data_offsets"]
-        spans.append(TensorSpan(name, entry["dtype"], tuple(entry["shape"]), file, 8 + length + start, end - start))
-    if file.stat().st_size != 8 + length + sum(span.size for span in spans):
-        raise damaged
-    return spans
+    return [directory / name for name in sorted(set(read_index(index, _TARGET).values()))]
 
 
 def _pieces(size: int, everything: bool) -> Iterator[tuple[int, int]]:
@@ -284,4 +257,4 @@ def stable_config(directory: Path) -> Any:
             return {key: clean(item) for key, item in value.items() if key not in VOLATILE_KEYS}
         return value
 
-    return clean(json.loads((directory / "config.json").read_text(encoding="utf-8")))
+    return clean(foreign.read_json(directory / "config.json", _TARGET, infinite=True))

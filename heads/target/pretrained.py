@@ -1,5 +1,6 @@
 """Opening a model with transformers; whatever is wrong with it is a UserError of one sentence."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line
-from draftsmith.heads.target.files import TOKENIZER_FILES, read_spans, weight_files
+from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.files import why_not
+from draftsmith.heads.target.config import check_layers, check_sizes, read_model_config
+from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -39,9 +43,14 @@ def open_model(
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
     _check_path(path)
-    _check_config(path, load_config(path, trust_remote_code), trust_remote_code)
+    if Path(path).is_dir() and not trust_remote_code:
+        read_model_config(Path(path), "the target")
+    config = load_config(path, trust_remote_code)
+    _check_config(path, config, trust_remote_code)
     directory = weights_directory(path)
-    try:
+    if not trust_remote_code:  # whose sizes may be called anything
+        _check_weights(directory, config)
+    with foreign_code(f"Cannot load the target {path}", "fetch it again, or choose another"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -50,8 +59,6 @@ def open_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise UserError(f"Cannot load the target {path}: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise UserError(
             f"The target {path} has no weights for {missing[0]}"
@@ -64,26 +71,43 @@ def open_model(
 def _check_path(path: str) -> None:
     """Raise UserError for a local path that is no folder with a model."""
     folder = Path(path)
+    try:
+        folder.lstat()
+    except (ValueError, OSError) as error:
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise UserError(f"The target {path!r} cannot be read ({why_not(error)}): give another path.") from error
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     if not folder.exists():
         if looks_local:
             raise UserError(f"The target {path} does not exist: give a folder with a model or a Hub name owner/model.")
         return
-    if not (folder / "config.json").is_file():
+    if not os.path.lexists(folder / "config.json"):
         raise UserError(f"The target {path} has no config.json: give the folder that holds the model's files.")
 
 
 def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
     """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
-    try:
+    remedy = (
+        "check its path" if Path(path).exists() else "check its path, or for a Hub name its spelling and the network"
+    )
+    remote = "; it may need --target.trust_remote_code true, which runs code from its repository"
+    with foreign_code(f"The config of {what} {path} cannot be read", remedy, {"trust_remote_code": remote}):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        reason, remedy = first_line(error), "check its path"
-        if not Path(path).exists():
-            remedy += ", or for a Hub name its spelling and the network"
-        if "trust_remote_code" in str(error):
-            remedy += "; it may need --target.trust_remote_code true, which runs code from its repository"
-        raise UserError(f"The config of {what} {path} cannot be read ({reason}): {remedy}.") from error
+
+
+def _check_weights(directory: Path, config: Any) -> None:
+    """Raise UserError where the configuration and the headers of the weights are of different models.
+
+    Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
+    """
+    file, spans = directory / "config.json", read_directory(directory)
+    text = config.get_text_config(decoder=True)
+    check_layers(text, spans, file)
+    with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        described = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        parameters = sum(value.numel() for value in model.parameters())
+    check_sizes(described, parameters, spans, file, quantized=getattr(config, "quantization_config", None) is not None)
 
 
 def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:
@@ -115,13 +139,11 @@ def weights_directory(path: str) -> Path:
     """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be), checked."""
     folder = Path(path)
     if not folder.is_dir():
-        try:
+        with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if found := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
                     _fetch_tokenizer(path)
                     return Path(found).parent
-        except OSError as error:
-            raise UserError(f"Cannot fetch the weights of the target {path}: {first_line(error)}") from error
         raise UserError(f"The target {path} has no safetensors weights on the Hub: choose one that does.")
     files = weight_files(folder)
     if not files:
@@ -132,6 +154,4 @@ def weights_directory(path: str) -> Path:
             if pickled
             else f"The target {path} has no weights (model.safetensors): fetch the whole model."
         )
-    for file in files:
-        read_spans(file)
     return folder

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from draftsmith.errors import UserError, first_line
+from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
 
 if TYPE_CHECKING:
     from draftsmith.heads.target.target import Target
@@ -28,11 +29,12 @@ def check_target(target: "Target") -> None:
     """
     model, ids = target.model, probe_ids(target)
     every_layer = tuple(range(target.num_layers))
-    try:
+    what = f"The target {target.path} of type {target.model_type!r} does not run by itself"
+    with foreign_code(what, "choose another target"):
         truth = model(input_ids=ids, output_hidden_states=True, use_cache=False)
         seen = target.forward(ids, layer_ids=every_layer)
-    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-        raise _refusal(target, f"its base model does not run by itself ({first_line(error)})") from error
+    if not (bool(seen.last.isfinite().all()) and bool(truth.logits.isfinite().all())):
+        raise UserError(_why_not_finite(target))
     if not is_close(seen.last[0, :-1], seen.last[1, :-1], loose=True):
         raise UserError(
             f"The target {target.path} ({target.model_type}) lets later tokens change earlier ones, as an "
@@ -51,6 +53,17 @@ def check_target(target: "Target") -> None:
         if is_close(target.head.logits(seen.last), truth.logits):
             return
     raise _refusal(target, "its logits are not the lm_head's product under any known scale or softcap")
+
+
+def _why_not_finite(target: "Target") -> str:
+    """Return the sentence about a target whose states or logits are NaN or infinite."""
+    for name, weight in target.model.named_parameters():
+        if not bool(weight.isfinite().all()):
+            return f"The target {target.path} has NaN or infinity in its weights ({name}): fetch it again."
+    return (
+        f"The target {target.path} computes NaN or infinity in {target.dtype_name}, though its weights are finite: set "
+        "target.dtype to float32 or bfloat16."
+    )
 
 
 def probe_ids(target: "Target") -> Tensor:

@@ -1,6 +1,7 @@
 """Bad heads: native checkpoints whose configuration, tensors or vocabulary mean nothing, and published layouts alike."""
 
 import functools
+import json
 import math
 import shutil
 import struct
@@ -52,6 +53,25 @@ def make(folder: Path) -> None:
 def config(name: str, *words: str, **changes: Any) -> Case:
     """Return the case of a config.json with other values."""
     return Case(f"config-{name}", edit_json(CONFIG, **changes), words)
+
+
+def _inside(part: str, changes: dict[str, Any]) -> Any:
+    def spoil(folder: Path) -> None:
+        value = json.loads((folder / CONFIG).read_text())
+        value[part] |= changes
+        (folder / CONFIG).write_text(json.dumps(value))
+
+    return spoil
+
+
+def layer(name: str, **changes: Any) -> Case:
+    """Return the case of a head's layer with other sizes."""
+    return Case(f"layer-{name}", _inside("layer_config", changes), (CONFIG,))
+
+
+def option(name: str, **changes: Any) -> Case:
+    """Return the case of other options."""
+    return Case(f"option-{name}", _inside("options", changes))
 
 
 def vocab(name: str, change: Any) -> Case:
@@ -111,15 +131,31 @@ def _torch_pickle(folder: Path) -> None:
     torch.save({"fc.weight": _Command()}, folder / "pytorch_model.bin")
 
 
-_BAD_SIZES: tuple[Any, ...] = (0, -1, 10**9, "64", None, 2.5, [1], True)
+_BAD_SIZES: tuple[Any, ...] = (0, -1, 10**9, "64", None, 2.5, [2], True)
 _CONFIGS = (
-    *(config(f"intermediate_size-{value!r}", CONFIG, intermediate_size=value) for value in _BAD_SIZES),
-    *(config(f"num_attention_heads-{value!r}", CONFIG, num_attention_heads=value) for value in _BAD_SIZES),
-    *(config(f"num_key_value_heads-{value!r}", CONFIG, num_key_value_heads=value) for value in (0, -1, 10**9, "2", 3)),
-    *(config(f"head_dim-{value!r}", CONFIG, head_dim=value) for value in (0, -1, 10**9, "16")),
+    *(
+        layer(f"{key}-{value!r}", **{key: value})
+        for key in ("intermediate_size", "num_attention_heads")
+        for value in _BAD_SIZES
+    ),
+    *(layer(f"num_key_value_heads-{value!r}", num_key_value_heads=value) for value in (0, -1, 10**9, "2", 3)),
+    *(layer(f"head_dim-{value!r}", head_dim=value) for value in (0, -1, 10**9, "16")),
+    layer("act-unknown", hidden_act="relu9"),
+    layer("eps-text", rms_norm_eps="small"),
+    layer("rope-text", rope_parameters="yarn"),
+    layer("rope-unknown", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
+    config("layer_config-list", layer_config=[]),
+    config("layer_config-missing", layer_config=...),
+    option("many-layers", num_hidden_layers=10**9),
+    option("no-layers", num_hidden_layers=0),
+    option("layers-text", num_hidden_layers="one"),
+    option("unknown", colour="red"),
+    option("many-steps", ttt_steps=10**9),
+    config("options-list", options=[1]),
+    config("options-null", options=None),
     *(
         config(f"layer_ids-{value!r}", "layer_ids", layer_ids=value)
-        for value in ([], [5, 3, 1], [1, 3, 99], ["a"], [-1, 0, 1])
+        for value in ([5, 3, 1], [1, 3, 99], ["a"], [-1, 0, 1])
     ),
     config("layer_ids-null", layer_ids=None),
     config("layer_ids-text", layer_ids="1,3,5"),
@@ -178,8 +214,8 @@ _FILES = (
     ),
     Case("header-shape", edit_header(WEIGHTS, lambda entries: entries["fc.weight"].update(shape=[-1, 2])), (WEIGHTS,)),
     Case("header-huge", write(WEIGHTS, struct.pack("<Q", 2**50) + b"{}"), (WEIGHTS,)),
-    Case("pickle-of-code", _pickle, ("pytorch_model.bin",)),
-    Case("pickle-of-torch", _torch_pickle, ("pytorch_model.bin",)),
+    Case("pickle-of-code", _pickle),
+    Case("pickle-of-torch", _torch_pickle),
 )
 
 TABLE = Table("heads", make, lambda folder: load_head(folder, _target()), (*_CONFIGS, *_TENSORS, *_FILES))

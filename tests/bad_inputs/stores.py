@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from draftsmith.data.batch import Features
-from draftsmith.data.features.index import StoreSpec
-from draftsmith.data.features.store import FeatureStore, FeatureWriter
+from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec
 from tests.bad_inputs.cases import Case, Table, cut, edit_json, link, nested, pipe, remove, replace_by_folder, write
 
 INDEX, SHARD = "index.json", "shard-00000.safetensors"

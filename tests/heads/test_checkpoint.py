@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.errors import UserError
 from draftsmith.heads import checkpoint
 from draftsmith.heads.base import agree
-from draftsmith.heads.checkpoint import atomic_directory, save_head
+from draftsmith.heads.checkpoint import model_directory, save_head
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method, methods
@@ -210,7 +210,7 @@ def test_other_peoples_files_are_never_replaced(occupant, tmp_path):
         (place / "thesis.txt").write_text("mine")
     else:
         place.write_text("mine")
-    with pytest.raises(UserError, match="not a model folder"), atomic_directory(place):
+    with pytest.raises(UserError, match="not a model folder"), model_directory(place):
         pass
     assert place.exists()
 
@@ -239,12 +239,12 @@ def test_what_a_killed_process_of_the_same_number_left_is_no_obstacle(tmp_path):
     place, left = tmp_path / "head", tmp_path / f".head.{os.getpid()}.tmp"
     left.mkdir()
     (left / "half").write_text("x")
-    with atomic_directory(place) as folder:
+    with model_directory(place) as folder:
         (folder / "config.json").write_text("1")
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
     # Killed between the two renames, the old head lies beside its place.
     place.rename(tmp_path / f".head.{os.getpid()}.old")
-    with pytest.raises(ValueError, match="stop"), atomic_directory(place):
+    with pytest.raises(ValueError, match="stop"), model_directory(place):
         raise ValueError("stop")
     assert (place / "config.json").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
@@ -255,7 +255,7 @@ def test_a_process_that_was_killed_after_both_renames_is_no_obstacle(tmp_path):
     for folder in (place, left):
         folder.mkdir()
         (folder / "config.json").write_text("1")
-    with atomic_directory(place) as folder:
+    with model_directory(place) as folder:
         (folder / "config.json").write_text("2")
     assert (place / "config.json").read_text() == "2"
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
@@ -263,7 +263,7 @@ def test_a_process_that_was_killed_after_both_renames_is_no_obstacle(tmp_path):
 
 def test_a_head_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypatch):
     place = tmp_path / "head"
-    with atomic_directory(place) as folder:
+    with model_directory(place) as folder:
         (folder / "config.json").write_text("1")
     rename = Path.rename
 
@@ -273,7 +273,7 @@ def test_a_head_that_cannot_take_its_place_leaves_the_old_one(tmp_path, monkeypa
         return rename(self, to)
 
     monkeypatch.setattr(Path, "rename", refuse)
-    with pytest.raises(UserError, match="No space left"), atomic_directory(place) as folder:
+    with pytest.raises(UserError, match="No space left"), model_directory(place) as folder:
         (folder / "config.json").write_text("2")
     assert (place / "config.json").read_text() == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["head"]

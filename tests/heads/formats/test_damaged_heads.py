@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.checkpoint import atomic_directory, save_head
+from draftsmith.heads.checkpoint import model_directory, save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats.recognise import load_head
@@ -108,7 +108,7 @@ def test_an_export_over_a_link_goes_where_it_points_and_leaves_nothing_beside_it
 
 def test_a_link_to_nowhere_yet(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "later")
-    with atomic_directory(tmp_path / "link") as folder:
+    with model_directory(tmp_path / "link") as folder:
         (folder / "config.json").write_text("{}")
     assert os.listdir(tmp_path / "later") == ["config.json"]
 

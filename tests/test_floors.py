@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("data", "heads", "train", "eval", "draftsmith", "scripts/bench")
 
 FLOORS = (
-    ("draftsmith", "data"),  # the ground: errors, files, typed JSON; batches and packing
+    ("draftsmith", "draftsmith/foreign", "data"),  # the ground: errors, files, typed JSON; batches and packing
     ("heads/target", "data/conversations"),
     ("eval/decode", "data/features"),
     ("heads", "heads/layers", "heads/losses", "heads/formats"),

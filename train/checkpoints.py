@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error, flush, sha256_file
 from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.files import read_bytes
 from draftsmith.foreign.json import parse_json, read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.train.parallel import checkpoint_layout
@@ -112,8 +113,8 @@ def latest_checkpoint(folder: Path, *, warn: bool = True) -> Path | None:
 
 def _spoilt(path: Path) -> str | None:
     """Return in words which file of a checkpoint is not as it was saved. One of an earlier version has no digests."""
-    text = (path / DONE).read_bytes()
     try:
+        text = read_bytes(path / DONE, "begin again")
         manifest = parse_json(text, DONE, "begin again") if text else {}
         for name, (size, digest) in manifest.items():
             file = path / name

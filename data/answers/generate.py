@@ -20,6 +20,7 @@ from draftsmith.eval.decode.decode import check_requests, decode
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.files import explain_os_error, fingerprint
+from draftsmith.foreign.json import read_json_lines
 from draftsmith.heads.target.target import Target
 
 _BATCHES_PER_CHUNK = 4
@@ -112,16 +113,19 @@ def read_answers(path: Path, *, max_length: int | None = None, on_too_long: OnTo
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                yield {key: row[key] for key in ("id", "slice", "prompt_ids", "output_ids")}
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(
-                    f"{path}, line {number} is not an answer ({error!r}): a line needs id, slice, prompt_ids and "
-                    "output_ids; make the file again with `draftsmith regenerate --redo answers`."
-                ) from error
+    remedy = "make the file again with `draftsmith regenerate --redo answers`"
+    for number, row in read_json_lines(path, remedy):
+        names = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("id", "slice"))
+        if not names or not all(_are_ids(row.get(key)) for key in ("prompt_ids", "output_ids")):
+            raise UserError(
+                f"{path}, line {number} is not an answer: a line needs id and slice, which are texts, and prompt_ids and "
+                f"output_ids, which are lists of token ids; {remedy}."
+            )
+        yield row
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(one) is int and 0 <= one < 2**31 for one in value)
 
 
 def split_heldout(conversations: list[str], count: int) -> tuple[list[int], list[int]]:

@@ -8,6 +8,7 @@ Shards appear whole or not at all, and a run that writes them can be killed at a
 """
 
 import json
+import os
 import re
 import shutil
 from collections import defaultdict
@@ -17,22 +18,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.data.batch import Features
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path, explain_os_error, sha256_file, write_text
+from draftsmith.files import atomic_path, explain_os_error, sha256_file, sweep, write_text
+from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.json import read_object
+from draftsmith.foreign.tensors import check_file_names, read_header
+from draftsmith.foreign.typed import read_dataclass
 
 SCHEMA_VERSION = 1
+_AGAIN = "restore it, or delete the folder and extract again"
 INDEX_NAME = "index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Per token besides the hidden states: ids int32, mask bool, top1 int32, logsumexp float32.
 TOKEN_BYTES = 4 + 1 + 4 + 4
 SHARD_BYTES = 512 * 2**20
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
-TEMPORARY_PATTERN = re.compile(r"\.(shard-\d{5,}\.safetensors|index\.json)\.\d+\.tmp")
 OPEN_SHARDS = 64
 
 
@@ -134,25 +139,18 @@ def write_index(folder: Path, index: StoreIndex) -> None:
 def read_index(folder: Path) -> StoreIndex:
     """Read and check index.json and the presence and size of every shard. Raises UserError in one sentence."""
     path = folder / INDEX_NAME
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise UserError(f"{folder} is no feature store (it has no {INDEX_NAME}): make one with `draftsmith extract`.")
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-        version = value["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged: delete the folder and extract again.") from error
-    if version != SCHEMA_VERSION:
+    value = read_object(path, _AGAIN)
+    if value.get("schema_version") != SCHEMA_VERSION:
+        version = value.get("schema_version")
         raise UserError(
             f"{path} has schema_version {version}, this version of draftsmith reads {SCHEMA_VERSION}: extract again."
         )
-    try:
-        index = _parse(value)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error}): delete the folder and extract again.") from error
+    index = _parse(value, path)
+    check_file_names(path, (shard.file for shard in index.shards), _AGAIN)
     for shard in index.shards:
         file = folder / shard.file
-        if not file.is_file():
-            raise UserError(f"The feature shard {file} is missing: restore it, or delete the folder and extract again.")
         if (found := file.stat().st_size) != shard.bytes:
             raise UserError(
                 f"The feature shard {file} has {found} bytes instead of {shard.bytes} (it was cut short or changed): "
@@ -161,16 +159,28 @@ def read_index(folder: Path) -> StoreIndex:
     return index
 
 
-def _parse(value: dict[str, Any]) -> StoreIndex:
-    spec = {item.name: value[item.name] for item in fields(StoreSpec)}
-    spec["layer_ids"] = tuple(spec["layer_ids"])
-    shards = []
-    for entry in value["shards"]:
-        shard = ShardInfo(**{**entry, **{key: tuple(entry[key]) for key in ("ids", "slices", "lengths")}})
-        if not len(shard.ids) == len(shard.slices) == len(shard.lengths):
-            raise ValueError(f"the samples of {shard.file} do not add up")
-        shards.append(shard)
-    return StoreIndex(StoreSpec(**spec), bool(value["complete"]), tuple(shards))
+@dataclass(frozen=True)
+class _Content:
+    """What index.json holds besides its version and the counts for readers."""
+
+    complete: bool
+    shards: tuple[ShardInfo, ...]
+
+
+def _parse(value: dict[str, Any], path: Path) -> StoreIndex:
+    """Return the index in a JSON object. Raises UserError, naming the key."""
+    if not isinstance(value.get("dtype"), str) or value["dtype"] not in DTYPES:
+        raise UserError(f"{path}: dtype is {str(value.get('dtype'))[:40]!r}, which no store has: {_AGAIN}.")
+    names = [item.name for item in fields(StoreSpec)]
+    spec = read_dataclass(StoreSpec, {name: value[name] for name in names if name in value}, str(path))
+    found = read_dataclass(_Content, {name: value[name] for name in ("complete", "shards") if name in value}, str(path))
+    for shard in found.shards:
+        counts = (len(shard.ids), len(shard.slices), len(shard.lengths))
+        if len(set(counts)) > 1 or min(shard.lengths, default=0) < 1:
+            raise UserError(f"{path}: the samples of {shard.file} do not add up: {_AGAIN}.")
+    if min(spec.hidden_size, spec.vocab_size, spec.shard_bytes) < 1:
+        raise UserError(f"{path} names sizes that no store has: {_AGAIN}.")
+    return StoreIndex(spec, found.complete, found.shards)
 
 
 class FeatureSource(Protocol):
@@ -267,10 +277,13 @@ class FeatureStore:
                 self._verified[number] = True
             if len(self._open) >= OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
-            try:
-                self._open[number] = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise UserError(f"The feature shard {file} cannot be read ({error}): extract again.") from error
+            read_header(file, _AGAIN)
+            with foreign_code(f"The feature shard {file} cannot be read", _AGAIN):
+                opened = safe_open(file, framework="pt")
+                lengths = tuple(opened.get_tensor("offsets").diff().tolist())
+            if lengths != info.lengths:
+                raise UserError(f"{self.path / INDEX_NAME} names other lengths of samples than {file} has: {_AGAIN}.")
+            self._open[number] = opened
         return self._open[number]
 
 
@@ -338,9 +351,9 @@ class FeatureWriter:
     def _remove_strays(self) -> None:
         listed = {shard.file for shard in self.index.shards}
         with explain_os_error(self.path):
+            sweep(self.path, levels=0)
             for file in self.path.iterdir():
-                unlisted = SHARD_PATTERN.fullmatch(file.name) and file.name not in listed
-                if unlisted or TEMPORARY_PATTERN.fullmatch(file.name):
+                if SHARD_PATTERN.fullmatch(file.name) and file.name not in listed:
                     file.unlink()
 
 

@@ -1,6 +1,5 @@
 """The stage that trains the head: its initial weights, the split of the samples, and the settings it depends on."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
+from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.files import fingerprint_directory
@@ -43,7 +43,7 @@ def train_stage(session: Session, head: DraftHead, data: TrainData) -> Path:
     if not done:
         loop.train(session.recipe, session.target, head, data, folder)
         if main:
-            session.finish("train", json.loads((folder / "summary.json").read_text(encoding="utf-8")))
+            session.finish("train", read_object(folder / "summary.json", "add --redo train"))
     return folder / "best"
 
 

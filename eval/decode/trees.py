@@ -7,6 +7,7 @@ Shapes: N nodes, node 0 is the root.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -18,8 +19,13 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.files import write_text
+from draftsmith.foreign.files import MIB
+from draftsmith.foreign.json import read_json
 
 Choice = tuple[int, ...]
+
+MOST_NODES, MOST_LEVELS = 4096, 64
+"""The most nodes and levels of a tree: far beyond what pays, and within what a pass can hold."""
 
 
 @dataclass(frozen=True)
@@ -149,19 +155,21 @@ def load_tree(name: str) -> StaticTree | None:
     if name in PUBLISHED:
         return PUBLISHED[name]
     path = Path(name)
-    if not path.is_file():
+    if not os.path.lexists(name.replace("\0", "")):
         raise UserError(
             f"There is no tree {name!r}: take chain, {', '.join(PUBLISHED)}, or a JSON file with a list of paths such as "
             "[[0], [1], [0, 0]]."
         )
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"The tree {name} is not JSON ({error}): write a list of paths, [[0], [1], [0, 0]].") from error
+    content = read_json(name, "a tree is a list of paths, [[0], [1], [0, 0]]", most=16 * MIB)
     choices: Any = content.get("choices") if isinstance(content, dict) else content
     whole = isinstance(choices, list) and all(
-        isinstance(path, list) and all(type(rank) is int for rank in path) for path in choices
+        isinstance(path, list) and all(type(rank) is int and rank < 2**31 for rank in path) for path in choices
     )
+    if whole and (len(choices) > MOST_NODES or max(map(len, choices), default=0) > MOST_LEVELS):
+        raise UserError(
+            f"The tree {name} has {len(choices)} nodes and {max(map(len, choices))} levels: no target checks more than "
+            f"{MOST_NODES} nodes in a pass, nor is a draft of more than {MOST_LEVELS} tokens accepted; make it smaller."
+        )
     if not whole:
         raise UserError(f"The tree {name} does not hold a list of paths of whole numbers such as [[0], [1], [0, 0]].")
     return StaticTree.of(path.stem, choices)
@@ -190,8 +198,8 @@ def _lines(value: Any, margin: str) -> str:
 def read_origin(path: Path) -> dict[str, Any] | None:
     """Return the origin in a file of `save_tree`; None for any other file."""
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(path, "give a tree")
+    except UserError:
         return None
     origin = content.get("origin") if isinstance(content, dict) and "choices" in content else None
     return origin if isinstance(origin, dict) else None

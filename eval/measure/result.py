@@ -18,7 +18,8 @@ from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
 from draftsmith.eval.measure.upgrade import upgrade
 from draftsmith.files import write_json
-from draftsmith.typed_json import load_json, read_dataclass
+from draftsmith.foreign.json import read_json
+from draftsmith.foreign.typed import read_dataclass
 
 SCHEMA_VERSION = 5
 WARNING = "warning"
@@ -314,7 +315,7 @@ def from_json(value: Any, source: str = "result.json") -> Result:
 
 def read_result(path: str | Path) -> Result:
     """Read and check a result.json."""
-    return from_json(load_json(Path(path)), str(path))
+    return from_json(read_json(path, "give the path of a result.json that an evaluation wrote"), str(path))
 
 
 def write_result(path: str | Path, result: Result) -> None:

@@ -4,7 +4,6 @@ A folder is known by its configuration where that says enough, else by the names
 cannot be loaded is refused by name. Each method lists the formats of its heads as FORMATS in its formats.py.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,7 +112,7 @@ def recognise(path: Path) -> Format:
             f"{path} holds no draft head that is known here: its {CONFIG} names no method of draftsmith's and no kind of "
             f"published head, and there is {lacks}; {HINT}."
         )
-    if found is CHECKPOINT and not is_known(str(folder.config.get("method"))):
+    if found is CHECKPOINT and "method" in folder.config and not is_known(str(folder.config["method"])):
         raise UserError(
             f"{path} holds a head of the method {folder.config['method']!r}, which no installed package adds: install the package "
             "that it came from."
@@ -149,15 +148,13 @@ def is_head_config(file: Path) -> bool:
     Names of tensors are read where the configuration has one layer only, since a head has no more.
     """
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            return False
+        config = read_object(file) if file.is_file() else {}
         if (recorded := _of_record(file.parent)) is not None:
             return not recorded.whole
         known = None if config.get("num_hidden_layers") == 1 else frozenset[str]()
         folder = HeadFolder(file.parent, config, known)
         return any(not one.whole and one.fits(folder) for one in formats())
-    except (OSError, ValueError, UserError):
+    except UserError:
         return False
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.target.files import (
     EMBEDDINGS,
     find_projection,
@@ -24,7 +25,6 @@ from draftsmith.heads.target.files import (
     read_object,
     stable_config,
 )
-from draftsmith.typed_json import read_dataclass
 
 SCHEMA_VERSION = 1
 SIZES = {"vocab_size": "tokens", "hidden_size": "hidden units", "num_layers": "layers"}

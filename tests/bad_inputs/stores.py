@@ -80,7 +80,7 @@ _INDEX = (
     Case("index-pipe", pipe(INDEX), (INDEX,)),
     index("schema-next", schema_version=2),
     index("schema-text", schema_version="1"),
-    index("incomplete", complete=False),
+    Case("index-incomplete", edit_json(INDEX, complete=False), ("not complete",)),
     index("complete-text", complete="yes"),
     index("layers-text", layer_ids="0,2"),
     index("layers-number", layer_ids=3),

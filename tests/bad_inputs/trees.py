@@ -41,7 +41,6 @@ TABLE = Table(
         tree("booleans", [[True]]),
         tree("negative", [[-1]]),
         tree("without-parent", [[0, 0]]),
-        tree("without-elder-sibling", [[1]]),
         tree("twice", [[0], [0]]),
         tree("huge-rank", [[10**12]]),
         tree("long-integer", "[[" + "9" * 5000 + "]]"),

@@ -9,30 +9,11 @@ import json
 import math
 import types
 import typing
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from draftsmith.errors import UserError
 
 T = TypeVar("T")
-
-
-def load_json(path: Path) -> Any:
-    """Return the JSON value in `path`; UserError when it is missing, unreadable or not strict JSON."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; give the path of a result.json that an evaluation wrote.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as UTF-8 text ({error}); give the path of a result.json.") from error
-
-    def refuse(name: str) -> NoReturn:
-        raise UserError(f"{path} holds {name}, which is not JSON; a number that was not measured is written as null.")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}); write it again with the evaluation.") from error
 
 
 def read_dataclass(kind: type[T], value: Any, source: str) -> T:
@@ -104,7 +85,9 @@ def _read_scalar(kind: Any, value: Any, key: str, source: str) -> Any:
     if kind is float:
         _expect(number and math.isfinite(value), expected, value, key, source)
         return float(value)
-    _expect(isinstance(value, kind) and (kind is not int or number), expected, value, key, source)
+    _expect(
+        isinstance(value, kind) and (kind is not int or (number and abs(value) < 2**63)), expected, value, key, source
+    )
     return value
 
 

@@ -1,0 +1,252 @@
+"""The readers of foreign files: what they take is whole and plain, and everything else is one sentence."""
+
+import json
+import os
+import socket
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.files import open_file, read_bytes, read_lines, read_text
+from draftsmith.foreign.json import MOST_DEPTH, parse_json, read_json_lines, read_object
+from draftsmith.foreign.limits import try_out
+from draftsmith.foreign.tensors import BITS, read_header, read_index
+from draftsmith.foreign.yaml import MOST_LEVELS, read_yaml
+from tests.bad_inputs.cases import nested
+from tests.bad_inputs.test_bad_inputs import check_sentence
+
+pytestmark = pytest.mark.full
+
+REMEDY = "mend it"
+FUZZ = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+def refused(read: Any, *arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        read(*arguments)
+    check_sentence(str(caught.value))
+    assert str(caught.value).endswith(f"{REMEDY}.")
+    return str(caught.value)
+
+
+def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "round").symlink_to("round")
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "socket"))
+    said = {
+        name: refused(open_file, tmp_path / name, REMEDY)
+        for name in ("pipe", "dangling", "round", "socket", "absent", "x" * 300, "a/b", "")
+    }
+    listening.close()
+    assert "is a pipe, not a file" in said["pipe"]
+    assert "a link to nowhere, which does not exist" in said["dangling"]
+    assert "its links go round" in said["round"]
+    assert "socket" in said["socket"]
+    assert "its name is too long" in said["x" * 300]
+    assert "is a folder" in said[""]
+    assert "NUL" in refused(open_file, "a\0b", REMEDY)
+    assert "is a device" in refused(open_file, "/dev/zero", REMEDY)
+
+
+def test_sizes_have_limits(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc\n" * 5)
+    assert read_bytes(path, REMEDY, 20) == path.read_bytes()
+    assert "20 bytes" in refused(read_bytes, path, REMEDY, 19)
+    assert list(read_lines(path, REMEDY, 4)) == [b"abc\n"] * 5
+    assert "line 1" in refused(lambda: list(read_lines(path, REMEDY, 3)))
+    with path.open("ab") as file:
+        file.truncate(10**12)  # sparse: it takes no room, and must not be read
+    refused(read_bytes, path, REMEDY)
+
+
+def test_text_is_utf8_with_a_mark_or_without(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"\xef\xbb\xbfcaf\xc3\xa9")
+    assert read_text(path, REMEDY) == "café"
+    path.write_bytes("café".encode("latin-1"))
+    assert "not UTF-8 text (unexpected end of data at byte 3)" in refused(read_text, path, REMEDY)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not JSON"),
+        ("{'a': 1}", "at column 2"),
+        ('{"a": 1}\n{', "line 2"),
+        (nested(MOST_DEPTH + 1), "nested deeper than 100 levels"),
+        (nested(200_000), "nested deeper"),
+        ('{"a":' * 200_000, "nested deeper"),
+        ("9" * 41, "more than 40 digits"),
+        ("9" * 5000, "more than 40 digits"),
+        ("-" + "9" * 41, "more than 40 digits"),
+        ("[1e999]", "the number inf"),
+        ("[-Infinity]", "the number -inf"),
+        ("[NaN]", "the number nan"),
+        ('["\\ud800"]', "half a surrogate pair"),
+        ('{"\\udfff": 1}', "half a surrogate pair"),
+        (b"\xff", "not UTF-8"),
+    ],
+)
+def test_json_that_is_refused(text: str | bytes, words: str) -> None:
+    assert words in refused(parse_json, text, "file", REMEDY)
+
+
+def test_json_that_is_taken(tmp_path: Path) -> None:
+    assert parse_json(nested(MOST_DEPTH), "file", REMEDY)
+    assert parse_json('"\\ud83d\\ude00"', "file", REMEDY) == "😀"
+    assert parse_json("[1e300, 1e-999]", "file", REMEDY) == [1e300, 0.0]
+    assert parse_json("1000000000000000019884624838656", "file", REMEDY) > 10**30
+    assert parse_json("[Infinity]", "file", REMEDY, infinite=True) == [float("inf")]
+    (tmp_path / "a").write_text('{"a": 1}\n\n')
+    assert "line 2: the line is empty" in refused(lambda: list(read_json_lines(tmp_path / "a", REMEDY)))
+    (tmp_path / "a").write_text("[]")
+    assert "no JSON object but a list" in str(refused(read_object, tmp_path / "a", REMEDY))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@FUZZ
+@given(VALUES)
+def test_any_value_is_taken_as_it_is_or_refused(value: Any) -> None:
+    text = json.dumps(value)
+    try:
+        found = parse_json(text, "file", REMEDY)
+    except UserError as error:
+        check_sentence(str(error))
+    else:
+        assert json.dumps(found) == text
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+
+
+@FUZZ
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789eE+-.\\udtrufalsn \n').map(str.encode))
+def test_any_bytes_are_json_or_refused(data: bytes) -> None:
+    try:
+        parse_json(data, "file", REMEDY)
+    except UserError as error:
+        check_sentence(str(error))
+
+
+@FUZZ
+@given(st.binary(max_size=300) | st.text(alphabet="ab:&*!<>|?-[]{}#,'\"%@ \n\t0123456789", max_size=80).map(str.encode))
+def test_any_bytes_are_yaml_or_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.yaml").write_bytes(data)
+    try:
+        read_yaml(tmp_path / "a.yaml", REMEDY)
+    except UserError as error:
+        check_sentence(str(error))
+
+
+def test_yaml_within_limits(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("base: &base {a: 1}\nother:\n  <<: *base\n  b: *base\n")
+    assert read_yaml(path, REMEDY)["other"] == {"a": 1, "b": {"a": 1}}
+    path.write_text("a: " + "[" * (MOST_LEVELS + 1) + "]" * (MOST_LEVELS + 1))
+    assert "nested deeper" in refused(read_yaml, path, REMEDY)
+    path.write_text("a: &a [*a]\n")
+    assert "line 1: the value named by an anchor contains itself" in refused(read_yaml, path, REMEDY)
+    path.write_text("a: 1\nb: 2\na: 3\n")
+    assert "line 3: the key 'a' stands there twice" in refused(read_yaml, path, REMEDY)
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    path.write_text("\n".join(lines + [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]))
+    assert "more than 10000 values" in refused(read_yaml, path, REMEDY)
+
+
+def test_a_header_is_that_of_the_library(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(0, dtype=torch.int8)}
+    save_file(tensors, tmp_path / "a", {"format": "pt"})
+    found = {span.name: span for span in read_header(tmp_path / "a", REMEDY)}
+    assert {name: (span.shape, span.size) for name, span in found.items()} == {
+        "a": ((2, 3), 24),
+        "b": ((4,), 8),
+        "c": ((0,), 0),
+    }
+
+
+ENTRIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from([*BITS, "F13"]) | VALUES,
+        "shape": st.lists(st.integers(-2, 5), max_size=3) | VALUES,
+        "data_offsets": st.lists(st.integers(-2, 60), max_size=3) | VALUES,
+    },
+)
+
+
+@FUZZ
+@given(
+    st.dictionaries(st.text(string.ascii_lowercase, max_size=3), ENTRIES | VALUES, max_size=4), st.binary(max_size=60)
+)
+def test_any_header_is_read_or_refused(tmp_path: Path, header: dict[str, Any], data: bytes) -> None:
+    text = json.dumps(header).encode()
+    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    try:
+        spans = read_header(tmp_path / "a", REMEDY)
+    except UserError as error:
+        check_sentence(str(error))
+    else:
+        assert sum(span.size for span in spans) == len(data)
+
+
+def test_an_index_names_files_of_its_folder_alone(tmp_path: Path) -> None:
+    index = tmp_path / "index.json"
+    (tmp_path / "a").touch()
+    for name in ("../a", "/etc/passwd", "", ".", "..", "b", "a/../a", "a\\b"):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        assert "index.json" in refused(read_index, index, REMEDY)
+    index.write_text(json.dumps({"weight_map": {"x": "a"}}))
+    assert read_index(index, REMEDY) == {"x": "a"}
+
+
+def test_other_peoples_code_ends_in_a_sentence() -> None:
+    class Panic(BaseException):
+        """As Rust code raises."""
+
+    for error in (
+        KeyError("x"),
+        RecursionError(),
+        MemoryError(),
+        Panic("no model"),
+        OSError(2, "gone"),
+        ZeroDivisionError(),
+    ):
+
+        def fail(error: BaseException = error) -> None:
+            with foreign_code("The file a cannot be read", REMEDY):
+                raise error
+
+        refused(fail)
+    with pytest.raises(KeyboardInterrupt), foreign_code("x", REMEDY):
+        raise KeyboardInterrupt
+
+
+def test_what_is_tried_out_leaves_no_trace() -> None:
+    seen: list[int] = []
+    assert try_out(lambda: seen.append(1)) is None
+    assert not seen
+    assert try_out(lambda: "a" * 10**11) == "it takes too much memory"
+    assert try_out(lambda: 1 / 0) == "division by zero"
+    assert "too long" in str(try_out(lambda: sum(1 for _ in iter(int, 1)), seconds=1))
+
+    def endless() -> None:
+        endless()
+
+    assert try_out(endless) == "it calls itself without end"

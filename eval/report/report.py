@@ -78,13 +78,23 @@ def headline_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
 
 
 def headline_table(results: Sequence[Result]) -> TerminalTable:
-    """Return the closing table of a run for the terminal: tau and speed per slice against the target alone."""
+    """Return the closing table of a run for the terminal: a row for each system over all slices, and the slices where its tau
+    is lowest and highest; the rest is in the report."""
     table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
-    for place, name in enumerate(HEADLINE_COLUMNS):
-        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=place < 2)
-    for cells in headline_rows(results):
-        last = cells[1] == OVERALL
-        table.add_row(*map(escape, cells), style="bold" if last else None, end_section=last)
+    table.add_column("drafter", no_wrap=True)
+    for name in HEADLINE_COLUMNS[2:]:
+        table.add_column(name, justify="right")
+    table.add_column("tau from slice to slice")
+    by_system: dict[str, dict[str, tuple[str, ...]]] = {}
+    for label, slice_name, *figures in headline_rows(results):
+        by_system.setdefault(label, {})[slice_name] = tuple(figures)
+    for label, rows in by_system.items():
+        overall = rows.pop(OVERALL)
+        # Decoded, else simulated.
+        cells = {name: next((cell for cell in both[:2] if cell[:1].isdigit()), None) for name, both in rows.items()}
+        taus = sorted((float(cell), name) for name, cell in cells.items() if cell)
+        spread = " to ".join(f"{tau:.2f} {name}" for tau, name in (taus[0], taus[-1])) if len(taus) > 1 else ""
+        table.add_row(*map(escape, (label, *overall, spread)))
     return table
 
 

@@ -3,6 +3,7 @@
 import io
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,12 +23,14 @@ def in_a_child(work: Callable[[], int], log: Path) -> int:
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(output, stream)
+            sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
             code = work()
         except SystemExit as stop:
             code = int(stop.code or 0)
         except BaseException as error:  # noqa: BLE001 - a traceback is a finding, not an end of the bench
             print(f"{type(error).__name__}: {error}", flush=True)
         finally:
+            sys.stdout.flush()
             os._exit(code)
     _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)

@@ -1,0 +1,50 @@
+"""Mutants differ from the file in one place, and are Python still."""
+
+import ast
+
+import pytest
+
+from scripts.bench.mutants.bench import CORE, ROOT
+from scripts.bench.mutants.equivalent import EQUIVALENT
+from scripts.bench.mutants.mutate import mutants
+
+TEXT = '''
+def f(a, b=1):
+    """Add 1 < 2."""
+    if not a and b < 2:
+        a += torch.where(a, -b, b.min())
+    return a is None
+'''
+
+
+def test_every_kind_of_change() -> None:
+    changed = {f"{one.before} -> {one.after}" for one in mutants(TEXT)}
+    assert changed == {
+        *("1 -> 2", "not  -> ", "and -> or", "< -> <=", "2 -> 3", "a += torch.where(a, -b, b.min()) -> pass"),
+        *(
+            "-b, b.min() -> b.min(), -b",
+            "torch.where(a, -b, b.min()) -> b.min()",
+            "- -> ",
+            "min -> max",
+            "is -> is not",
+        ),
+    }
+
+
+@pytest.mark.parametrize("file", CORE)
+def test_mutants_of_the_core_are_python(file: str) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = mutants(text)
+    assert len(found) > 10
+    for one in found:
+        assert one.apply(text) != text
+        ast.parse(one.apply(text))
+
+
+def test_the_tests_are_there_and_the_equivalents_still_mutants() -> None:
+    for file, tests in CORE.items():
+        assert all((ROOT / test).exists() for test in tests), file
+    for file, line, before, after in EQUIVALENT:
+        lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        there = [one for one in mutants("\n".join(lines)) if lines[one.line - 1].strip() == line]
+        assert (before, after) in {(one.before, one.after) for one in there}, (file, line)

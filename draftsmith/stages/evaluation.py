@@ -62,7 +62,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     inputs = _as_compared(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
-        missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not path.exists()]
+        missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
         dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
         # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
         lossless: dict[str, dict[str, Lossless]] = {}
@@ -80,6 +80,15 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     write_report([read_result(path) for path in paths], folder)
     return paths
+
+
+def _is_there(session: Session, path: Path) -> bool:
+    """Return whether a result of this stage is there and whole; a damaged one is said and measured again."""
+    try:
+        return path.is_file() and bool(read_result(path))
+    except UserError as error:
+        session.warn(f"{path} is measured again, as it is damaged: {error}")
+        return False
 
 
 def _as_compared(session: Session, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,8 @@ _KNOWN = {
 }
 """What each stage makes, as paths in the run directory: files, and folders that are its own with all that is in them."""
 
+_MEASURED = ("evaluate", "simulate")
+"""The stages whose files are made again, without asking, where they are damaged."""
 _LASTING = re.compile(
     r"^answers\.jsonl$|^features/|^train/(best/|summary\.json)|/result\.json$|^export/.*\.(safetensors|json|pt|bin|gguf)$"
 )
@@ -128,7 +130,11 @@ class RunDirectory:
             return True
         self._lock()
         self._check_unclaimed(stage)
-        flat = _plain(inputs)
+        known, flat = self.record(stage), _plain(inputs)
+        while stage in _MEASURED and known is not None and (spoilt := self._spoilt(stage, known)) is not None:
+            if spoilt[0].is_file():
+                spoilt[0].unlink()  # ours by its record, and not what was measured any more
+            known.files.pop(spoilt[0].relative_to(self.path).as_posix())
         self._write({stage: StageRecord(flat, fingerprint(flat), "running", {})})
         return False
 
@@ -183,7 +189,7 @@ class RunDirectory:
         if not (self.path / FILES[stage][0]).exists():
             return False
         spoilt = self._spoilt(stage, known)
-        if spoilt is not None and stage not in ("evaluate", "simulate") and (stage != "export" or spoilt[0].exists()):
+        if spoilt is not None and stage not in _MEASURED and (stage != "export" or spoilt[0].exists()):
             raise UserError(
                 f"{spoilt[0]} {spoilt[1]} since the stage '{stage}' was done: restore it, or add --redo {stage} to make it "
                 "and what follows from it again."

@@ -289,3 +289,12 @@ def test_what_killed_processes_left_half_written_is_swept(tmp_path: Path) -> Non
     assert ".mine.tmp" in after
     assert not [name for name in after if ".draftsmith-" in name]
     assert len(after) == len(before)
+
+
+def test_a_result_that_was_changed_is_measured_again(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    result = tmp_path / "evaluation" / "t0" / "result.json"
+    result.write_text("what evaluate wade")
+    assert not RunDirectory(tmp_path).begin("evaluate", {"a": 1})
+    assert not result.exists()
+    assert (tmp_path / "evaluation" / "report.html").exists()

@@ -189,8 +189,11 @@ def export(
 def load_recipe(path: str | Path, *overrides: str) -> "Recipe":
     """Return the recipe in a YAML file; overrides are those of the command line, such as "--train.lr=2e-4". Raises UserError
     that names the key for unknown keys and wrong values."""
+    from draftsmith.errors import UserError
     from draftsmith.recipe.parse import parse_recipe
 
+    if odd := [one for one in overrides if not isinstance(one, str)]:
+        raise UserError(f'load_recipe takes overrides as texts one by one, such as "--train.lr=2e-4", not {odd[0]!r}.')
     return parse_recipe(["--recipe", str(path), *overrides])
 
 

@@ -209,7 +209,8 @@ class KVCache(Cache):
     def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
         """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the others are dropped.
 
-        kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing.
+        kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing. Nothing here waits for
+        the device, so nothing here may read a number of it; tokens past an answer's end are rolled back by the loop.
         """
         kept_B = (path_BD >= 0).sum(1) if kept_B is None else kept_B
         if not draft.is_chain:  # the accepted nodes of a chain are in place already

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decode import chains
+from draftsmith.eval.decode import growth
 from draftsmith.eval.decode.sampling import draw
 from draftsmith.heads import static_drafts as slot_drafts
 from draftsmith.heads.base import DraftHead
@@ -188,7 +188,7 @@ def stale_state(patch: pytest.MonkeyPatch) -> None:
 
 def most_likely_draws(patch: pytest.MonkeyPatch) -> None:
     """Drafts the most likely tokens, and says that they were drawn."""
-    patch.setattr(chains, "draw", lambda probs, uniform: probs.argmax(-1))
+    patch.setattr(growth, "draw", lambda probs, uniform: probs.argmax(-1))
 
 
 def shorter_drafts(patch: pytest.MonkeyPatch) -> None:

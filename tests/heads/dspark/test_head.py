@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import chains
+from draftsmith.eval.decode import growth
 from draftsmith.eval.decode.answers import tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.sampling import Sampling
@@ -233,7 +233,7 @@ def biased_by_the_root(patch: pytest.MonkeyPatch) -> None:
 
 def judged_by_itself(patch: pytest.MonkeyPatch) -> None:
     """Tokens say that they were drawn, but the most likely were taken."""
-    patch.setattr(chains, "draw", lambda probs, uniform: probs.argmax(-1))
+    patch.setattr(growth, "draw", lambda probs, uniform: probs.argmax(-1))
 
 
 @pytest.mark.parametrize(

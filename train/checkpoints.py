@@ -133,6 +133,10 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
 
     Raises UserError for a checkpoint of another way to spread the head over processes, and where all are damaged.
     """
+    if accelerator.is_main_process:
+        for half in folder.glob("step_*.tmp"):  # of a process that was killed while it saved
+            if _NAME.fullmatch(half.stem):
+                shutil.rmtree(half, ignore_errors=True)
     path = latest_checkpoint(folder, warn=accelerator.is_main_process)
     if path is None:
         return Progress()

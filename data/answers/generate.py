@@ -51,6 +51,8 @@ def regenerate(
     chunk_size = batch * _BATCHES_PER_CHUNK
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if partial.is_symlink():
+            raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
         done = _keep_whole_chunks(partial, chunk_size, len(prompts))
         bar = tqdm(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
         tokens = 0

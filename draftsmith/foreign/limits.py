@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.foreign.files import MIB
 
-_REASONS = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long or too much memory"}
+_REASONS: dict[int, str] = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long or too much memory"}
 
 
 def try_out(work: Callable[[], object], *, seconds: int = 3, memory: int = 1024 * MIB) -> str | None:

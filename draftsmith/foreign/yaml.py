@@ -36,7 +36,8 @@ def read_yaml(path: Path | str, remedy: str) -> Any:
 
 def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:
     """Raise UserError for a tree of nodes that is deep, large, contains itself, or names a key twice."""
-    count, stack = 0, [(root, (root,))]
+    stack: list[tuple[yaml.Node, tuple[yaml.Node, ...]]] = [(root, (root,))]
+    count = 0
     while stack:
         node, above = stack.pop()
         count += 1

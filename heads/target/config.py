@@ -24,8 +24,10 @@ _SIZES = (
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _NEEDED = ("hidden_size", "vocab_size", "num_attention_heads", *_LAYERS)
 """Sizes that may be left out, for the architecture's default, but not be null."""
-_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta", "initializer_range")
-_NUMBERS += ("attention_dropout", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping")
+_NUMBERS = (
+    *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rope_theta", "initializer_range"),
+    *("attention_dropout", "logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping"),
+)
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _DTYPES = ("auto", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache", "is_encoder_decoder")

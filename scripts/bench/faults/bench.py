@@ -11,6 +11,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -143,10 +144,10 @@ def main(argv: list[str]) -> int:
     points = {redo: bench.operations(redo) for redo in REDOS}
     every = [(redo, number) for redo in REDOS for number in range(1, points[redo] + 1)]
     for redo, number in tqdm(draw.sample(every, min(own.kills, len(every))), desc="kills", unit="kill"):
-        bench.kill(redo, f"kill at operation {number}", lambda run, work, n=number: kill_at(n, run, work))
+        bench.kill(redo, f"kill at operation {number}", partial(kill_at, number))
     for _ in tqdm(range(own.random), desc="random kills", unit="kill"):
         redo, seconds = draw.choice(REDOS), draw.uniform(0.05, 6)
-        bench.kill(redo, f"kill after {seconds:.2f} s", lambda run, work, s=seconds: kill_after(s, work))
+        bench.kill(redo, f"kill after {seconds:.2f} s", partial(kill_after, seconds))
     files = [
         str(p.relative_to(bench.whole)) for p in sorted(bench.whole.rglob("*")) if p.is_file() and p.name != ".lock"
     ]

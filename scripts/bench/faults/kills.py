@@ -59,8 +59,8 @@ def counted(inside: Path, into: Path, work: Callable[[], int]) -> Callable[[], i
     return counting
 
 
-def kill_after(seconds: float, work: Callable[[], int]) -> Callable[[], int]:
-    """Return `work` as a process does it that is killed after some time."""
+def kill_after(seconds: float, inside: Path, work: Callable[[], int]) -> Callable[[], int]:
+    """Return `work` as a process does it that is killed after some time, whatever it does in `inside`."""
 
     def killed() -> int:
         def strike() -> None:

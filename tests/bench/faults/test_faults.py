@@ -40,7 +40,7 @@ def test_a_kill_after_some_time_and_exit_codes(tmp_path: Path) -> None:
     def fails() -> int:
         raise RuntimeError("a bug")
 
-    assert in_a_child(kill_after(0.05, endless), tmp_path / "log") == -9
+    assert in_a_child(kill_after(0.05, tmp_path, endless), tmp_path / "log") == -9
     assert in_a_child(lambda: 2, tmp_path / "log") == 2
     assert in_a_child(fails, tmp_path / "log") == 70
     assert "RuntimeError: a bug" in (tmp_path / "log").read_text()

@@ -13,7 +13,14 @@ class UserError(ValueError):
 
 
 class StoppedError(UserError):
-    """Work that stopped because the user asked for it, and that the same command goes on with: exit code 130."""
+    """Work that stopped because a signal asked for it, and that the same command goes on with.
+
+    code: the exit code, 128 and the signal's number: 130 for Ctrl-C, 143 for SIGTERM.
+    """
+
+    def __init__(self, text: str, code: int = 130) -> None:
+        super().__init__(text)
+        self.code = code
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:

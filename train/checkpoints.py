@@ -1,20 +1,18 @@
-"""Stopping and resuming: checkpoints that are complete or absent, never half, and Ctrl-C between two steps.
+"""Resuming: checkpoints that are complete or absent, never half.
 
 `Accelerator.save_state` writes in place, so a state is saved to `step_N.tmp`, flushed to disk, marked with a DONE file that
 holds the size and digest of every other one, and renamed. The newest two are kept: a resume takes the newest that is whole.
 """
 
+import hashlib
 import json
 import re
 import shutil
-import signal
 import sys
-import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 from draftsmith.errors import UserError
@@ -28,9 +26,6 @@ from draftsmith.train.parallel import checkpoint_layout
 DONE = "DONE"
 _NAME = re.compile(r"step_\d+")
 _KEPT = 2
-
-_ONE_PRESS = 1.0
-"""Seconds in which signals are one press of Ctrl-C: the terminal sends it to every process, and torchrun to its own."""
 
 _RENAMED = {"token_scale": "embedding_scale"}
 """What heads measured on their targets, by the names that checkpoints of earlier versions have for it."""
@@ -128,6 +123,28 @@ def _spoilt(path: Path) -> str | None:
     return None
 
 
+def window_of(folder: Path) -> int:
+    """Return the micro-batches per step of the training in a folder, over all its processes; 0 where none is there."""
+    newest = _checkpoints(folder)[-1:]
+    file = newest[0] / "progress.json" if newest else folder / "summary.json"
+    window = read_object(file, "add --redo train to begin again").get("window") if file.is_file() else None
+    return window if type(window) is int else 0
+
+
+def digest_of(folder: Path, progress: Progress, head: DraftHead) -> str:
+    """Return what identifies the weights that training goes on from: those of the checkpoint, with optimizer and random states,
+    or those of a new head."""
+    done = folder / f"step_{progress.step}" / DONE
+    if progress.step and done.is_file():
+        return hashlib.sha256(done.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            digest.update(name.encode())
+            digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead) -> Progress:
     """Restore the newest whole checkpoint and what `head` had measured; a fresh Progress where there is none.
 
@@ -157,29 +174,3 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return progress
-
-
-class Interrupt:
-    """Turn Ctrl-C into a flag that the loop reads between two steps, where every state is complete."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._since = 0.0
-
-    def __enter__(self) -> "Interrupt":
-        # Only the main thread may set handlers; elsewhere Ctrl-C keeps its usual meaning.
-        self._usual: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._usual = signal.signal(signal.SIGINT, self._ask)
-        return self
-
-    def _ask(self, *_: object) -> None:
-        if self.asked and time.monotonic() - self._since > _ONE_PRESS:
-            # The second Ctrl-C does not wait.
-            raise KeyboardInterrupt
-        if not self.asked:
-            self.asked, self._since = True, time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        if self._usual is not None:
-            signal.signal(signal.SIGINT, self._usual)

@@ -9,4 +9,4 @@ import sys
 from draftsmith.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", *sys.argv[1:]], script="eagle.py"))

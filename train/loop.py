@@ -7,6 +7,8 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 """
 
 import json
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +29,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import Recipe
-from draftsmith.train.checkpoints import Interrupt, Progress, load_training_state, save_training_state
+from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
 from draftsmith.train.heldout import (
     HeldOut,
     calibrate_best,
@@ -36,10 +38,12 @@ from draftsmith.train.heldout import (
     warn_at_chance,
     warn_at_start,
 )
+from draftsmith.train.meeting import meeting
 from draftsmith.train.metrics import Pace, StepSums, Tracker, check_finite, tuned_figures
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
+from draftsmith.train.stopping import ENDING, Interrupt
 
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
@@ -49,7 +53,8 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     """Train `head` and return the folder of the best one (`folder`/best).
 
     Files in `folder`: metrics.jsonl, step_N/ (to resume from), best/ (the head with the best held-out
-    tau), summary.json (when training has ended). Resumes by itself; Ctrl-C saves a checkpoint first.
+    tau), summary.json (when training has ended). Resumes by itself; Ctrl-C and SIGTERM save a
+    checkpoint first.
     """
     spec = recipe.train
     spec.loss.check_head(head)
@@ -58,9 +63,17 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     accelerator = make_accelerator(spec, target.device)
     head = head.to(accelerator.device).train()
     target_head = target.head.to(accelerator.device)
+    untrained = digest_of(folder, Progress(), head) if meeting() else ""  # before each process has a shard of it
     model, optimizers = prepare(accelerator, head, build_optimizers(head, spec), spec)
     progress = load_training_state(accelerator, folder, head)
     schedule = Schedule([data.source.lengths[i] for i in data.train], spec, recipe.seed, accelerator.num_processes)
+    if met := meeting():
+        weights = digest_of(folder, progress, head) if progress.step else untrained
+        facts = {"The step to go on from": progress.step, "The digest of the weights": weights}
+        facts |= {"The number of micro-batches per step": schedule.window}
+        met.compare(
+            facts, "all processes need the same files and packages; copy them, or add --redo train to begin again"
+        )
     run = _Run(recipe, accelerator, model, head, optimizers, target_head, data, schedule, folder, target)
     return run.run(progress)
 
@@ -103,23 +116,35 @@ class _Run:
         if progress.window not in (0, self.schedule.window):
             raise UserError(
                 f"The checkpoint in {self.folder} was made with {progress.window} micro-batches per step over all processes, "
-                f"now there are {self.schedule.window}: resume with the same number of processes, or add --redo train."
+                f"now there are {self.schedule.window} ({self.accelerator.num_processes} processes x train.accumulation="
+                f"{self.spec.accumulation}): choose them so that their product is the same, or add --redo train."
             )
         progress = replace(progress, window=self.schedule.window)
-        main = self.accelerator.is_main_process
-        tracker = None
-        if main:
-            config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
-            tracker = Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step)
+        if not self.accelerator.is_main_process:
+            return self._train(progress, None)
+        print(self._batch_size(), file=sys.stderr)
+        config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
+        with Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step) as tracker:
+            return self._train(progress, tracker)
+
+    def _batch_size(self) -> str:
+        """Return in words how many tokens an optimizer step takes."""
+        processes, spec = self.accelerator.num_processes, self.spec
+        parts = f"{processes} process{'es' if processes > 1 else ''} x {spec.accumulation} (accumulation) x {spec.rows} rows"
+        tokens = self.schedule.window * spec.rows * spec.row_tokens
+        return f"training: {parts} of {spec.row_tokens} tokens = up to {tokens:,} tokens a step"
+
+    def _train(self, progress: Progress, tracker: Tracker | None) -> Path:
+        """Train; the main process has a tracker."""
         if self.spec.warm_start is not None and not progress.step:
             # The head that training starts from stays the best one until another is better.
             record: dict[str, Any] = {"step": 0, "tokens": 0, "epoch": 0.0}
             progress = self._evaluate(record, progress)
             if tracker:
                 tracker.log(record)
-        bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=not main)
+        bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
         self.pace = Pace(progress.tokens)
-        stopping = False  # as all processes agreed, so that none leaves another waiting
+        stopping = 0  # the signal, as all processes agreed, so that none leaves another waiting
         with bar, Interrupt() as interrupt:
             while progress.step < self.total and not self._stale(progress) and not stopping:
                 before = time.perf_counter()
@@ -141,10 +166,10 @@ class _Run:
         if stopping:
             raise StoppedError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
-                f"{self.folder}: run the same command again to go on from there."
+                f"{self.folder}: run the same command again to go on from there.",
+                128 + stopping,
             )
         if tracker:
-            tracker.close()
             warn_at_start(self.spec.warm_start, progress.best_step, progress.best_tau)
             pace = {"train_seconds": self.pace.seconds, "tokens_per_second": self.pace.speed(progress.tokens)}
             write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
@@ -159,12 +184,14 @@ class _Run:
         with autocast_of(self.accelerator.device, self.spec):  # as in the evaluations, whose memory it then takes
             return calibrate_best(self.folder / "best", self.target, *data, sampling)
 
-    def _maybe_checkpoint(self, progress: Progress, interrupt: Interrupt) -> bool:
-        """Save a checkpoint when one is due, and return whether to stop; all processes decide alike."""
+    def _maybe_checkpoint(self, progress: Progress, interrupt: Interrupt) -> int:
+        """Save a checkpoint when one is due, and return the signal to stop for, or 0; all processes decide alike."""
         due, asked = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes, interrupt.asked
         if self.accelerator.num_processes > 1:
-            wishes = torch.tensor([float(due), float(asked)], device=self.accelerator.device)
-            due, asked = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
+            numbers = (*ENDING, signal.SIGINT)
+            wishes = torch.tensor([due, *(asked == n for n in numbers)], device=self.accelerator.device).float()
+            due, *asks = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
+            asked = next((number for number, ask in zip(numbers, asks, strict=True) if ask), 0)
         if due:
             save_training_state(self.accelerator, self.folder, progress, self.head)
             self.pace.saved_at = time.perf_counter()

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from draftsmith.foreign.files import read_lines
 from draftsmith.foreign.json import parse_json
 from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.recipe.schema import TrackingSpec
+from draftsmith.train.stopping import code_of
 
 
 @dataclass
@@ -91,7 +93,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class Tracker:
-    """Append one JSON object per line to metrics.jsonl and mirror it to W&B.
+    """Append one JSON object per line to metrics.jsonl and mirror it to W&B, whose run ends as the training does.
 
     The file holds no clock times, so that an interrupted and resumed run leaves the same file.
     """
@@ -99,28 +101,45 @@ class Tracker:
     def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
         self.path = folder / "metrics.jsonl"
         # A run that starts over evaluates its initial head again, as step 0.
-        self._cut_after(resume_step or -1)
+        kept = self._cut_after(resume_step or -1)
         self._run: Any = None
-        if spec.wandb != "disabled":
-            import wandb
+        if spec.wandb == "disabled":
+            return
+        import wandb
 
-            settings = wandb.Settings(silent=True, console="off")
-            try:
-                self._run = wandb.init(
-                    project=spec.project,
-                    name=name,
-                    id=self._run_id(folder, new=resume_step == 0),
-                    resume="allow" if spec.wandb == "online" else None,
-                    config=config,
-                    dir=str(folder),
-                    mode=spec.wandb,
-                    settings=settings,
-                )
-            except wandb.errors.Error as error:
-                raise UserError(
-                    f"Weights & Biases did not start ({' '.join(str(error).split())}): run `wandb login`, or set "
-                    "tracking.wandb to offline or disabled."
-                ) from error
+        identity = self._run_id(folder, new=resume_step == 0)
+        before = sorted((folder / "wandb").glob(f"offline-run-*-{identity}"))
+        try:
+            self._run = wandb.init(
+                project=spec.project,
+                name=name,
+                id=identity,
+                resume="allow" if spec.wandb == "online" else None,
+                config=config,
+                dir=str(folder),
+                mode=spec.wandb,
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"Weights & Biases did not start ({' '.join(str(error).split())}): run `wandb login`, or set "
+                "tracking.wandb to offline or disabled."
+            ) from error
+        if spec.wandb == "offline":
+            # `wandb sync` takes no file for the continuation of another: this one holds all steps, the others leave its sight.
+            for values in kept:
+                self._run.log(flatten(values), step=values["step"])
+            for old in before:
+                old.rename(old.with_name(old.name.replace("offline-run", "continued-run")))
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=0 if error is None else code_of(error))
 
     def _run_id(self, folder: Path, *, new: bool) -> str:
         """Return the run's id on W&B: a resumed run keeps that of the interrupted one, so that both are one dashboard; a run
@@ -130,11 +149,12 @@ class Tracker:
             write_text(path, uuid4().hex[:12])
         return path.read_text(encoding="utf-8")
 
-    def _cut_after(self, step: int) -> None:
-        """Drop lines that a killed run wrote after its last checkpoint: they will be written again."""
+    def _cut_after(self, step: int) -> list[dict[str, Any]]:
+        """Drop lines that a killed run wrote after its last checkpoint, which will be written again; return the others."""
         if not self.path.exists():
-            return
-        kept = []
+            return []
+        kept: list[bytes] = []
+        records: list[dict[str, Any]] = []
         remedy = "remove that line, or add --redo train to begin again"
         for number, line in enumerate(read_lines(self.path, remedy), start=1):
             if not line.endswith(b"\n"):
@@ -146,7 +166,9 @@ class Tracker:
             if record["step"] > step:
                 break
             kept.append(line)
+            records.append(record)
         write_text(self.path, b"".join(kept).decode())
+        return records
 
     def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
         """Log one step; `extra` (speeds) goes to W&B only."""
@@ -154,8 +176,3 @@ class Tracker:
             file.write(json.dumps(values) + "\n")
         if self._run is not None:
             self._run.log(flatten(values) | (extra or {}), step=values["step"])
-
-    def close(self) -> None:
-        """Finish the W&B run."""
-        if self._run is not None:
-            self._run.finish()

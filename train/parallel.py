@@ -6,7 +6,6 @@ The launch file says how many processes there are and what they share out. Accum
 optimizer belong to the recipe: a launch file that says otherwise is refused, before anything runs.
 """
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,13 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.foreign.json import read_object
+from draftsmith.foreign.yaml import read_yaml
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.train.world import world
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
 
@@ -73,22 +74,18 @@ def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
 def launch_settings(config: Path | None = None) -> dict[str, str]:
     """Return what a launch file says, or (None) what the launcher told this process, as lower-case strings.
 
-    Keys: distributed_type, deepspeed_config_file, and those of fsdp_config; of a file also num_processes, num_machines
-    and use_cpu. Raises UserError for what is no launch file.
+    Keys: distributed_type, deepspeed_config_file, and those of fsdp_config; of a file all others, too. Raises UserError for what
+    is no launch file.
     """
     if config is not None:
-        try:
-            file = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            reason = getattr(error, "problem", None) or error
-            raise UserError(f"The launch file {config} cannot be read as YAML ({reason}): {_EXAMPLES}.") from error
+        file = read_yaml(config, _EXAMPLES)
         if not isinstance(file, dict) or "distributed_type" not in file:
             raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
-        found = {
-            key: file[key] for key in ("distributed_type", "num_processes", "num_machines", "use_cpu") if key in file
-        }
-        found |= (file.get("fsdp_config") or {}) | (file.get("deepspeed_config") or {})
-        return {key: str(value) for key, value in found.items()}
+        sections = [file.get("fsdp_config") or {}, file.get("deepspeed_config") or {}]
+        if not all(isinstance(section, dict) for section in sections):
+            raise UserError(f"{config} has a fsdp_config or deepspeed_config without keys: {_EXAMPLES}.")
+        found = {key: value for key, value in file.items() if not isinstance(value, dict | list)}
+        return {str(key): str(value) for section in (found, *sections) for key, value in section.items()}
     on = [kind for kind in (DEEPSPEED, FSDP) if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
     found = {"distributed_type": on[0] if on else "NO"}
     found |= {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
@@ -137,7 +134,7 @@ def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any
             f"There is no DeepSpeed configuration {str(path)!r}: name one with deepspeed_config_file in the launch file, "
             "from the folder you start in (recipes/deepspeed/zero2.json from the repository's root)."
         )
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_object(path, "see recipes/deepspeed/zero2.json")
     owned = {
         "gradient_accumulation_steps": (spec.accumulation, "train.accumulation"),
         # Left out or "auto", Accelerate would clip at 1.0 without a word.
@@ -149,10 +146,12 @@ def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any
             raise UserError(f"{path} has {key}: {config[key]}, but {owner} is {value}: remove it, the recipe decides.")
         config[key] = value
     for key, owner in _SECTIONS.items():
-        if config.get(key, {}).get("enabled", key in config) not in (False, "auto"):
+        section = config.get(key, {})
+        if not isinstance(section, dict) or section.get("enabled", key in config) not in (False, "auto"):
             raise UserError(f"{path} has a section {key}: remove it, as train.{owner} of the recipe decides.")
         config.pop(key, None)
-    stage = config.get("zero_optimization", {}).get("stage")
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage not in (1, 2):
         raise UserError(f"{path} has zero_optimization.stage {stage}: 1 and 2 are supported; FSDP2 shards weights too.")
     # Weights stay in fp32, and the head itself computes in train.precision, as it does without DeepSpeed.
@@ -176,11 +175,11 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(spec, settings)) if kind == DEEPSPEED else None,
         fsdp_plugin=FullyShardedDataParallelPlugin() if kind == FSDP else None,
     )
-    made, started = accelerator.distributed_type.value, int(os.environ.get("WORLD_SIZE", "1"))
+    made, started = accelerator.distributed_type.value, world().size
     if accelerator.num_processes != started or (kind in (FSDP, DEEPSPEED) and made != kind):
         raise UserError(
             f"The launcher started {started} process(es) for {kind}, but Accelerate made {accelerator.num_processes} of "
-            f"{made}: FSDP and DeepSpeed need GPUs; on a CPU take recipes/accelerate/cpu.yaml."
+            f"{made}: FSDP and DeepSpeed need GPUs; on CPUs take recipes/accelerate/ddp-2cpu.yaml."
         )
     return accelerator
 

@@ -1,5 +1,6 @@
 """What the commands do, a function each: they read a recipe, check it, make its stages, and print what came out."""
 
+import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -26,17 +27,17 @@ from draftsmith.stages.preflight import check_thresholds, preflight
 from draftsmith.stages.run import check_redo
 from draftsmith.stages.session import Session
 from draftsmith.stages.tree_search import search_tree
+from draftsmith.train.stopping import LAUNCHED
 
 
 def run(own: Namespace, words: list[str]) -> int:
     """Make all stages."""
     thresholds = parse_thresholds(own.fail_under)
     session = _session("run", words, own.redo)
-    if own.launch:
-        launching.check_config(session.recipe.train, own.launch)
+    launch = launching.check_launching(session, own.launch)
     check_thresholds(session, thresholds, preflight(session, "run"), decode=True)
-    if own.launch:
-        launching.train(session, own.launch, words)
+    if launch and not launching.train(session, launch, words):
+        return 0
     made = make_stages(session, "run", show=_show)
     folder = session.recipe.run_dir / "evaluation"
     print(f"\nreport  {folder / 'report.html'}")
@@ -69,12 +70,14 @@ def extract(own: Namespace, words: list[str]) -> int:
 def train(own: Namespace, words: list[str]) -> int:
     """Train the head, after its data have been made."""
     session = _session("train", words, own.redo)
-    if own.launch:
-        launching.check_config(session.recipe.train, own.launch)
+    launching.check_script(own.script, session.recipe.method)
+    launch = launching.check_launching(session, own.launch)
     preflight(session, "train")
-    if own.launch:
-        launching.train(session, own.launch, words)
-    print(make_stages(session, "train").head)
+    if launch and not launching.train(session, launch, words):
+        return 0
+    head = make_stages(session, "train").head
+    if LAUNCHED not in os.environ:  # else the process that launched this one says it
+        print(head)
     return 0
 
 

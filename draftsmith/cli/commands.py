@@ -11,8 +11,6 @@ from pkgutil import resolve_name
 from draftsmith.errors import UserError
 from draftsmith.recipe.options import Option, number, option, whole_number
 
-LAUNCHED = "DRAFTSMITH_LAUNCHED"
-"""Set for the processes that --launch starts, which inherit that Ctrl-C is ignored."""
 MOST_NODES = 1023
 """Drafted tokens of the largest tree that can be asked for."""
 CONVERTER_TYPES = ("f32", "f16", "bf16", "q8_0")

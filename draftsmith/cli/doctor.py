@@ -196,7 +196,7 @@ def check_hub() -> Iterator[Check]:
 
 
 def check_accelerate() -> Iterator[Check]:
-    """The default configuration of `accelerate launch`, and the one that silently does not synchronise."""
+    """The default configuration of `accelerate launch`, and the kinds that start one process where several are asked for."""
     file = caches()["Hub cache"] / "accelerate" / "default_config.yaml"
     if not file.is_file():
         fix = "pass --config_file recipes/accelerate/cpu.yaml, one-gpu.yaml or ddp-8gpu.yaml"
@@ -204,9 +204,9 @@ def check_accelerate() -> Iterator[Check]:
         return
     values = dict(re.findall(r"^(\w+): *['\"]?(\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
     kind, processes = values.get("distributed_type", "NO"), values.get("num_processes", "1")
-    if processes != "1" and (kind == "MULTI_CPU" or values.get("use_cpu") == "true"):
-        found = f"{file}: {processes} CPU processes, which Accelerate does not synchronise"
-        yield Check("Accelerate", "bad", found, "pass --config_file recipes/accelerate/cpu.yaml")
+    if processes != "1" and kind in ("NO", "MULTI_CPU"):
+        found = f"{file}: {processes} processes of {kind}, of which Accelerate starts one"
+        yield Check("Accelerate", "bad", found, "pass --config_file recipes/accelerate/ddp-2cpu.yaml or cpu.yaml")
     else:
         yield Check("Accelerate", "ok", f"{file}: {kind}, {processes} process(es)")
 

@@ -4,34 +4,93 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 import draftsmith.train
-from draftsmith.cli.commands import LAUNCHED
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.stages.pipeline import make_stages
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, say
+from draftsmith.train.meeting import DATA, wait_for_port
 from draftsmith.train.parallel import check_launch, launch_settings
+from draftsmith.train.stopping import ENDING, LAUNCHED, on_signals
+from draftsmith.train.world import check_started, world
+
+_ONE = ("NO", "MULTI_CPU")
+"""Kinds of launch with which Accelerate starts one process, however many are asked for."""
 
 
-def check_config(spec: TrainSpec, config: str) -> None:
-    """Refuse a launch file that is missing, cannot start here or contradicts the recipe, before answers and hidden
-    states are made."""
+@dataclass(frozen=True)
+class Launch:
+    """What a launch file asks for: processes on all machines together, and the number of this machine, from 0. address: where
+    the processes meet, "host:port", empty for one machine."""
+
+    config: str
+    processes: int
+    machine: int
+    address: str
+
+
+def check_launching(session: Session, config: str | None) -> Launch | None:
+    """Return what the launch file asks for, if one is named. Raises UserError for what cannot start, and where the processes that
+    this is one of, or is alone of, are not those that were asked for."""
+    if config is None:
+        check_started()
+        return None
+    if world().size > 1:
+        raise UserError(
+            f"WORLD_SIZE is {world().size}, but --launch starts processes itself: leave out one of the launchers."
+        )
+    return check_config(session.recipe.train, config, session.device)
+
+
+def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
+    """Return what a launch file asks for. Refuses one that is missing, cannot start here or contradicts the recipe, before answers
+    and hidden states are made. device: the recipe's."""
     if not Path(config).exists():
         raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
     settings = launch_settings(Path(config))
     check_launch(spec, Path(config))
-    here = int(settings.get("num_processes", "1")) // max(1, int(settings.get("num_machines", "1")))
-    gpus = torch.cuda.device_count()
-    if here > max(1, gpus) and settings.get("use_cpu", "false").lower() != "true":
+    machines = _number(settings, config, "num_machines", 1)
+    processes, machine = _number(settings, config, "num_processes", 1), _number(settings, config, "machine_rank", 0)
+    kind, cpu = settings["distributed_type"].upper(), settings.get("use_cpu", "false").lower() == "true"
+    if processes > 1 and kind in _ONE:
+        raise UserError(
+            f"{config} asks for {processes} processes, but with distributed_type {kind} Accelerate starts one: set MULTI_GPU, as in "
+            "recipes/accelerate/ddp-8gpu.yaml for GPUs and ddp-2cpu.yaml for CPUs."
+        )
+    if processes % machines or machine >= machines:
+        raise UserError(
+            f"{config} has num_processes: {processes}, num_machines: {machines} and machine_rank: {machine}: every machine has as many "
+            "processes, and machine_rank counts from 0."
+        )
+    address = ""
+    if machines > 1:
+        if "main_process_ip" not in settings or "main_process_port" not in settings:
+            raise UserError(
+                f"{config} has num_machines: {machines}: name an address of machine 0 with main_process_ip and main_process_port."
+            )
+        address = f"{settings['main_process_ip']}:{_number(settings, config, 'main_process_port', 1)}"
+    here, gpus = processes // machines, torch.cuda.device_count()
+    if here > max(1, gpus) and not cpu:
         raise UserError(
             f"{config} asks for {here} processes on this machine, which has {gpus} GPUs: set num_processes to what you "
-            "have, or take recipes/accelerate/one-gpu.yaml or cpu.yaml."
+            "have, or take recipes/accelerate/one-gpu.yaml, cpu.yaml or ddp-2cpu.yaml."
         )
+    if cpu and device != "cpu":
+        raise UserError(f"{config} has use_cpu: true, but the recipe computes on {device}: add --target.device cpu.")
+    return Launch(config, processes, machine, address)
+
+
+def _number(settings: dict[str, str], config: str, key: str, least: int) -> int:
+    text = settings.get(key, str(least))
+    if not (text.isascii() and text.isdecimal() and len(text) < 7) or int(text) < least:
+        raise UserError(f"{config} has {key}: {text}, and not a whole number from {least}.")
+    return int(text)
 
 
 def find_script(method: str) -> Path:
@@ -39,30 +98,67 @@ def find_script(method: str) -> Path:
     return Path(next(iter(draftsmith.train.__path__))) / find_method(method).launcher
 
 
-def train(session: Session, config: str, words: list[str]) -> None:
-    """Make answers and hidden states here, then train as `accelerate launch --config_file CONFIG train/head.py` would, in
-    processes of their own. words: those of the recipe, again.
+def check_script(script: str | None, method: str) -> None:
+    """Refuse a recipe whose method is not trained by the file of train/ that was launched."""
+    if script is not None and find_method(method).launcher != script:
+        raise UserError(
+            f"train/{script} does not train the method {method!r} of the recipe: launch train/{find_method(method).launcher}, or "
+            "train/head.py, which trains any."
+        )
 
-    Ctrl-C reaches the training itself, which saves a checkpoint; this process waits for it.
+
+def train(session: Session, launch: Launch, words: list[str]) -> bool:
+    """Make answers and hidden states here, then train as `accelerate launch --config_file CONFIG train/head.py` would, in
+    processes of their own; return whether this machine goes on with the other stages. words: those of the recipe, again.
+
+    Of several machines the first makes the data and goes on after training; the others wait for it, and only train. Signals
+    reach the training itself, which saves a checkpoint; this process waits for it.
     """
-    make_stages(session, "extract")
-    if "train" in session.redo:
-        session.run.clear("train")
-        session.redo.discard("train")
+    session.processes = launch.processes
+    if launch.machine:
+        _await_machine_0(launch)
+    else:
+        make_stages(session, "extract")
+        if "train" in session.redo:
+            session.run.clear("train")
+            session.redo.discard("train")
     session.drop_target()
-    # Quiet: the launcher's own stack trace would bury the sentence of the training.
-    options, script = ["--quiet", "--config_file", config], find_script(session.recipe.method)
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, str(script), *words]
-    interrupted = []
+    folder, script = session.recipe.run_dir / "train", find_script(session.recipe.method)
+    options = [str(folder), "--quiet", "--config_file", launch.config, str(script), *words]
+    code = _run([sys.executable, "-m", "draftsmith.cli.launcher", *options], launch.processes)
+    if code:
+        raise SystemExit(code)
+    if launch.machine:
+        say("trained; machine 0 goes on with what comes next")
+    return not launch.machine
+
+
+def _run(command: list[str], processes: int) -> int:
+    """Run the launcher until it ends, and return its exit code; signals are handed on to it."""
+    asked: list[int] = []
+
+    def hand_on(number: int, _: object) -> None:
+        asked.append(number)
+        process.send_signal(number)
+
     # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: "1"})
-        signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
-        code = process.wait()
+        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: str(processes)})
+        # The terminal sends Ctrl-C to all of them.
+        signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
+        with on_signals(hand_on, ENDING):
+            code = process.wait()
     finally:
         signal.signal(signal.SIGINT, usual)
-    if code and interrupted:
-        raise KeyboardInterrupt
-    if code:
-        raise UserError(f"Training ended with exit code {code}: its own message is above.")
+    return 128 + asked[0] if code and asked else abs(code)
+
+
+def _await_machine_0(launch: Launch) -> None:
+    """Wait until machine 0 has made the data and starts training."""
+    host, port = launch.address.rsplit(":", 1)
+    say(f"waiting for machine 0 at {launch.address}, which makes answers and hidden states first")
+    if not wait_for_port(host, int(port), DATA, lambda: None):
+        raise UserError(
+            f"Machine 0 did not start training at {launch.address} within {DATA.days} days: see there whether it is still at work."
+        )

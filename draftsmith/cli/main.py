@@ -11,9 +11,20 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from draftsmith.cli.commands import COMMANDS, LAUNCHED
-from draftsmith.errors import StoppedError, UserError, did_you_mean
+from draftsmith.cli.commands import COMMANDS
+from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipe.options import take_options
+from draftsmith.train.meeting import together
+from draftsmith.train.stopping import (
+    ENDING,
+    INTERRUPTED,
+    LAUNCHED,
+    code_of,
+    end_with_launcher,
+    on_signals,
+    raise_terminated,
+)
+from draftsmith.train.world import world
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser
@@ -21,30 +32,30 @@ if TYPE_CHECKING:
 _TOP = ("-h", "--help", "--version", "--print_completion")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command; return its exit code. A user's mistake is printed as one sentence, with exit code 2."""
+def main(argv: list[str] | None = None, script: str | None = None) -> int:
+    """Run a command; return its exit code. A user's mistake is printed as one sentence, with exit code 2; Ctrl-C ends with 130,
+    SIGTERM with 143. script: the file of train/ that was launched, for `train`."""
     words = list(sys.argv[1:] if argv is None else argv)
     if LAUNCHED in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_with_launcher()
     try:
-        return _dispatch(words)
-    except SystemExit as stop:  # --help
+        with on_signals(raise_terminated, ENDING):
+            return _dispatch(words, script)
+    except SystemExit as stop:  # --help, and processes whose failure another one has said
         return int(stop.code or 0)
-    except StoppedError as error:
-        print(f"draftsmith: {error}", file=sys.stderr)
-        return 130
     except UserError as error:
         print(f"draftsmith: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("draftsmith: interrupted; run the same command again to go on from here.", file=sys.stderr)
-        return 130
+        return code_of(error)
+    except KeyboardInterrupt as stop:
+        print(f"draftsmith: {INTERRUPTED}", file=sys.stderr)
+        return code_of(stop)
     except BrokenPipeError:
         return 1
 
 
-def _dispatch(words: list[str]) -> int:
-    """Run the command that the first word names. Raises UserError for one that does not exist."""
+def _dispatch(words: list[str], script: str | None) -> int:
+    """Run the command that the first word names. Raises UserError for one that does not exist, or not in several processes."""
     if not words or words[0].split("=")[0] in _TOP:
         return _top(words)
     name = words[0]
@@ -52,8 +63,15 @@ def _dispatch(words: list[str]) -> int:
         hint = "options come after it; " if name.startswith("-") else ""
         meant = did_you_mean(name.lower(), COMMANDS)
         raise UserError(f"There is no command '{name}'{meant}: {hint}the commands are {', '.join(COMMANDS)}.")
-    own, rest = take_options(words[1:], COMMANDS[name].options)
-    return _help(name, rest) if {"-h", "--help"} & set(rest) else COMMANDS[name].run(own, rest)
+    if name != "train" and world().size > 1:
+        raise UserError(
+            f"WORLD_SIZE is {world().size} in the environment, but `draftsmith {name}` works in one process: leave the launcher out, "
+            "or unset WORLD_SIZE and RANK; only training takes several."
+        )
+    with together():
+        own, rest = take_options(words[1:], COMMANDS[name].options)
+        own.script = script
+        return _help(name, rest) if {"-h", "--help"} & set(rest) else COMMANDS[name].run(own, rest)
 
 
 def _help(name: str, words: list[str]) -> int:

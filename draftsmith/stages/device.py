@@ -1,15 +1,15 @@
 """Where a run computes: the device, the processes that share it, and how memory of the CPU is kept."""
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.train.meeting import STEP, meeting
+from draftsmith.train.world import world
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -23,11 +23,17 @@ def choose_device(named: str) -> str:
         raise UserError(f"target.device is {device!r}: it is auto, cpu, cuda or cuda:N.")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and "LOCAL_RANK" in os.environ:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"  # one GPU per process, also before Accelerate starts
+    here = world()
+    if device == "cuda" and here.size > 1:
+        device = f"cuda:{here.local_rank}"  # one GPU per process, also before Accelerate starts
+        if here.local_rank >= torch.cuda.device_count() > 0:
+            raise UserError(
+                f"LOCAL_RANK is {here.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here: start as many processes "
+                "as there are GPUs."
+            )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`.")
-    if device.startswith("cuda:") and "LOCAL_RANK" not in os.environ:
+    if device.startswith("cuda:") and here.size == 1:
         # Accelerate takes the current device, whatever the recipe says.
         torch.cuda.set_device(device)
     if device == "cpu":
@@ -38,15 +44,15 @@ def choose_device(named: str) -> str:
 @contextmanager
 def main_process_first(device: str) -> Iterator[bool]:
     """Let one process make the files that all of them then reuse; yield whether this is that process."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    met = meeting()
+    if met is None:
         yield True
         return
     from accelerate import PartialState  # here, as it is slow to import and one process needs none
 
-    # The others wait for as long as answers and hidden states take, which may be days.
-    state = PartialState(cpu=device == "cpu", timeout=timedelta(days=7))
-    with state.main_process_first():
-        yield state.is_main_process
+    PartialState(cpu=device == "cpu", timeout=STEP)
+    with met.first() as first:
+        yield first
 
 
 def keep_freed_memory() -> bool:

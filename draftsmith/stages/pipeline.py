@@ -14,6 +14,7 @@ from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.run import COMMAND_STAGES
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import prepare_training, train_stage
+from draftsmith.train.meeting import meeting
 from draftsmith.train.schedule import TrainData
 
 
@@ -38,6 +39,9 @@ def make_stages(session: Session, command: str, show: Callable[[list[Path]], Non
     """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused. show:
     receives the result files as soon as they are written."""
     stages, made, start = COMMAND_STAGES[command], Made(), None
+    if met := meeting():
+        met.check_shared("--output_dir", session.recipe.run_dir)
+        met.check_shared("--data_dir", session.recipe.data_path)
     with main_process_first(session.device):
         if "answers" in stages:
             made.answers = answers_stage(session)

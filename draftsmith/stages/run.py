@@ -4,7 +4,6 @@ runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  expo
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.schema import Recipe
+from draftsmith.train.world import world
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 DATA_STAGES = ("answers", "features")
@@ -130,7 +130,7 @@ class RunDirectory:
             return True
         self._lock()
         self._check_unclaimed(stage)
-        known, flat = self.record(stage), _plain(inputs)
+        known, flat = self.record(stage), flat_inputs(inputs)
         while stage in _MEASURED and known is not None and (spoilt := self._spoilt(stage, known)) is not None:
             if spoilt[0].is_file():
                 spoilt[0].unlink()  # ours by its record, and not what was measured any more
@@ -147,7 +147,7 @@ class RunDirectory:
 
     def check_unchanged(self, stage: str, inputs: dict[str, Any]) -> None:
         """Raise UserError, which names the settings that changed, where a stage's files were made from other inputs."""
-        flat, known = _plain(inputs), self.record(stage)
+        flat, known = flat_inputs(inputs), self.record(stage)
         if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
             return
         before = known.inputs
@@ -170,7 +170,7 @@ class RunDirectory:
         Then what a killed process left half-written goes, and a removal that was cut short is done. Raises UserError for a
         folder that is no run.
         """
-        if self._locked is None and os.environ.get("RANK", "0") == "0":
+        if self._locked is None and world().main:
             self.check_ours()
             self._locked = claim(self.path / ".lock")
             sweep(self.path)
@@ -184,7 +184,7 @@ class RunDirectory:
         file, for anything else that changed since: it would be taken for what the record says.
         """
         known = self.record(stage)
-        if known is None or known.state != "done" or known.fingerprint != fingerprint(_plain(inputs)):
+        if known is None or known.state != "done" or known.fingerprint != fingerprint(flat_inputs(inputs)):
             return False
         if not (self.path / FILES[stage][0]).exists():
             return False
@@ -318,12 +318,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _plain(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_inputs(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return inputs as run.json keeps them, so that they compare equal: flat, by the dotted keys of recipes and overrides."""
     flat: dict[str, Any] = {}
     for key, value in inputs.items():
         if isinstance(value, dict) and value:
-            flat |= _plain(value, f"{prefix}{key}.")
+            flat |= flat_inputs(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = json.loads(json.dumps(value, default=str))
     return flat

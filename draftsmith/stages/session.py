@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
+from draftsmith.train.world import world
 
 
 def say(text: str) -> None:
@@ -40,13 +40,14 @@ class Session:
     """A recipe, its run directory, and what several stages load only once.
 
     redo: stages to make again. head: the folder of the head to measure or export, or of its run; None for this run's own.
+    processes: of the training.
     """
 
     def __init__(self, recipe: Recipe, *, redo: set[str] | None = None, head: Path | None = None) -> None:
         self.recipe, self.named_head = recipe, head
-        main = int(os.environ.get("RANK", "0")) == 0
+        self.processes = world().size
         # Stages to remove when they begin; each once, and by one process only.
-        self.redo = set(redo or ()) if main else set()
+        self.redo = set(redo or ()) if world().main else set()
         self.run = RunDirectory(recipe.run_dir)
         shared = recipe.data_path != recipe.run_dir
         self.data = RunDirectory(recipe.data_path, DATA_STAGES) if shared else self.run

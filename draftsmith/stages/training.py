@@ -20,8 +20,11 @@ from draftsmith.heads.warm_start import restart
 from draftsmith.stages.data import answer_inputs, head_layers
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
+from draftsmith.stages.run import flat_inputs
 from draftsmith.stages.session import Session, say
 from draftsmith.train import loop
+from draftsmith.train.checkpoints import window_of
+from draftsmith.train.meeting import meeting
 from draftsmith.train.schedule import TrainData
 
 
@@ -37,14 +40,27 @@ def prepare_training(session: Session, samples: list[Tokenized]) -> tuple[DraftH
 
 def train_stage(session: Session, head: DraftHead, data: TrainData) -> Path:
     """Train the head of `prepare_training`; return the folder of the best one."""
-    folder = session.recipe.run_dir / "train"
+    folder, inputs = session.recipe.run_dir / "train", train_inputs(session)
+    if met := meeting():
+        met.folder = folder
+        met.compare(flat_inputs(inputs), "start all processes with the same recipe, models and options")
     with main_process_first(session.device) as main:
-        done = session.begin("train", train_inputs(session))
+        done = session.begin("train", _with_equal_batch(session, inputs, folder))
     if not done:
         loop.train(session.recipe, session.target, head, data, folder)
         if main:
             session.finish("train", read_object(folder / "summary.json", "add --redo train"))
     return folder / "best"
+
+
+def _with_equal_batch(session: Session, inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return `inputs` with the accumulation that run.json records where that, over the processes it had then, made the same
+    micro-batches per step: the trajectory is the same."""
+    known, window = session.run.record("train"), session.processes * session.recipe.train.accumulation
+    before = None if known is None else known.inputs.get("train.accumulation")
+    if before is None or window_of(folder) != window:
+        return inputs
+    return inputs | {"train": inputs["train"] | {"accumulation": before}}
 
 
 def train_inputs(session: Session) -> dict[str, Any]:

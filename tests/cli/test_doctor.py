@@ -177,7 +177,8 @@ def test_cache_folder_is_the_one_that_data_uses(tmp_path: Path, monkeypatch: pyt
         (None, "note"),
         ("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n", "ok"),
         ("distributed_type: MULTI_CPU\nnum_processes: 2\n", "bad"),
-        ("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n", "bad"),
+        ("distributed_type: NO\nnum_processes: 2\nuse_cpu: true\n", "bad"),
+        ("distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n", "ok"),
         ("distributed_type: MULTI_GPU\nnum_processes: 8\nuse_cpu: false\n", "ok"),
     ],
 )

@@ -11,9 +11,9 @@ import pytest
 from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.run import _plain
+from draftsmith.stages.run import flat_inputs
 from draftsmith.stages.session import Session
-from draftsmith.stages.training import train_inputs
+from draftsmith.stages.training import _with_equal_batch, train_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = json.loads((ROOT / "tests" / "fixtures" / "fingerprints.json").read_text())
@@ -35,14 +35,14 @@ def test_fingerprints_hold_what_they_held(made: dict[str, Any]) -> None:
         "evaluate": fingerprint_fields(recipe.evaluate, ("prompts", "beside", "baselines")),
         "export": fingerprint_fields(recipe.export, ["layout"]),
     }
-    assert {stage: _plain(inputs) for stage, inputs in found.items()} == {k: made[k] for k in found}
+    assert {stage: flat_inputs(inputs) for stage, inputs in found.items()} == {k: made[k] for k in found}
 
 
 @pytest.mark.parametrize("method", ["eagle3", "medusa"])
 def test_the_committed_runs_hold_the_keys_of_today(method: str) -> None:
     """Their recipes have changed in four values since, but in no key."""
     made = json.loads((ROOT / "docs/results/shared-target/train" / method / "run.json").read_text())["train"]["inputs"]
-    found = _plain(trained(parse_recipe(["--recipe", str(ROOT / "recipes" / method / "shared-target.yaml")])))
+    found = flat_inputs(trained(parse_recipe(["--recipe", str(ROOT / "recipes" / method / "shared-target.yaml")])))
     assert found.keys() == made.keys()
     changed = {"answers", "features", "head.norm_before_residual", "train.precision", "train.lr", "train.muon_lr"}
     assert {key for key in made if made[key] != found[key]} <= changed
@@ -73,3 +73,22 @@ def test_later_fields_are_left_out_at_their_defaults_alone() -> None:
     assert fingerprint_fields(changed) == expected
     assert fingerprint_fields(changed, ["several", "scale"]) == {"inner": {"old": 2, "new": [3]}}
     assert fingerprint_fields(Heir())["scale"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("processes", "accumulation", "same"), [(2, 4, True), (1, 8, True), (8, 1, True), (2, 8, False), (1, 4, False)]
+)
+def test_processes_times_accumulation_is_what_a_resumed_training_depends_on(
+    processes: int, accumulation: int, same: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_5" / "DONE").write_text("")
+    (tmp_path / "step_5" / "progress.json").write_text('{"step": 5, "window": 8}')
+    session = SimpleNamespace(
+        processes=processes,
+        recipe=SimpleNamespace(train=SimpleNamespace(accumulation=accumulation)),
+        run=SimpleNamespace(record=lambda stage: SimpleNamespace(inputs={"train.accumulation": 8})),
+    )
+    inputs = {"train": {"accumulation": accumulation, "lr": 1.0}}
+    found = _with_equal_batch(cast(Session, session), inputs, tmp_path)
+    assert found == {"train": {"accumulation": 8 if same else accumulation, "lr": 1.0}}

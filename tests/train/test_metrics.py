@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftsmith.errors import StoppedError, UserError
 from draftsmith.recipe.schema import TrackingSpec
 from draftsmith.train.metrics import Tracker, flatten
 
@@ -32,12 +33,12 @@ def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
 def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], int]] = []
     run = SimpleNamespace(
-        log=lambda values, step: logged.append((values, step)), finish=lambda: logged.append(({}, -1))
+        log=lambda values, step: logged.append((values, step)), finish=lambda exit_code: logged.append(({}, -1))
     )
     monkeypatch.setattr("wandb.init", lambda **options: run)
-    tracker = Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0)
-    tracker.log({"step": 1, "accuracy": [0.5, 0.25], "tau": {"overall": 2.0, "slices": {"math": 3.0}}}, {"speed": 7.0})
-    tracker.close()
+    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0) as tracker:
+        figures = {"step": 1, "accuracy": [0.5, 0.25], "tau": {"overall": 2.0, "slices": {"math": 3.0}}}
+        tracker.log(figures, {"speed": 7.0})
     values, step = logged[0]
     assert step == 1
     assert values == {
@@ -53,9 +54,8 @@ def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pyt
 
 
 def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {"recipe": {"seed": 1}}, 0)
-    tracker.log({"step": 1, "loss": 2.0})
-    tracker.close()
+    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {"recipe": {"seed": 1}}, 0) as tracker:
+        tracker.log({"step": 1, "loss": 2.0})
     files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 1
     assert files[0].stat().st_size > 0
@@ -63,12 +63,54 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
 def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda: None)
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: None)
     monkeypatch.setattr("wandb.init", lambda **options: ids.append(options["id"]) or run)
     for step in (0, 5, 0):
-        Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step).close()
+        with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step):
+            pass
     assert ids[0] == ids[1] != ids[2]
 
 
 def test_flatten_leaves_out_what_is_missing() -> None:
     assert flatten({"a": None, "b": {"c": [1, None]}}) == {"b/c/0": 1}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("The loss became nan"), 2),
+        (StoppedError("interrupted"), 130),
+        (StoppedError("preempted", 143), 143),
+        (KeyboardInterrupt(), 130),
+        (RuntimeError("a bug"), 1),
+    ],
+)
+def test_a_run_that_did_not_finish_ends_as_such_on_wandb(
+    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: codes.append(exit_code))
+    monkeypatch.setattr("wandb.init", lambda **options: run)
+    with pytest.raises(type(error)), Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0):
+        raise error
+    assert codes == [code]
+
+
+def test_an_offline_run_that_goes_on_is_one_run_for_wandb_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
+    folders = iter(("offline-run-1", "offline-run-2"))
+
+    def init(**options: str) -> SimpleNamespace:
+        (tmp_path / "wandb" / f"{next(folders)}-{options['id']}").mkdir(parents=True)
+        steps.clear()
+        return SimpleNamespace(log=lambda values, step: steps.append(step), finish=lambda exit_code: None)
+
+    monkeypatch.setattr("wandb.init", init)
+    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0) as tracker:
+        for step in (1, 2, 3):
+            tracker.log({"step": step, "loss": 1.0})
+    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 2) as tracker:
+        tracker.log({"step": 3, "loss": 1.0})
+    assert steps == [1, 2, 3]
+    names = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "wandb").iterdir())
+    assert names == ["continued-run-1", "offline-run-2"]

@@ -1,7 +1,6 @@
 """What a launch file may say, what the recipe keeps to itself, and which checkpoints fit."""
 
 import json
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,19 @@ import pytest
 import torch
 import yaml
 
-from draftsmith.cli.launching import check_config
+from draftsmith.cli.launching import check_config, check_script
 from draftsmith.errors import UserError
 from draftsmith.heads.hydra.head import HydraHead, HydraOptions, build
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import parallel
-from draftsmith.train.checkpoints import Interrupt, Progress, load_training_state, save_training_state
+from draftsmith.train.checkpoints import Progress, load_training_state, save_training_state
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "recipes" / "accelerate"
+PLACE = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 SPEC = TrainSpec(accumulation=3, clip=0.0, rows=2)
 
 
@@ -59,8 +59,9 @@ def test_shipped_launch_files_are_accepted(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "cannot be read"),
-        ("a: [", "cannot be read"),
+        (None, "is a folder"),
+        ("a: [", "is not YAML"),
+        ("distributed_type: FSDP\nfsdp_config: 3", "without keys"),
         ("", "no launch file"),
         ("method: eagle3", "no launch file"),
     ],
@@ -76,22 +77,10 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     with pytest.raises(UserError, match=r"asks for 8 processes .* which has 4 GPUs"):
         check_config(SPEC, str(LAUNCH / "ddp-8gpu.yaml"))
-    for name in ("cpu", "one-gpu"):
+    for name in ("cpu", "one-gpu", "ddp-2cpu"):
         check_config(SPEC, str(LAUNCH / f"{name}.yaml"))
     with pytest.raises(UserError, match="no accelerate configuration at"):
         check_config(SPEC, "nowhere.yaml")
-
-
-def test_signals_within_one_press_of_ctrl_c_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr("draftsmith.train.checkpoints.time.monotonic", lambda: now[0])
-    with Interrupt() as interrupt:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        assert interrupt.asked
-        now[0] += 2
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("name", ["fsdp2-8gpu", "zero2-8gpu"])
@@ -159,7 +148,8 @@ def test_the_launcher_cannot_change_accumulation(monkeypatch: pytest.MonkeyPatch
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     make_accelerator(SPEC, torch.device("cpu"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"started 2 process\(es\) for NO, but Accelerate made 1 of NO"):
         make_accelerator(SPEC, torch.device("cpu"))
 
@@ -170,6 +160,7 @@ def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     save_training_state(accelerator, tmp_path, Progress(step=5, window=1), head)
     assert load_training_state(accelerator, tmp_path, head) == Progress(step=5, window=1)
     file = tmp_path / "step_5" / "progress.json"
+    (tmp_path / "step_5" / "DONE").write_text("")  # as earlier versions did, without digests
     file.write_text(file.read_text().replace("plain", "FSDP2"))
     with pytest.raises(UserError, match="made under FSDP2 and cannot be resumed under plain"):
         load_training_state(accelerator, tmp_path, head)
@@ -183,7 +174,51 @@ def test_a_resumed_head_keeps_what_it_measured(tmp_path: Path) -> None:
     save_training_state(accelerator, tmp_path, Progress(step=5, window=1), head)
     load_training_state(accelerator, tmp_path, again)
     assert again.embedding_scale == head.embedding_scale
+    (tmp_path / "step_5" / "DONE").write_text("")
     file, again = tmp_path / "step_5" / "progress.json", make_head()
     file.write_text(file.read_text().replace("embedding_scale", "token_scale"))  # as earlier versions wrote it
     load_training_state(accelerator, tmp_path, again)
     assert again.embedding_scale == head.embedding_scale
+
+
+TWO = {"distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"distributed_type": "MULTI_CPU"}, "with distributed_type MULTI_CPU Accelerate starts one"),
+        ({"distributed_type": "NO"}, "with distributed_type NO Accelerate starts one"),
+        ({"num_processes": "two"}, "num_processes: two, and not a whole number from 1"),
+        ({"num_processes": 0}, "num_processes: 0, and not a whole number from 1"),
+        ({"num_processes": 3, "num_machines": 2}, "every machine has as many processes"),
+        ({"num_machines": 2, "machine_rank": 2}, "machine_rank counts from 0"),
+        ({"num_machines": 2}, "name an address of machine 0"),
+    ],
+)
+def test_launches_that_would_start_other_processes_are_refused(keys: dict[str, Any], why: str, tmp_path: Path) -> None:
+    file = tmp_path / "launch.yaml"
+    file.write_text(yaml.safe_dump(TWO | keys))
+    with pytest.raises(UserError, match=why):
+        check_config(SPEC, str(file))
+
+
+def test_a_launch_on_cpus_needs_a_recipe_on_cpus() -> None:
+    with pytest.raises(UserError, match=r"add --target\.device cpu"):
+        check_config(SPEC, str(LAUNCH / "ddp-2cpu.yaml"), "cuda")
+
+
+def test_machines_meet_at_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    launch = check_config(SPEC, str(LAUNCH / "ddp-2x8gpu.yaml"), "cuda")
+    assert (launch.processes, launch.machine, launch.address) == (16, 0, "10.0.0.1:29500")
+
+
+@pytest.mark.parametrize("launcher", ["medusa.py", "eagle.py"])
+def test_a_launchable_file_refuses_methods_of_another(launcher: str) -> None:
+    check_script(launcher, {"medusa.py": "medusa2", "eagle.py": "eagle1"}[launcher])
+    check_script(None, "hydra")
+    with pytest.raises(
+        UserError, match=rf"train/{launcher} does not train the method 'hydra' .* launch train/head\.py"
+    ):
+        check_script(launcher, "hydra")

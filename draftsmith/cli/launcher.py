@@ -1,0 +1,68 @@
+"""What `--launch` starts: `accelerate launch`, quiet about its own state, ending with its parent, and handing signals on.
+
+python -m draftsmith.cli.launcher TRAIN_FOLDER --config_file FILE train/head.py --recipe R
+"""
+
+import logging
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+import psutil
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from draftsmith.train.checkpoints import latest_checkpoint
+from draftsmith.train.stopping import ENDING, LOST, end_with_parent, on_signals
+
+
+def main() -> int:
+    """Launch, and return the exit code of the first process that failed."""
+    end_with_parent()
+    folder, *words = sys.argv[1:]
+    arguments = launch_command_parser().parse_args(words)
+    # torchrun's own handlers would kill the processes half a minute later, whether they have saved a checkpoint or not.
+    arguments.signals_to_handle = "SIGQUIT"
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        with on_signals(_hand_on, ENDING):
+            launch_command(arguments)
+    except ChildFailedError as error:
+        return _say(error.failures, Path(folder))
+    except (ConnectionError, ValueError, ImportError) as error:
+        print(f"draftsmith: `accelerate launch` did not start ({error}): change the launch file.", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _hand_on(number: int, _: FrameType | None) -> None:
+    """Send a signal to the training processes, which save a checkpoint and end."""
+    for child in psutil.Process().children():
+        child.send_signal(number)
+
+
+def _say(failures: dict[int, ProcessFailure], folder: Path) -> int:
+    """Say what processes that were killed, or lost the others, could not say themselves; return the exit code."""
+    for rank, failure in failures.items():
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            name = signal.Signals(-failure.exitcode).name
+            memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
+            found = latest_checkpoint(folder, warn=False)
+            start = " from the beginning, as there is no checkpoint yet" if found is None else f" to go on from {found}"
+            what = f"Rank {rank} on {socket.gethostname()} was ended by {name}{memory}"
+            print(f"draftsmith: {what}: run the same command again{start}.", file=sys.stderr)
+            return 1
+    codes = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
+    if set(codes) <= {LOST}:
+        for failure in failures.values():
+            if isinstance(failure.message, dict):
+                print(f"draftsmith: {failure.message['message']}", file=sys.stderr)
+                break
+        return 1
+    return next(code for code in codes if code != LOST)  # has said why
+
+
+if __name__ == "__main__":
+    sys.exit(main())

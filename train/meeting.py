@@ -1,0 +1,328 @@
+"""How the processes of a training meet, wait for each other, agree, and end together.
+
+They meet at a key-value store at MASTER_ADDR:MASTER_PORT, before anything else; collective operations of torch are for training
+steps alone.
+"""
+
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TextIO
+
+from draftsmith.errors import StoppedError, UserError, first_line
+from draftsmith.files import explain_os_error
+from draftsmith.train.stopping import ENDING, INTERRUPTED, LAUNCHED, LOST, code_of, on_signals
+from draftsmith.train.world import World, world
+
+MEET = timedelta(minutes=10)
+"""How long processes wait until all have come."""
+STEP = timedelta(minutes=30)
+"""How long processes wait for each other in a step: the longest is a checkpoint, which one of them writes."""
+DATA = timedelta(days=7)
+"""How long the others wait while one makes answers and hidden states."""
+_TOLD, _GRACE = 15.0, 5.0
+"""Seconds between two lines of a process that waits, and until a failure has reached all."""
+_PEERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "Timed out waiting")
+"""How torch says in a RuntimeError that another process is gone."""
+
+
+class Meeting:
+    """The processes of a training, after all of them have come. folder: where checkpoints are, once it is known."""
+
+    def __init__(self, here: World, voice: TextIO) -> None:
+        self.here, self.voice = here, voice
+        self.folder: Path | None = None
+        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self._turns = 0
+        self._store = self._open()
+        self._gather()
+
+    def _open(self) -> Any:
+        """Return the store, as soon as somebody serves it: the launcher, or rank 0."""
+        from torch.distributed import TCPStore
+
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        serves = self.here.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if not serves and not wait_for_port(
+            address, port, MEET, lambda: self._wait(f"waiting for rank 0 at {self.place}")
+        ):
+            raise UserError(
+                f"Nobody is at {self.place}, where {self.here} waited for rank 0 for {_minutes(MEET)}: start rank 0 there, and check "
+                "that MASTER_ADDR and MASTER_PORT are the same everywhere and that no firewall is between."
+            )
+        try:
+            return TCPStore(address, port, None, serves, MEET, wait_for_workers=False, multi_tenant=True)
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"{self.here} cannot meet the others at {self.place} ({_reason(error)}): set MASTER_ADDR to a name of the machine of "
+                "rank 0, and MASTER_PORT to a port that is free there."
+            ) from error
+
+    def _gather(self) -> None:
+        """Wait until all processes are here."""
+        if self._store.add(f"draftsmith/rank/{self.here.rank}", 1) > 1:
+            raise UserError(f"Two processes have RANK {self.here.rank} at {self.place}: give each its own.")
+        come = self._store.add("draftsmith/come", 1)
+        begin, said = time.monotonic(), 0.0
+        while come < self.here.size:
+            waited = time.monotonic() - begin
+            if waited > MEET.total_seconds():
+                raise UserError(
+                    f"Only {come} of {self.here.size} processes came to {self.place} within {_minutes(MEET)}: start the others with "
+                    "the same MASTER_ADDR and MASTER_PORT, or set WORLD_SIZE to as many as there are."
+                )
+            if waited - said > _TOLD:
+                said = waited
+                self._wait(f"waiting for {self.here.size - come} of {self.here.size} processes at {self.place}")
+            time.sleep(0.05)
+            come = self._store.add("draftsmith/come", 0)
+
+    def _wait(self, text: str) -> None:
+        """Say for whom this machine waits."""
+        if self.here.main or self.here.local_rank == 0:
+            print(f"{text} ({self.here})", file=self.voice, flush=True)
+
+    @contextmanager
+    def first(self) -> Iterator[bool]:
+        """Let rank 0 do the work within first; yield whether this is rank 0. The others wait for as long as it takes to make
+        answers and hidden states, which may be days."""
+        self._turns += 1
+        done = f"draftsmith/turn/{self._turns}"
+        if self.here.main:
+            yield True
+            self._store.set(done, "done")
+            return
+        begin, said = time.monotonic(), 0.0
+        while not self._store.check([done]):
+            self.end_with_others(0.0)
+            waited = time.monotonic() - begin
+            if waited > DATA.total_seconds():
+                raise UserError(
+                    f"Rank 0 has kept {self.here} waiting for 7 days: see there whether it is still at work."
+                )
+            if waited - said > 4 * _TOLD:
+                said = waited
+                self._wait("waiting for rank 0, which makes answers and hidden states")
+            time.sleep(0.2)
+        yield False
+
+    def compare(self, facts: dict[str, Any], remedy: str) -> None:
+        """Raise UserError, on every process, where a fact is not the same on all of them."""
+        self._turns += 1
+        mine = json.dumps({"host": socket.gethostname()} | facts, default=str)
+        self._store.set(f"draftsmith/facts/{self._turns}/{self.here.rank}", mine)
+        first = self._read(0)
+        for rank in range(1, self.here.size):
+            other = self._read(rank)
+            for name in facts:
+                if other[name] != first[name]:
+                    raise UserError(
+                        f"{name} is {first[name]} for rank 0 on {first['host']}, but {other[name]} for rank {rank} on "
+                        f"{other['host']}: {remedy}."
+                    )
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        key, begin = f"draftsmith/facts/{self._turns}/{rank}", time.monotonic()
+        while not self._store.check([key]):
+            self.end_with_others(0.0)
+            if time.monotonic() - begin > STEP.total_seconds():
+                raise UserError(
+                    f"Rank {rank} has kept {self.here} waiting for {_minutes(STEP)}: see there what holds it up."
+                )
+            time.sleep(0.05)
+        facts: dict[str, Any] = json.loads(self._store.get(key))
+        return facts
+
+    def check_shared(self, key: str, folder: Path) -> None:
+        """Raise UserError where `folder`, the value of the recipe's `key`, is not one and the same on all machines."""
+        with self.first() as first:
+            name = f"draftsmith/mark/{self._turns}"
+            if first:
+                # Swept with everything half-written, should this process be killed here.
+                mark = folder / f".shared.draftsmith-{secrets.token_hex(6)}.tmp"
+                with explain_os_error(mark):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    mark.touch(exist_ok=False)
+                self._store.set(name, mark.name)
+        mark = folder / self._store.get(name).decode()
+        begin = time.monotonic()
+        while not mark.exists() and time.monotonic() - begin < _GRACE:
+            time.sleep(0.2)
+            if folder.is_dir():
+                os.listdir(folder)  # which has network file systems look again
+        try:
+            found = "the folder of rank 0" if mark.exists() else "another folder"
+            self.compare({key: found}, f"{folder} must lie on a disk that all machines share")
+        finally:
+            if self.here.main:
+                mark.unlink(missing_ok=True)
+
+    def tell(self, text: str, code: int) -> bool:
+        """Make a failure known to all; return whether nobody else has said why it ends. Rank 0 goes first."""
+        try:
+            if not self.here.main:
+                self.end_with_others(1.0)
+            if self._store.add("draftsmith/failures", 1) > 1:
+                return False
+            self._store.set("draftsmith/failed", json.dumps({"text": text, "code": code}))
+        except RuntimeError:  # the store is gone with the launcher
+            pass
+        return True
+
+    def end_with_others(self, seconds: float) -> None:
+        """Raise OthersFailedError where another process has failed, within `seconds`."""
+        begin = time.monotonic()
+        while True:
+            if self._store.check(["draftsmith/failed"]):
+                raise OthersFailedError(json.loads(self._store.get("draftsmith/failed"))["code"])
+            if time.monotonic() - begin >= seconds:
+                return
+            time.sleep(0.05)
+
+    def explain(self, error: BaseException) -> UserError | None:
+        """Return the sentence for an exception that comes of another process that is gone; None for any other.
+
+        Raises OthersFailedError where that process has said why.
+        """
+        from torch.distributed import DistError
+
+        if not isinstance(error, RuntimeError) or not (
+            isinstance(error, DistError) or any(words in str(error) for words in _PEERS)
+        ):
+            return None
+        with suppress(RuntimeError):  # the store is gone with the launcher
+            self.end_with_others(_GRACE)
+        return UserError(
+            f"Another process of this training is gone ({_reason(error)}; said by {self.here}): {self.resume()}."
+        )
+
+    def resume(self) -> str:
+        """Return in words from where the same command goes on."""
+        from draftsmith.train.checkpoints import latest_checkpoint
+
+        found = None if self.folder is None else latest_checkpoint(self.folder, warn=False)
+        place = "the beginning, as there is no checkpoint yet" if found is None else str(found)
+        return f"run the same command again to go on from {place}"
+
+
+def wait_for_port(address: str, port: int, most: timedelta, waiting: Callable[[], None]) -> bool:
+    """Return True as soon as somebody listens at a port, False after `most`; call `waiting` from time to time."""
+    begin, said = time.monotonic(), 0.0
+    while (waited := time.monotonic() - begin) < most.total_seconds():
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            return True
+        except OSError:
+            if waited - said > _TOLD:
+                said = waited
+                waiting()
+            time.sleep(0.5)
+    return False
+
+
+class OthersFailedError(Exception):
+    """Another process has failed and said why. code: its exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("another process failed")
+        self.code = code
+
+
+_meeting: Meeting | None = None
+
+
+def meeting() -> Meeting | None:
+    """Return where the processes of this training meet; None where it has one process."""
+    return _meeting
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Be one of the processes of a training: only rank 0 prints, and a failure of any is said once, as the last words.
+
+    Raises SystemExit in place of a failure that another process has said.
+    """
+    global _meeting
+    here = world()
+    if here.size == 1:
+        yield
+        return
+    speakers = sys.stdout, sys.stderr
+    with Path(os.devnull).open("w", encoding="utf-8") as silence:
+        try:
+            _meeting = _meeting or Meeting(here, sys.stderr)
+            if not here.main:
+                sys.stdout = sys.stderr = silence
+            try:
+                yield
+            except Exception as error:  # told to all, and raised again
+                # The launcher ends all when one has failed: that one needs a moment to say why.
+                with on_signals(signal.SIG_IGN, ENDING):
+                    ending = _told(_meeting, error)
+                if ending is error:
+                    raise
+                raise ending from error
+            except KeyboardInterrupt as stop:
+                raise _interrupted(_meeting, stop) from None
+        finally:
+            sys.stdout, sys.stderr = speakers
+
+
+def _told(met: Meeting, error: Exception) -> BaseException:
+    """Return what this process ends with: its own error where it is the one to say it."""
+    try:
+        if isinstance(error, OthersFailedError):
+            return SystemExit(error.code)
+        if isinstance(error, StoppedError):  # as all agreed
+            return error if met.here.main else SystemExit(error.code)
+        lost = met.explain(error)
+        if lost is not None:
+            _leave_note(str(lost))
+            # The launcher knows more, such as which process was killed.
+            return SystemExit(LOST) if LAUNCHED in os.environ or not met.tell(str(lost), 1) else lost
+        if not isinstance(error, UserError):
+            error.add_note(f"draftsmith: {met.here} failed: {met.resume()}.")
+        elif not met.here.main:
+            error = UserError(f"{error} ({met.here})")
+        told = met.tell(str(error), code_of(error))
+    except OthersFailedError as ended:
+        return SystemExit(ended.code)
+    _leave_note(str(error))
+    return error if told else SystemExit(code_of(error))
+
+
+def _interrupted(met: Meeting, stop: KeyboardInterrupt) -> BaseException:
+    """Return what a process ends with that a signal has ended: the launcher's, perhaps, as another one has failed."""
+    try:
+        with suppress(RuntimeError):  # the store is gone with the launcher
+            met.end_with_others(0.0)
+    except OthersFailedError as ended:
+        return SystemExit(ended.code)
+    if LAUNCHED in os.environ:  # whose launcher says what it was: this signal, or another process that was killed
+        _leave_note(INTERRUPTED)
+        return SystemExit(LOST)
+    return stop if met.here.main else SystemExit(code_of(stop))
+
+
+def _leave_note(text: str) -> None:
+    """Tell torchrun, which ends with a table of what failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        note = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": ""}}}
+        Path(path).write_text(json.dumps(note), encoding="utf-8")
+
+
+def _reason(error: BaseException) -> str:
+    return first_line(error)[:200]
+
+
+def _minutes(time_: timedelta) -> str:
+    return f"{int(time_.total_seconds() // 60)} minutes"

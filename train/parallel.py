@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.fields import shown
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.yaml import read_yaml
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
@@ -78,20 +79,32 @@ def launch_settings(config: Path | None = None) -> dict[str, str]:
     is no launch file.
     """
     if config is not None:
-        file = read_yaml(config, _EXAMPLES)
-        if not isinstance(file, dict) or "distributed_type" not in file:
-            raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
-        sections = [file.get("fsdp_config") or {}, file.get("deepspeed_config") or {}]
-        if not all(isinstance(section, dict) for section in sections):
-            raise UserError(f"{config} has a fsdp_config or deepspeed_config without keys: {_EXAMPLES}.")
-        found = {key: value for key, value in file.items() if not isinstance(value, dict | list)}
-        return {str(key): str(value) for section in (found, *sections) for key, value in section.items()}
+        return _read_launch_file(config)
     on = [kind for kind in (DEEPSPEED, FSDP) if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
     found = {"distributed_type": on[0] if on else "NO"}
     found |= {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
         found["deepspeed_config_file"] = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
     return found
+
+
+def _read_launch_file(config: Path) -> dict[str, str]:
+    file = read_yaml(config, _EXAMPLES)
+    if not isinstance(file, dict) or "distributed_type" not in file:
+        raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
+    # Without sections, and without what the launcher leaves to its defaults.
+    found = {key: value for key, value in file.items() if not isinstance(value, dict) and value is not None}
+    for section in ("fsdp_config", "deepspeed_config"):
+        inside = file.get(section) or {}
+        if not isinstance(inside, dict):
+            raise UserError(f"{config}: {section} is {shown(inside)}, but it is a section: {_EXAMPLES}.")
+        found |= inside
+    for key, value in found.items():
+        if isinstance(value, list | dict) or value is None or "\0" in str(value):
+            raise UserError(f"{config}: {key} is {shown(value)}, which is no value for it: {_EXAMPLES}.")
+        if key in ("num_processes", "num_machines") and not (str(value).isdecimal() and 1 <= int(value) <= 10**6):
+            raise UserError(f"{config}: {key} is {shown(value)}: it must be a number from 1 to 1000000.")
+    return {str(key): str(value) for key, value in found.items()}
 
 
 def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
@@ -146,8 +159,8 @@ def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any
             raise UserError(f"{path} has {key}: {config[key]}, but {owner} is {value}: remove it, the recipe decides.")
         config[key] = value
     for key, owner in _SECTIONS.items():
-        section = config.get(key, {})
-        if not isinstance(section, dict) or section.get("enabled", key in config) not in (False, "auto"):
+        section = config.get(key, {"enabled": False})
+        if not isinstance(section, dict) or section.get("enabled", True) not in (False, "auto"):
             raise UserError(f"{path} has a section {key}: remove it, as train.{owner} of the recipe decides.")
         config.pop(key, None)
     zero = config.get("zero_optimization")

@@ -19,13 +19,23 @@ def read_yaml(path: Path | str, remedy: str) -> Any:
     mapping, for aliases that contain themselves or multiply, and for values that Python cannot hold."""
     text = read_text(path, remedy, MOST_YAML_BYTES)
     try:
+        return parse_yaml(text, path, remedy)
+    except yaml.MarkedYAMLError as error:
+        at = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        remedy = "indent with spaces, not with tabs" if "'\\t'" in str(error.problem) else remedy
+        raise UserError(f"{path}{at} is not YAML ({error.problem or first_line(error)}): {remedy}.") from error
+
+
+def parse_yaml(text: str, path: Path | str, remedy: str) -> Any:
+    """Return the value of a YAML text. path: names it in the sentence. Raises MarkedYAMLError where the text is no YAML, and
+    UserError, which ends in `remedy`, for all else that `read_yaml` refuses."""
+    try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is not None:
             _check_nodes(node, path, remedy)
         return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        at = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{path}{at} is not YAML ({error.problem or first_line(error)}): {remedy}.") from error
+    except yaml.MarkedYAMLError:
+        raise
     except UserError:
         raise
     except RecursionError as error:
@@ -58,10 +68,11 @@ def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:
 
 
 def _check_keys(node: yaml.MappingNode, path: Path | str, remedy: str) -> None:
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):
+            line = key.start_mark.line + 1
             if key.value in seen:
-                at = key.start_mark.line + 1
-                raise UserError(f"{path}, line {at}: the key {key.value!r} stands there twice: {remedy}.")
-            seen.add(key.value)
+                where = f"lines {seen[key.value]} and {line}" if line > seen[key.value] else f"line {line}"
+                raise UserError(f"{path}: the key {key.value!r} stands there twice, in {where}: {remedy}.")
+            seen[key.value] = line

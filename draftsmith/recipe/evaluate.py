@@ -7,7 +7,10 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree, load_tree
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.fields import LATER, Dtype, require
+from draftsmith.fields import BATCH, LATER, SHARE, TOKENS, Dtype, check_fields, require, within
+
+TEMPERATURE = within(0, 100)
+_CHAIN = within(1, 256)
 
 
 @dataclass(frozen=True)
@@ -19,22 +22,22 @@ class DraftSpec:
     EAGLE-2's tree, which grows where the draft is confident."""
     children: Literal["likely", "drawn"] | None = field(default=None, metadata=LATER)
     """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its distribution."""
-    depth: int | None = field(default=None, metadata=LATER)
+    depth: int | None = field(default=None, metadata=LATER | within(1, 64))
     """dynamic: levels of the tree; null is 6."""
-    branching: int | None = field(default=None, metadata=LATER)
+    branching: int | None = field(default=None, metadata=LATER | within(1, 128))
     """dynamic: nodes of a level that go on, and children of each; null is 8."""
-    total_tokens: int | None = field(default=None, metadata=LATER)
+    total_tokens: int | None = field(default=None, metadata=LATER | within(2, 1024))
     """dynamic: tokens that the target reads, the root included; null is 60."""
-    confidence_threshold: float | None = field(default=None, metadata=LATER)
+    confidence_threshold: float | None = field(default=None, metadata=LATER | within(0, 1, above=True, below=True))
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark); null: it never ends early."""
     heads: list[str] = field(default_factory=list, metadata=LATER)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
     """typical is Medusa's LOSSY rule: the text no longer follows the target's distribution (above temperature 0)."""
-    epsilon: float = 0.09
+    epsilon: float = field(default=0.09, metadata=SHARE)
     """typical: a token more likely than this is always accepted."""
-    delta: float = 0.3
+    delta: float = field(default=0.3, metadata=SHARE)
     """typical: a token is accepted above delta * exp(-entropy)."""
 
     @property
@@ -54,18 +57,16 @@ class DraftSpec:
         return DynamicTree(self.depth or 6, self.branching or 8, self.total_tokens or 60)
 
     def __post_init__(self) -> None:
-        Typical(self.epsilon, self.delta)
+        check_fields(self, "evaluate.drafts: ")
         where, chain, dynamic = f"evaluate.drafts, tree {self.tree}:", self.tree == "chain", self.tree == "dynamic"
         for key in ("epsilon", "delta"):
             fits = self.acceptance == "typical" or getattr(self, key) == getattr(type(self), key)
             require(fits, f"{where} {key}", getattr(self, key), "only acceptance: typical takes it")
-        for key, least in (("depth", 1), ("branching", 1), ("total_tokens", 2)):
-            if (value := getattr(self, key)) is not None:
-                require(dynamic, f"{where} {key}", value, "only a dynamic tree takes it")
-                require(value >= least, f"{where} {key}", value, f"it must be at least {least}, or null")
-        if (value := self.confidence_threshold) is not None:
-            require(chain, f"{where} confidence_threshold", value, "only a chain takes it")
-            require(0 < value < 1, f"{where} confidence_threshold", value, "it must be above 0 and below 1, or null")
+        for key in ("depth", "branching", "total_tokens"):
+            value = getattr(self, key)
+            require(dynamic or value is None, f"{where} {key}", value, "only a dynamic tree takes it")
+        value = self.confidence_threshold
+        require(chain or value is None, f"{where} confidence_threshold", value, "only a chain takes it")
         static = self.children is None or not (chain or dynamic)
         require(static, f"{where} children", self.children, "only a static tree takes it")
 
@@ -78,10 +79,11 @@ class BaselineSpec:
     """prompt_lookup repeats what followed the last tokens when they occurred before; draft_model is a smaller model."""
     path: str | None = None
     """draft_model: folder or Hub name of a model with the target's tokenizer."""
-    max_ngram: int | None = None
+    max_ngram: int | None = field(default=None, metadata=within(1, 64))
     """prompt_lookup: the most tokens that are looked up; null is 3."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "evaluate.baselines: ")
         known = self.kind in ("prompt_lookup", "draft_model")
         require(known, "evaluate.baselines: kind", self.kind, "choose prompt_lookup or draft_model")
         where = f"evaluate.baselines, {self.kind}"
@@ -90,20 +92,19 @@ class BaselineSpec:
         require(not lookup or self.path is None, f"{where}: path", self.path, "only a draft_model takes it")
         longest = self.max_ngram
         require(lookup or longest is None, f"{where}: max_ngram", longest, "only prompt_lookup takes it")
-        require(longest is None or longest >= 1, f"{where}: max_ngram", longest, "it must be at least 1, or null")
 
 
 @dataclass(frozen=True)
 class FilterSpec:
     """Which tokens may be sampled, and how likely they are."""
 
-    top_k: int = 0
+    top_k: int = field(default=0, metadata=within(0, 2**24))
     """Keep the k most likely tokens; 0 keeps all."""
-    top_p: float = 1.0
+    top_p: float = field(default=1.0, metadata=within(0, 1, above=True))
     """Keep the most likely tokens up to this mass."""
-    min_p: float = field(default=0.0, metadata=LATER)
+    min_p: float = field(default=0.0, metadata=LATER | SHARE)
     """Keep tokens at least this many times as likely as the most likely one; 0 keeps all."""
-    repetition_penalty: float = field(default=1.0, metadata=LATER)
+    repetition_penalty: float = field(default=1.0, metadata=LATER | within(0, 100, above=True))
     """Above 1 makes tokens that the prompt or the answer holds already less likely; 1 changes nothing."""
 
     def at(self, section: str, temperature: float) -> Sampling:
@@ -120,13 +121,13 @@ class EvaluateSpec(FilterSpec):
 
     prompts: list[str] = field(default_factory=list)
     """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
-    per_slice: int | None = None
+    per_slice: int | None = field(default=None, metadata=within(1, 10**6))
     """Prompts per slice; None takes all."""
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata=TEMPERATURE)
     """One result.json per temperature."""
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = field(default=5, metadata=_CHAIN)
     """Length of the drafted chain; a head with a shorter maximum drafts that many, a tree has its own depth."""
-    max_k: int = 8
+    max_k: int = field(default=8, metadata=_CHAIN)
     """Largest chain length in the sweep."""
     drafts: list[DraftSpec] = field(default_factory=lambda: [DraftSpec()])
     """Ways to draft, each measured in the same run with every head that can draft so."""
@@ -134,15 +135,15 @@ class EvaluateSpec(FilterSpec):
     """Heads to measure in the same run, by a name of your choice: the folder of a trained head."""
     baselines: list[BaselineSpec] = field(default_factory=list)
     """Drafters without a head to measure in the same run, such as {kind: prompt_lookup}."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = field(default=256, metadata=TOKENS)
     """Most tokens per answer."""
-    max_new_tokens_by_slice: dict[str, int] = field(default_factory=dict)
+    max_new_tokens_by_slice: dict[str, int] = field(default_factory=dict, metadata=TOKENS)
     """Other limits for some slices."""
-    batch: int = 1
+    batch: int = field(default=1, metadata=BATCH)
     """Prompts decoded together."""
     dtype: Dtype = "auto"
     """Dtype for decoding; `auto` is the target's."""
-    repeats: int = 3
+    repeats: int = field(default=3, metadata=within(1, 1000))
     """Timed repeats, interleaved between target and drafters."""
     generate: bool = True
     """Time transformers' generate as well as our own baseline, where requests are decoded one at a time (batch 1)."""
@@ -158,21 +159,14 @@ class EvaluateSpec(FilterSpec):
         return self.at("evaluate", temperature)
 
     def __post_init__(self) -> None:
+        check_fields(self, "evaluate.")
         key, value = "evaluate.num_speculative_tokens", self.num_speculative_tokens
         require(1 <= value <= self.max_k, key, value, f"it must be from 1 to evaluate.max_k ({self.max_k})")
-        for key in ("repeats", "batch"):
-            require(getattr(self, key) >= 1, f"evaluate.{key}", getattr(self, key), "it must be at least 1")
-        count = self.per_slice
-        require(count is None or count >= 1, "evaluate.per_slice", count, "it must be at least 1, or null")
         require(bool(self.temperatures), "evaluate.temperatures", self.temperatures, "name at least one")
         twice = len(set(self.temperatures)) < len(self.temperatures)
         require(not twice, "evaluate.temperatures", self.temperatures, "the same one is named twice")
         for temperature in self.temperatures:
-            require(temperature >= 0, "evaluate.temperatures", temperature, "a temperature is not negative")
             self.sampling(temperature)
-        limits = {f"max_new_tokens_by_slice.{name}": value for name, value in self.max_new_tokens_by_slice.items()}
-        for key, value in {"max_new_tokens": self.max_new_tokens, **limits}.items():
-            require(value >= 1, f"evaluate.{key}", value, "an answer needs at least 1 token")
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
         ways = {

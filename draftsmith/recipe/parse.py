@@ -4,15 +4,19 @@ Unknown keys and wrong types are errors that name the key; `--section.key value`
 """
 
 import re
+from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, Literal, get_args, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
+from yaml import MarkedYAMLError
 
 from draftsmith.errors import UserError, did_you_mean
+from draftsmith.fields import find_ranges, shown
+from draftsmith.foreign.yaml import parse_yaml, read_yaml
 from draftsmith.heads.losses.spec import describe_kinds
 from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
@@ -36,8 +40,14 @@ _SECTIONS: dict[str, type] = {
 }
 """All but `head`, whose keys the method decides."""
 
+_WHOLE = (*_SECTIONS, "head", "train.loss")
+"""Sections, of which the command line takes the keys alone."""
+
 _ITEMS: dict[str, type] = {"evaluate.drafts": DraftSpec, "evaluate.baselines": BaselineSpec}
 """Keys whose values are lists of mappings."""
+
+MOST_VALUE = 2**16
+"""The most characters of one value."""
 
 _EXAMPLES = {"evaluate.drafts": "[{tree: chain}]", "evaluate.baselines": "[{kind: prompt_lookup}]"}
 
@@ -64,50 +74,56 @@ def recipe_parser(
     for key, section in _SECTIONS.items():
         parser.add_class_arguments(section, key)
     next(action for action in parser._actions if action.dest == "train.loss.kind").help = describe_kinds()
-    parser.add_class_arguments(find_method(method).options_class, "head")
+    head = find_method(method).options_class
+    parser.add_class_arguments(head, "head")
+    ranges = dict((*find_ranges(Recipe, ""), *find_ranges(head, "head.")))
+    for action in parser._actions:
+        if action.dest in _WHOLE:
+            action.help = SUPPRESS
+        elif action.dest in ranges:
+            action.help = f"{(action.help or '').rstrip('.')}; {ranges[action.dest]}."
     for one in options:
         own.add_argument(one.name, **one.settings)
     return parser
 
 
 def load_yaml(path: str) -> dict[str, Any]:
-    """Read a recipe file as a mapping. Raises UserError when it is missing, not a mapping, or names a key twice."""
-    if Path(path).is_dir():
-        raise UserError(f"{path} is a folder: name a recipe in it, a YAML file.")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-        _refuse_twice(path, yaml.compose(text, Loader=yaml.SafeLoader))
-    except FileNotFoundError as error:
-        raise UserError(f"There is no recipe at {path}: check the path; recipes/ holds examples.") from error
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        hint = "indent with spaces, not with tabs" if "'\\t'" in str(error.problem) else "mend that line"
-        raise UserError(f"The recipe {path}{line} cannot be read as YAML ({error.problem}): {hint}.") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"The recipe {path} cannot be read as YAML: {' '.join(str(error).split())}.") from error
-    if not isinstance(content, dict):
+    """Read a recipe file as a mapping. Raises UserError where it is missing, no YAML, not a mapping, or names a key twice."""
+    content = read_yaml(path, "mend it, or see recipes/ for examples")
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise UserError(f"The recipe {path} is not a mapping of keys: see recipes/eagle3/tiny.yaml for the form.")
+    _check_texts(content, "", path)
     return content
 
 
-def _refuse_twice(path: str, node: yaml.Node | None) -> None:
-    """Refuse a key that stands twice in one mapping, of which YAML would silently take the last."""
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[Any, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                where = f"lines {seen[key.value]} and {line}"
+def _check_texts(value: Any, key: str, place: str) -> None:
+    """Raise UserError for a text of a recipe or an override that is more than its parser, which takes texts for YAML, can read."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check_texts(item, f"{key}.{name}" if key else str(name), place)
+    elif isinstance(value, list):
+        for item in value:
+            _check_texts(item, key, place)
+    elif isinstance(value, str):
+        if len(value) > MOST_VALUE or "\0" in value:
+            what = "holds a NUL character" if "\0" in value else f"has more than {MOST_VALUE} characters"
+            raise UserError(f"{place}: {key} is {shown(value)}, which {what}: give it another value.")
+        with suppress(MarkedYAMLError):  # which leaves it as it is
+            parse_yaml(value, f"{place}: {key}", "give it another value")
+
+
+def _check_overrides(argv: Sequence[str], place: str) -> None:
+    """Raise UserError for words of the command line that are no values of a recipe's keys."""
+    for word, after in pairwise((*argv, "")):
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            value = value if equals else after
+            # The parser would read a file of that name.
+            if key in _WHOLE and value and not value.startswith("--") and not value.lstrip().startswith("{"):
                 raise UserError(
-                    f"The recipe {path} names {key.value!r} twice, in {where}: keep one, with all of its keys."
+                    f"{place}{key} is {shown(value)}, but it is a section: set its keys, as in --{key}.KEY VALUE."
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen[key.value] = line
-            _refuse_twice(path, value)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_twice(path, item)
+            _check_texts(value, key, place.removesuffix(": "))
 
 
 def parse_recipe(
@@ -119,7 +135,10 @@ def parse_recipe(
     Raises UserError that names the key for unknown keys and wrong types.
     """
     path = _option(argv, "--recipe")
-    content = _tidy(_where(path), load_yaml(path), get_type_hints(Recipe)) if path else {}
+    if path == "":
+        raise UserError("--recipe is empty: name a recipe, such as recipes/eagle3/tiny.yaml.")
+    _check_overrides(argv, _where(path))
+    content = _tidy(_where(path), load_yaml(path), get_type_hints(Recipe)) if path is not None else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = method_names()
     if method not in names:
@@ -133,10 +152,12 @@ def parse_recipe(
         base = parser.parse_object(content) if content else parser.get_defaults()
         chosen = parser.parse_args(argv, namespace=base) if argv else base
         ready = parser.instantiate(chosen)
+        keys = {f.name for f in fields(Recipe)}
+        return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
     except (ParserError, ArgumentError) as error:
         raise UserError(f"{_where(path)}{_sentence(str(error), parser, options)}") from error
-    keys = {f.name for f in fields(Recipe)}
-    return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
+    except UserError as error:
+        raise UserError(f"{_where(path)}{error}") from error
 
 
 def _tidy(where: str, content: dict[str, Any], hints: Mapping[str, Any], group: str = "") -> dict[str, Any]:
@@ -175,7 +196,7 @@ def _option(argv: list[str], name: str) -> str | None:
 
 
 def _where(path: str | None) -> str:
-    return f"The recipe {path} or its overrides: " if path else "The options: "
+    return "The options: " if path is None else f"The recipe {path} or its overrides: "
 
 
 def _sentence(message: str, parser: ArgumentParser, options: Sequence[Option] = ()) -> str:

@@ -3,15 +3,17 @@
 Dimensions of the target are never repeated here: they are read from its config.
 """
 
-from dataclasses import dataclass, field
-from math import isfinite
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.fields import LATER, Dtype, require
+from draftsmith.fields import BATCH, LATER, LAYER_IDS, TOKENS, Dtype, check_fields, require, within
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.recipe.evaluate import EvaluateSpec, FilterSpec
+from draftsmith.recipe.evaluate import TEMPERATURE, EvaluateSpec, FilterSpec
+
+# A rate of 0 measures what training would start from.
+_RATE = within(0, 100)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,9 @@ class TargetSpec:
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint."""
 
+    def __post_init__(self) -> None:
+        check_fields(self, "target.")
+
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -40,21 +45,19 @@ class DataSpec:
     """Split of Hub data sets."""
     slice: str | None = None
     """Slice name for rows without one; None takes the file's name."""
-    limit: int | None = None
+    limit: int | None = field(default=None, metadata=within(1, 10**9))
     """Conversations to use, the first so many, in turn from every file; None takes all."""
-    max_length: int = 2048
+    max_length: int = field(default=2048, metadata=within(4, 2**24))
     """Tokens per sample, prompt and answer together."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to longer samples; both drop and truncate are counted and reported."""
-    heldout: int = 200
+    heldout: int = field(default=200, metadata=within(1, 10**6))
     """Answers kept out of training, for loss and simulated tau."""
     template: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, such as enable_thinking: false."""
 
     def __post_init__(self) -> None:
-        require(self.max_length > 3, "data.max_length", self.max_length, "a sample needs at least 4 tokens")
-        require(self.limit is None or self.limit >= 1, "data.limit", self.limit, "it must be at least 1, or null")
-        require(self.heldout >= 1, "data.heldout", self.heldout, "simulated tau needs at least one held-out answer")
+        check_fields(self, "data.")
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,11 @@ class AnswersSpec(FilterSpec):
     regenerate: bool = True
     """Let the target answer the prompts; false learns from the answers in the data, which is only right
     if the target wrote them."""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, metadata=TEMPERATURE)
     """Sampling temperature of the answers."""
-    max_new_tokens: int = 512
+    max_new_tokens: int = field(default=512, metadata=within(2, 2**24))
     """Most tokens per answer."""
-    batch: int = 64
+    batch: int = field(default=64, metadata=BATCH)
     """Prompts answered together."""
 
     @property
@@ -83,8 +86,7 @@ class AnswersSpec(FilterSpec):
         return next((key for key in keys if getattr(self, key) != getattr(type(self), key)), None)
 
     def __post_init__(self) -> None:
-        require(self.batch >= 1, "answers.batch", self.batch, "it must be at least 1")
-        require(self.max_new_tokens >= 2, "answers.max_new_tokens", self.max_new_tokens, "a draft needs 2 tokens")
+        check_fields(self, "answers.")
         self.at("answers", self.temperature)
 
 
@@ -94,20 +96,19 @@ class FeaturesSpec:
 
     source: Literal["store", "online"] = "store"
     """`store` extracts once to disk; `online` runs the target while training."""
-    layer_ids: list[int] | None = None
+    layer_ids: list[int] | None = field(default=None, metadata=LAYER_IDS)
     """Layers to store; a superset serves other heads later. None stores what the head reads."""
     dtype: Dtype = "auto"
     """Dtype on disk; `auto` is the target's."""
-    batch_tokens: int = 8192
+    batch_tokens: int = field(default=8192, metadata=TOKENS)
     """Tokens per forward of the target."""
-    shard_mb: int = 512
+    shard_mb: int = field(default=512, metadata=within(1, 2**20))
     """Size of a shard file."""
     verify: bool = True
     """Check every shard's SHA-256 when it is first opened."""
 
     def __post_init__(self) -> None:
-        require(self.batch_tokens >= 1, "features.batch_tokens", self.batch_tokens, "it must be at least 1")
-        require(self.shard_mb >= 1, "features.shard_mb", self.shard_mb, "it must be at least 1")
+        check_fields(self, "features.")
 
 
 @dataclass(frozen=True)
@@ -117,61 +118,57 @@ class TrainSpec:
     warm_start: str | None = None
     """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method (Medusa-2
     also takes Medusa's); null starts from scratch. What `head` leaves null is that of that head, the rest must be."""
-    epochs: int = 3
+    epochs: int = field(default=3, metadata=within(1, 10_000))
     """Passes over the training answers."""
-    max_steps: int | None = None
+    max_steps: int | None = field(default=None, metadata=within(1, 10**9))
     """Stop after this many optimizer steps."""
-    row_tokens: int = 2048
+    row_tokens: int = field(default=2048, metadata=TOKENS)
     """Length of a packed row."""
-    rows: int = 4
+    rows: int = field(default=4, metadata=BATCH)
     """Packed rows per micro-batch."""
-    accumulation: int = 1
+    accumulation: int = field(default=1, metadata=BATCH)
     """Micro-batches per process and optimizer step."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon takes the weight matrices with Muon, and the output projection and the norms with AdamW."""
-    lr: float = 1e-4
+    lr: float = field(default=1e-4, metadata=_RATE)
     """Peak learning rate of AdamW."""
-    muon_lr: float = 0.01
+    muon_lr: float = field(default=0.01, metadata=_RATE)
     """Peak learning rate of Muon."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95], metadata=within(0, 1, below=True))
     """AdamW's betas."""
-    weight_decay: float = 0.0
+    weight_decay: float = field(default=0.0, metadata=_RATE)
     """Decoupled weight decay."""
-    warmup: float = 0.03
+    warmup: float = field(default=0.03, metadata=within(0, 1, "a share of the steps", below=True))
     """Share of the steps spent warming up; then the rate falls along a cosine."""
-    final_lr: float = 0.1
+    final_lr: float = field(default=0.1, metadata=within(0, 1, "a share of the peak"))
     """Learning rate at the end, as a share of the peak."""
-    clip: float = 1.0
+    clip: float = field(default=1.0, metadata=within(0, 10**6))
     """Largest gradient norm; 0 does not clip."""
     precision: Literal["bf16", "fp16", "no"] = "bf16"
     """Autocast dtype; the weights themselves stay in fp32."""
     loss: LossSpec = field(default_factory=LossSpec)
     """The loss."""
-    evaluations: int = 10
+    evaluations: int = field(default=10, metadata=within(1, 100_000))
     """How many times the held-out answers are looked at."""
-    patience: int | None = None
+    patience: int | None = field(default=None, metadata=within(1, 100_000))
     """Stop after this many evaluations without a better held-out tau; None never stops early."""
-    checkpoint_minutes: float = 5.0
+    checkpoint_minutes: float = field(default=5.0, metadata=within(0, 10**6))
     """Minutes between checkpoints to resume from."""
-    workers: int = 0
+    workers: int = field(default=0, metadata=within(0, 256))
     """Processes that read features."""
 
     def __post_init__(self) -> None:
-        for key in ("epochs", "row_tokens", "rows", "accumulation", "evaluations"):
-            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "it must be at least 1")
-        for key in ("max_steps", "patience"):
-            value = getattr(self, key)
-            require(value is None or value >= 1, f"train.{key}", value, "it must be at least 1, or null")
-        # A rate of 0 measures what training would start from.
-        for key in ("lr", "muon_lr", "clip", "weight_decay", "workers", "checkpoint_minutes"):
-            value = getattr(self, key)
-            require(isfinite(value) and value >= 0, f"train.{key}", value, "it must be a finite number, not negative")
-        require(0 <= self.final_lr <= 1, "train.final_lr", self.final_lr, "it is a share of the peak, from 0 to 1")
+        check_fields(self, "train.")
+        tokens, most = self.rows * self.row_tokens, TOKENS["range"].most
+        require(
+            tokens <= most,
+            "train.rows",
+            self.rows,
+            f"with train.row_tokens {self.row_tokens} that is more than {most} tokens at once",
+        )
         two_scalers = self.precision == "fp16" and self.optimizer == "muon"
         require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
-        two = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
-        require(two, "train.betas", self.betas, "AdamW takes two, each from 0 to below 1")
-        require(0 <= self.warmup < 1, "train.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
+        require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
 
 
 @dataclass(frozen=True)
@@ -184,14 +181,14 @@ class ExportSpec:
     """Dtype of the exported weights; `auto` is the target's."""
     include_embeddings: bool = False
     """Write embed_tokens too; engines share the target's when it is left out."""
-    tensor_parallel: int = field(default=1, metadata=LATER)
+    tensor_parallel: int = field(default=1, metadata=LATER | within(1, 1024))
     """GPUs that an engine will split the draft over; the export refuses what none of the layout's engines could split."""
     adapter: Literal["merge", "keep"] | None = field(default=None, metadata=LATER)
     """Heads that tune their target (Medusa-2), what is written next to them: merge, which null stands for, a whole model, the
     adapter merged into its weights; keep, the adapter alone, for the original target."""
 
     def __post_init__(self) -> None:
-        require(self.tensor_parallel >= 1, "export.tensor_parallel", self.tensor_parallel, "it must be at least 1")
+        check_fields(self, "export.")
 
 
 @dataclass(frozen=True)
@@ -202,6 +199,9 @@ class TrackingSpec:
     """Where the dashboards go; offline runs can be uploaded later with `wandb sync`."""
     project: str = "draftsmith"
     """Project name."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "tracking.")
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class Recipe:
     """Run directory; null is runs/<name>."""
     data_dir: str | None = None
     """Folder of answers and hidden states, which several recipes may share; null is the run directory."""
-    seed: int = 0
+    seed: int = field(default=0, metadata=within(0, 2**32 - 1))
     """Seed of sampling, initialisation and shuffling."""
     target: TargetSpec = field(default_factory=TargetSpec)
     data: DataSpec = field(default_factory=DataSpec)
@@ -230,7 +230,11 @@ class Recipe:
     tracking: TrackingSpec = field(default_factory=TrackingSpec)
 
     def __post_init__(self) -> None:
-        require(0 <= self.seed < 2**32, "seed", self.seed, "it must be from 0 to 4294967295")
+        check_fields(self, "")
+        if is_dataclass(self.head):
+            check_fields(self.head, "head.")  # a method of another package may not do so itself
+        name = len(self.name) <= 100 and "/" not in self.name and self.name not in (".", "..")
+        require(name, "name", self.name, "it names a folder: at most 100 characters, no /; output_dir takes a path")
         forks = self.features.source == "online" and self.train.workers > 0
         reason = "the target cannot be forked for features.source: online: set it to 0"
         require(not forks, "train.workers", self.train.workers, reason)

@@ -1,13 +1,11 @@
 """The switches that block drafters (DFlash, DSpark) have in common, apart from the heads so that reading a recipe imports no
 model code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import require, require_positive
-
-SIZES = ("draft_vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+from draftsmith.fields import ATTENTION_HEADS, LAYER_IDS, LAYERS, TOKEN_ID, VOCABULARY, WIDTH, check_fields, within
 
 
 @dataclass(frozen=True)
@@ -16,35 +14,31 @@ class BlockOptions:
 
     TRAINING: ClassVar = frozenset({"anchors"})
 
-    layer_ids: list[int] | None = None
+    layer_ids: list[int] | None = field(default=None, metadata=LAYER_IDS)
     """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = field(default=None, metadata=VOCABULARY)
     """W, how many of the target's tokens the head can draft; null: all of them."""
-    block_size: int = 16
+    block_size: int = field(default=16, metadata=within(2, 1024, "a token and masks"))
     """Slots of a block: the last token of the text and, behind it, a mask for every further slot."""
-    mask_token_id: int | None = None
+    mask_token_id: int | None = field(default=None, metadata=TOKEN_ID)
     """The token that stands for what is not drafted yet, one that no text has; null: the tokenizer's mask token, a reserved
     one, or one that only pads."""
-    num_layers: int = 5
+    num_layers: int = field(default=5, metadata=LAYERS)
     """Decoder layers."""
-    anchors: int = 512
+    anchors: int = field(default=512, metadata=within(1, 2**20))
     """Of each document so many of its tokens begin a block in a training pass, drawn anew in every epoch; all of them if it
     has fewer."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = field(default=None, metadata=WIDTH)
     """Width of the feed-forward layers; null: the target's."""
-    num_attention_heads: int | None = None
+    num_attention_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
     """Query heads; null: the target's."""
-    num_key_value_heads: int | None = None
+    num_key_value_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
     """Key/value heads; null: the target's."""
-    head_dim: int | None = None
+    head_dim: int | None = field(default=None, metadata=WIDTH)
     """Size of a head; null: the target's."""
 
     def __post_init__(self) -> None:
-        require(self.block_size >= 2, "head.block_size", self.block_size, "it must be at least 2, a token and a mask")
-        require_positive(self, "num_layers", "anchors")
-        require_positive(self, *SIZES, or_null=", or null for the target's")
-        token = self.mask_token_id
-        require(token is None or token >= 0, "head.mask_token_id", token, "give the id of a token, from 0")
+        check_fields(self, "head.")
 
 
 def check_block(size: int, context: int, target: str | None) -> None:

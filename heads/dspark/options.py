@@ -1,8 +1,8 @@
 """The switches of a DSpark head, apart from the head so that reading a recipe imports no model code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from draftsmith.fields import require_positive
+from draftsmith.fields import WIDTH, within
 from draftsmith.heads.block.options import BlockOptions
 
 
@@ -10,14 +10,10 @@ from draftsmith.heads.block.options import BlockOptions
 class DSparkOptions(BlockOptions):
     """The `head:` section of a recipe. Dimensions left out are the target's. A block of B slots drafts B tokens."""
 
-    block_size: int = 7
+    block_size: int = field(default=7, metadata=within(2, 1024, "a token and masks"))
     """Slots of a block, each of which drafts a token: the last token of the text and, behind it, masks."""
-    markov_rank: int = 256
+    markov_rank: int = field(default=256, metadata=WIDTH)
     """Rank of the bias that the token before a slot adds to its logits."""
     confidence_head: bool = True
     """A further output per slot says how likely its token is to be accepted, those before it being so; drafts can then end
     early, see evaluate.drafts."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "markov_rank")

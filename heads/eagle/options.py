@@ -5,12 +5,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import LATER, require_positive
-
-SIZES = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    "draft_vocab_size",
-)
+from draftsmith.fields import ATTENTION_HEADS, LATER, LAYER_IDS, LAYERS, TOKENS, VOCABULARY, WIDTH, check_fields
 
 
 @dataclass(frozen=True)
@@ -19,9 +14,9 @@ class DraftShape:
 
     TRAINING: ClassVar[frozenset[str]] = frozenset({"train_lm_head", "train_embeddings"})
 
-    layer_ids: list[int] | None = None
+    layer_ids: list[int] | None = field(default=None, metadata=LAYER_IDS)
     """Aux layers to read: id k is the residual stream entering decoder layer k; null: (2, n//2, n-3)."""
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = field(default=None, metadata=VOCABULARY)
     """W, how many of the target's tokens the head can draft; null: all of them."""
     norm_before_residual: bool = field(default=False, kw_only=True)
     """The residual of the first layer is the normalised hidden state instead of the raw one."""
@@ -35,24 +30,24 @@ class DraftShape:
     """Train input embeddings of the head's own, which start as the target's; false shares the target's, or keeps those that
     the head it starts from has of its own. Those are stored and exported; SGLang and TensorRT-LLM take the target's all
     the same."""
-    lm_head_rank: int | None = field(default=None, kw_only=True, metadata=LATER)
+    lm_head_rank: int | None = field(default=None, kw_only=True, metadata=LATER | WIDTH)
     """Rank of the output projection, which is then two thin matrices, multiplied out for engines; null: one full matrix."""
-    num_hidden_layers: int = field(default=1, kw_only=True, metadata=LATER)
+    num_hidden_layers: int = field(default=1, kw_only=True, metadata=LATER | LAYERS)
     """Decoder layers: the first reads tokens and states, those above it are plain Llama layers; llama.cpp, SGLang and
     TensorRT-LLM serve one."""
-    hidden_size: int | None = field(default=None, kw_only=True, metadata=LATER)
+    hidden_size: int | None = field(default=None, kw_only=True, metadata=LATER | WIDTH)
     """Width of the draft; null: the target's. With another one nothing of the target's can be taken over: embeddings and
     output projection start from nothing and must both be trained."""
-    sliding_window: int | None = field(default=None, kw_only=True, metadata=LATER)
+    sliding_window: int | None = field(default=None, kw_only=True, metadata=LATER | TOKENS)
     """How many tokens a row of the draft sees, itself the last of them, and drafts have at most; null: all so far. vLLM
     serves it."""
-    intermediate_size: int | None = field(default=None, kw_only=True)
+    intermediate_size: int | None = field(default=None, kw_only=True, metadata=WIDTH)
     """Width of the feed-forward layer; null: the target's."""
-    num_attention_heads: int | None = field(default=None, kw_only=True)
+    num_attention_heads: int | None = field(default=None, kw_only=True, metadata=ATTENTION_HEADS)
     """Query heads; null: the target's."""
-    num_key_value_heads: int | None = field(default=None, kw_only=True)
+    num_key_value_heads: int | None = field(default=None, kw_only=True, metadata=ATTENTION_HEADS)
     """Key/value heads; null: the target's."""
-    head_dim: int | None = field(default=None, kw_only=True)
+    head_dim: int | None = field(default=None, kw_only=True, metadata=WIDTH)
     """Size of a head; null: the target's."""
 
     @property
@@ -61,11 +56,9 @@ class DraftShape:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
+        check_fields(self, "head.")
         if self.norm_before_fc and self.fc_norm:
             raise UserError("head.norm_before_fc and head.fc_norm are both true: choose one way to normalise.")
-        require_positive(self, "num_hidden_layers")
-        require_positive(self, "lm_head_rank", or_null=", or null for a full matrix")
-        require_positive(self, *SIZES, or_null=", or null for the target's")
 
     def check_adopted(self) -> None:
         """Raise UserError where the steps do not fit into the sliding window; of a head that exists, its size counts."""

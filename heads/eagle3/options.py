@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from draftsmith.fields import require_positive
+from draftsmith.fields import STEPS
 from draftsmith.heads.eagle.options import DraftShape
 
 
@@ -13,7 +13,7 @@ class Eagle3Options(DraftShape):
 
     TRAINING: ClassVar[frozenset[str]] = DraftShape.TRAINING | {"ttt_steps"}
 
-    ttt_steps: int = 7
+    ttt_steps: int = field(default=7, metadata=STEPS)
     """How many steps of its own output the head is trained on (the paper's code uses 7)."""
     norm_output: bool = field(default=False, kw_only=True)
     """The state fed to the next step is the one after the final norm (EAGLE-3.1); llama.cpp cannot serve it."""
@@ -22,7 +22,3 @@ class Eagle3Options(DraftShape):
     def steps(self) -> int:
         """The steps that the head is trained on."""
         return self.ttt_steps
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "ttt_steps")

@@ -11,7 +11,7 @@ To add a loss, write its function with its entry in LOSSES, and its definition i
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf, log, log1p
+from math import log, log1p
 
 import torch
 from torch import Tensor
@@ -107,16 +107,6 @@ def _log_p(teacher: Teacher) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """A number that a loss takes. key: the field of `LossSpec`, and the keyword of the loss's function. allowed: whether a value
-    is in its range. rule: the range in words, the end of the sentence for a bad value."""
-
-    key: str
-    allowed: Callable[[float], bool]
-    rule: str
-
-
-@dataclass(frozen=True)
 class Loss:
     """One loss that `train.loss.kind` can name: by the name of its function.
 
@@ -124,7 +114,7 @@ class Loss:
     working: what computing it holds at a time, in [R, W] of fp32: p, a copy of p for the step at hand, and what the loss makes
     of p and q; `pytest tests/heads/test_cost.py -k "peak and NAME"` measures it. recomputed: the backward pass computes the
     function again instead of keeping its distributions, up to six more [R, W] per step. keeps_teacher: the backward pass needs p
-    besides log q.
+    besides log q. parameters: its numbers, fields of `LossSpec`.
     """
 
     function: Callable[..., Tensor]
@@ -133,16 +123,12 @@ class Loss:
     working: int
     recomputed: bool = True
     keeps_teacher: bool = True
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         return self.function.__name__
 
-
-_BETA = Parameter("beta", lambda x: 0.0 < x < 1.0, "it must be above 0 and below 1; kl and reverse_kl are its ends")
-_SCALE = Parameter("lk_scale", lambda x: 0.0 <= x <= 1.0, "it is a share of the loss, from 0 to 1")
-_DECAY = Parameter("lk_decay", lambda x: 0.0 <= x < inf, "it must not be negative")
 
 LOSSES: dict[str, Loss] = {
     loss.name: loss
@@ -165,7 +151,7 @@ LOSSES: dict[str, Loss] = {
             "β Σ p' log(p'/m) + (1-β) Σ q log(q/m), m = βp' + (1-β)q",
             "between the two by beta, which gives beta * kl near 0 and (1 - beta) * reverse_kl near 1",
             working=7,
-            parameters=(_BETA,),
+            parameters=("beta",),
         ),
         Loss(
             soft_ce,
@@ -191,7 +177,7 @@ LOSSES: dict[str, Loss] = {
             "λ·`kl` + (1-λ)·`tv`, λ = `lk_scale`·exp(-`lk_decay`·Σ min(p, q))",
             "kl at first, tv once drafts are accepted",
             working=4,
-            parameters=(_SCALE, _DECAY),
+            parameters=("lk_scale", "lk_decay"),
         ),
         Loss(
             hard_ce,

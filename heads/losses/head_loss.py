@@ -82,7 +82,7 @@ class LossOutput:
 def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teacher], Tensor]:
     """Return the loss `kind` (None: that of `spec`) with the numbers of `spec`: ([R, W] log q, teacher) -> [R]."""
     loss = LOSSES[kind or spec.kind]
-    function = partial(loss.function, **{one.key: getattr(spec, one.key) for one in loss.parameters})
+    function = partial(loss.function, **{key: getattr(spec, key) for key in loss.parameters})
     return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False) if loss.recomputed else function
 
 

@@ -1,11 +1,11 @@
 """The section `train.loss` of a recipe: which losses a head is trained with, and their weights. head_loss.py computes them."""
 
 from dataclasses import dataclass, field
-from math import inf, pi, sin
+from math import pi, sin
 from typing import TYPE_CHECKING, Literal
 
 from draftsmith.errors import UserError
-from draftsmith.fields import LATER, require
+from draftsmith.fields import LATER, SHARE, VOCABULARY, check_fields, require, within
 from draftsmith.heads.losses.divergences import LOSSES
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ else:
     LossKind = Literal[tuple(LOSSES)]
 Normalize = Literal["rows", "weights", "sequence", "positions"]
 TunedKind = Literal["kl", "hard_ce"]
+_WEIGHT = within(0, 10**6)
 WEIGHT_WITH_FEATURES = 0.1
 """Weight of the loss of logits beside a loss of features, as in EAGLE-1."""
 WEIGHT_WITH_TUNED = 0.2
@@ -29,38 +30,40 @@ class LossSpec:
 
     kind: LossKind = "kl"
     """The loss of the logits; `--help` lists those of LOSSES, see `describe_kinds`."""
-    decay: float = 0.8
+    decay: float = field(default=0.8, metadata=within(0, 1, above=True))
     """Step k weighs decay**k."""
-    depth_weights: list[float] | None = field(default=None, metadata=LATER)
+    depth_weights: list[float] | None = field(default=None, metadata=LATER | _WEIGHT)
     """The weight of each step (or head), in place of decay; null: by decay."""
-    beta: float = field(default=0.5, metadata=LATER)
+    beta: float = field(
+        default=0.5, metadata=LATER | within(0, 1, "kl and reverse_kl are its ends", above=True, below=True)
+    )
     """jsd: weight of the target's distribution in the mixture; near 0 the loss is beta * kl, near 1 (1 - beta) * reverse_kl."""
-    lk_scale: float = 1.0
+    lk_scale: float = field(default=1.0, metadata=SHARE)
     """lk_hybrid: weight of the KL term at acceptance 0."""
-    lk_decay: float = 3.0
+    lk_decay: float = field(default=3.0, metadata=within(0, 1000))
     """lk_hybrid: how fast that weight falls as acceptance grows."""
-    weight: float | None = field(default=None, metadata=LATER)
+    weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
     """Weight of the loss that `kind` names; null: 1, 0.1 beside a feature loss (EAGLE-1), 0.2 beside a loss of the tuned
     target (Medusa-2)."""
-    feature_weight: float | None = field(default=None, metadata=LATER)
+    feature_weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
     """Weight of the smooth L1 distance between a head's output and the target's state that it stands for; null: 1 for
     heads that have such an output (EAGLE-1), 0 for others."""
-    top_k_weight: float = field(default=0.0, metadata=LATER)
+    top_k_weight: float = field(default=0.0, metadata=LATER | _WEIGHT)
     """Weight of the cross-entropy on the target's top_k most likely tokens alone (HASS: 1)."""
-    top_k: int = field(default=10, metadata=LATER)
+    top_k: int = field(default=10, metadata=LATER | VOCABULARY)
     """How many tokens top_k_weight is about."""
-    also: dict[LossKind, float] = field(default_factory=dict, metadata=LATER)
+    also: dict[LossKind, float] = field(default_factory=dict, metadata=LATER | _WEIGHT)
     """Further losses of the logits and their weights, beside that of `kind` (DSpark: kind tv, weight 1.8, also hard_ce
     0.1)."""
-    confidence_weight: float | None = field(default=None, metadata=LATER)
+    confidence_weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
     """Weight of the cross-entropy between a head's confidence and the acceptance rate that its logits give; null: 1 for
     heads that have such an output (DSpark), 0 for others."""
     tuned_kind: TunedKind = field(default="kl", metadata=LATER)
     """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own distribution, so that it changes as
     little as it can (self-distillation); hard_ce, the text."""
-    tuned_weight: float | None = field(default=None, metadata=LATER)
+    tuned_weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
     """Weight of that loss; null: 1 for heads that tune the target, 0 for others."""
-    ramp: float = field(default=0.0, metadata=LATER)
+    ramp: float = field(default=0.0, metadata=LATER | within(0, 1, "a share of the training"))
     """Share of the training over which all losses of the draft rise from nothing, along a sine, while the tuned target's
     count in full from the start; 0 leaves that out."""
     normalize: Normalize = "rows"
@@ -68,31 +71,19 @@ class LossSpec:
     drafters); over documents of their own mean over rows; or over all B*L positions, padding included (SpecForge)."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "train.loss.")
         require(self.kind in LOSSES, "train.loss.kind", self.kind, f"choose one of {', '.join(LOSSES)}")
         if unknown := sorted(set(self.also) - set(LOSSES)):
             raise UserError(f"train.loss.also names {unknown[0]!r}: choose among {', '.join(LOSSES)}.")
-        require(0.0 < self.decay <= 1.0, "train.loss.decay", self.decay, "it must be above 0 and at most 1")
-        for loss in LOSSES.values():
-            for one in loss.parameters:
-                value = getattr(self, one.key)
-                require(one.allowed(value), f"train.loss.{one.key}", value, one.rule)
         self._check_unused()
         weights = self.depth_weights
-        good = weights is None or (sum(weights) > 0 and all(0 <= w < inf for w in weights))
-        reason = "give one number per step or head, none negative and not all of them 0"
-        require(good, "train.loss.depth_weights", weights, reason)
-        keys = ("weight", "feature_weight", "top_k_weight", "confidence_weight", "tuned_weight")
-        terms = {key: getattr(self, key) for key in keys} | {f"also.{kind}": w for kind, w in self.also.items()}
-        for key, value in terms.items():
-            require(value is None or 0 <= value < inf, f"train.loss.{key}", value, "it must not be negative")
-        require(self.top_k >= 1, "train.loss.top_k", self.top_k, "it must be at least 1")
-        require(0.0 <= self.ramp <= 1.0, "train.loss.ramp", self.ramp, "it is a share of the training, from 0 to 1")
+        require(weights is None or sum(weights) > 0, "train.loss.depth_weights", weights, "one number must be above 0")
 
     def _check_unused(self) -> None:
         """Raise UserError for a number that no loss of the recipe takes."""
         taken = {self.kind, *self.also}
-        for key in {one.key: None for loss in LOSSES.values() for one in loss.parameters}:
-            owners = [loss.name for loss in LOSSES.values() if key in [one.key for one in loss.parameters]]
+        for key in {key: None for loss in LOSSES.values() for key in loss.parameters}:
+            owners = [loss.name for loss in LOSSES.values() if key in loss.parameters]
             if taken.isdisjoint(owners) and getattr(self, key) != getattr(type(self), key):
                 raise UserError(
                     f"train.loss.{key} is {getattr(self, key)}, but it belongs to {' and '.join(owners)}, and kind is "

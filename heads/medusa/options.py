@@ -1,17 +1,17 @@
 """The switches of Medusa heads, apart from the heads so that reading a recipe imports no model code."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from draftsmith.fields import require_positive
+from draftsmith.fields import LAYERS, STEPS, check_fields
 
 
 @dataclass(frozen=True)
 class MedusaOptions:
     """The `head:` section of a recipe. Medusa reads the target's last hidden state, so it takes no aux layers."""
 
-    num_heads: int = 5
+    num_heads: int = field(default=5, metadata=STEPS)
     """Heads; head i predicts the token i + 2 places after the last one that the target has read."""
-    num_layers: int = 1
+    num_layers: int = field(default=1, metadata=LAYERS)
     """Residual blocks per head. More than one is served by vLLM, and by TGI where heads have projections of their own; the
     layout `medusa` of the original code holds one."""
     original_lm_head: bool = False
@@ -19,4 +19,4 @@ class MedusaOptions:
     gives each head a projection of its own, which starts as the target's."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_heads", "num_layers")
+        check_fields(self, "head.")

@@ -1,11 +1,10 @@
 """The switches of Medusa-2, apart from the heads so that reading a recipe imports no model code."""
 
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import require, require_positive
+from draftsmith.fields import WIDTH, within
 from draftsmith.heads.medusa.options import MedusaOptions
 
 
@@ -18,26 +17,21 @@ class Medusa2Options(MedusaOptions):
     TRAINING: ClassVar = frozenset({"lora_dropout", "adapter_lr"})
     """Fields that a head which training starts from need not share."""
 
-    lora_r: int = 32
+    lora_r: int = field(default=32, metadata=WIDTH)
     """Rank of the adapter."""
-    lora_alpha: float = 16.0
+    lora_alpha: float = field(default=16.0, metadata=within(0, 10**6, above=True))
     """The adapter's change of a matrix is scaled by lora_alpha / lora_r."""
-    lora_dropout: float = 0.05
+    lora_dropout: float = field(default=0.05, metadata=within(0, 1, below=True))
     """Dropout of the adapter's input, but for the output projection's."""
     target_modules: list[str] | None = None
     """Names of the target's linear layers that the adapter changes, such as q_proj; null takes all of them but the output
     projection. Experts that are fused into one weight are none."""
     tune_lm_head: bool = False
     """The adapter changes the output projection (lm_head), too; not where that is tied to the embeddings."""
-    adapter_lr: float = 0.25
+    adapter_lr: float = field(default=0.25, metadata=within(0, 10**6, above=True))
     """Learning rate of the adapter as a multiple of train.lr (the paper: 5e-4 beside 2e-3)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "lora_r")
-        require(0 <= self.lora_dropout < 1, "head.lora_dropout", self.lora_dropout, "it must be from 0 to below 1")
-        for key in ("lora_alpha", "adapter_lr"):
-            value = getattr(self, key)
-            require(0 < value < inf, f"head.{key}", value, "it must be above 0, and finite")
         if self.target_modules == []:
             raise UserError("head.target_modules is []: name linear layers of the target, or null for all of them.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import yaml
 
+from draftsmith.heads.formats.layout import find_layout
 from draftsmith.recipe.parse import parse_recipe
 from tests.bad_inputs.cases import Case, Table, link, pipe, remove, replace_by_folder, write
 
@@ -159,7 +160,7 @@ _VALUES = (
     value("evaluate.temperatures", [0.0, 0.0]),
     value("evaluate.temperatures", ["hot"]),
     value("evaluate.temperatures", [float("inf")]),
-    value("evaluate.drafts", [{"tree": "no_such_tree.json"}]),
+    value("evaluate.drafts", [{"tree": "no_such.json", "acceptance": "typical", "epsilon": 2}]),
     value("evaluate.drafts", [{"tree": "chain", "depth": 399}]),
     value("evaluate.drafts", [{"tree": "dynamic", "depth": 399, "branching": 8, "total_tokens": 60}]),
     value("evaluate.drafts", [{"tree": "dynamic", "depth": 4, "branching": 10**9, "total_tokens": 60}]),
@@ -175,4 +176,12 @@ _VALUES = (
     value("tracking.wandb", True),
 )
 
-TABLE = Table("recipes", make, lambda folder: parse_recipe(["--recipe", str(folder / FILE)]), (*_FILES, *_VALUES))
+
+def read(folder: Path) -> None:
+    """Read a recipe, and what it names by words that the command line alone cannot judge."""
+    recipe = parse_recipe(["--recipe", str(folder / FILE)])
+    if recipe.export.layout is not None:
+        find_layout(recipe.export.layout, recipe.method)
+
+
+TABLE = Table("recipes", make, read, (*_FILES, *_VALUES))

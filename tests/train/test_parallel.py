@@ -59,9 +59,9 @@ def test_shipped_launch_files_are_accepted(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (None, "is a folder"),
+        (None, "is a folder, not a file"),
         ("a: [", "is not YAML"),
-        ("distributed_type: FSDP\nfsdp_config: 3", "without keys"),
+        ("distributed_type: FSDP\nfsdp_config: 3", "it is a section"),
         ("", "no launch file"),
         ("method: eagle3", "no launch file"),
     ],

@@ -255,8 +255,8 @@ def test_a_wrong_drafter_is_found(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"markov_rank": 0}, "head.markov_rank is 0: it must be at least 1"),
-        ({"block_size": 1}, "head.block_size is 1: it must be at least 2"),
+        ({"markov_rank": 0}, "head.markov_rank is 0: it must be from 1 to"),
+        ({"block_size": 1}, "head.block_size is 1: it must be from 2 to 1024"),
     ],
 )
 def test_bad_options_are_one_sentence(options: dict[str, Any], words: str) -> None:

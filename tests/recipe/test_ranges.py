@@ -1,0 +1,58 @@
+"""Every number of a recipe has a range, which is checked and which --help shows."""
+
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.fields import find_ranges
+from draftsmith.heads.registry import methods
+from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
+from draftsmith.recipe.parse import recipe_parser
+from draftsmith.recipe.schema import Recipe
+
+
+def sections(kind: type) -> Iterator[type]:
+    yield kind
+    for hint in get_type_hints(kind).values():
+        if is_dataclass(hint):
+            yield from sections(hint)
+
+
+KINDS = [*sections(Recipe), DraftSpec, *(method.options_class for method in methods().values())]
+
+
+def is_number(hint: Any) -> bool:
+    """Whether a field holds a number, or a list or mapping with numbers."""
+    return hint in (int, float) or any(map(is_number, get_args(hint)))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, BaselineSpec], ids=lambda kind: kind.__name__)
+def test_every_number_has_a_range(kind: type) -> None:
+    hints = get_type_hints(kind)
+    assert [one.name for one in fields(kind) if is_number(hints[one.name]) and "range" not in one.metadata] == []
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_section_checks_its_own_ranges_and_texts(kind: type) -> None:
+    good = kind()
+    for one in fields(kind):
+        if allowed := one.metadata.get("range"):
+            number = 10 * allowed.most
+            several = isinstance(getattr(good, one.name), dict) or allowed.ascending
+            bad = {"kl": number} if isinstance(getattr(good, one.name), dict) else [number] if several else number
+            with pytest.raises(UserError, match=rf"{one.name}.* is {number:.0f}\D.*it must be {allowed}"):
+                replace(good, **{one.name: bad})
+        elif isinstance(getattr(good, one.name), str):
+            with pytest.raises(UserError, match=rf"{one.name} is 'a.x00b': a text has 1 to 4096 characters"):
+                replace(good, **{one.name: "a\0b"})
+
+
+def test_help_shows_the_ranges() -> None:
+    parser = recipe_parser("eagle3", "draftsmith train")
+    shown = {action.dest: action.help or "" for action in parser._actions}
+    head = methods()["eagle3"].options_class
+    for key, allowed in (*find_ranges(Recipe, ""), *find_ranges(head, "head.")):
+        assert shown[key].endswith(f"; {allowed}."), key

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -16,59 +17,55 @@ from typing import Any, TextIO
 from safetensors import SafetensorError
 
 from draftsmith.errors import UserError
+from draftsmith.foreign.files import shown_path, why_not
 
-# How libraries say that a disk is full or a file may not grow: they keep no errno.
-_FULL = (
-    "No space left on device",
-    "os error 28",
-    "Disk quota exceeded",
-    "file write failed",
-    "unexpected pos",
-    "iostream",
-)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_OTHERS = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP),
-    *(
-        errno.ENAMETOOLONG,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.EIO,
-        errno.EINVAL,
-        errno.ENOENT,
-        errno.EBUSY,
-        errno.ETXTBSY,
-    ),
-)
+# How libraries say that a file could not be written: safetensors with the system's number, torch without it.
+_NUMBERED = re.compile(r"\(os error (\d+)\)")
+_UNNUMBERED = ("No space left on device", "Disk quota exceeded", "file write failed", "unexpected pos", "iostream")
 _TEMPORARY = re.compile(r"\..+\.draftsmith-[0-9a-f]{12}\.(tmp|old)")
 """The names of what is being written or replaced; no other program's files have them."""
 
 
 @contextmanager
 def explain_os_error(path: Path) -> Iterator[None]:
-    """Raise UserError, one sentence that names `path`, for a full disk or a folder that cannot be written."""
+    """Raise UserError, one sentence that names `path`, where the system does not let it be written."""
     try:
         yield
     except UserError:
         raise
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        number = getattr(error, "errno", None)
-        if number in _NO_ROOM or any(words in str(error) for words in _FULL):
-            what = (
-                "The file is larger than this account may write"
-                if number == errno.EFBIG
-                else "No space left on the disk"
-            )
+        number = _number_of(error, path)
+        if number in _NO_ROOM:
+            full = f"{os.strerror(number)[:1].upper()}{os.strerror(number)[1:]}"
+            remedy = "free some space" if number != errno.EFBIG else "raise the limit (`ulimit -f` says what it is)"
             raise UserError(
-                f"{what} while writing {path}: nothing incomplete was kept; free some space or choose another "
-                "--output_dir, then run the same command again to resume."
+                f"{full} while writing {path}: nothing incomplete was kept; {remedy} or choose another --output_dir, then run "
+                "the same command again to resume."
             ) from error
-        if (isinstance(error, OSError) and number in _OTHERS) or "null" in str(error):
-            reason = os.strerror(number) if number else "the name holds a NUL character"
-            raise UserError(
-                f"Cannot write {path}: {reason}; choose a folder you may write to with --output_dir (report: --output)."
-            ) from error
-        raise
+        if number is None and not (isinstance(error, ValueError) and "null" in str(error)):
+            raise
+        why = (
+            f"there is a link to {os.readlink(path)}" if number == errno.ELOOP and path.is_symlink() else why_not(error)
+        )
+        raise UserError(
+            f"{shown_path(path)} cannot be written ({why}): choose a place that you may write to with --output_dir (report and "
+            "search-tree: --output)."
+        ) from error
+
+
+def _number_of(error: BaseException, path: Path) -> int | None:
+    """Return the system's number of an error that came up while `path` was written, None where it is none of the system's."""
+    if isinstance(error, OSError):
+        return error.errno
+    if match := _NUMBERED.search(str(error)):
+        return int(match[1])
+    if not any(words in str(error) for words in _UNNUMBERED):
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    there = next(one for one in path.absolute().parents if one.exists())
+    limited = limit != resource.RLIM_INFINITY and shutil.disk_usage(there).free > limit
+    return errno.EFBIG if limited else errno.ENOSPC
 
 
 def check_folder(key: str, path: Path) -> None:

@@ -134,10 +134,12 @@ def check_transformers() -> Iterator[Check]:
 def caches() -> dict[str, Path]:
     """The folders that grow: here, the embedded default's cache, the Hub's cache."""
     hub = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    own = os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith"
+    # Not Path.expanduser, which raises where an account has no home: then ~ is a folder that cannot be made.
     return {
         "This folder": Path.cwd(),
-        "Embedded default's cache": Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser(),
-        "Hub cache": Path(hub).expanduser(),
+        "Embedded default's cache": Path(os.path.expanduser(own)),
+        "Hub cache": Path(os.path.expanduser(hub)),
     }
 
 

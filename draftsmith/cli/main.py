@@ -11,6 +11,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
+from draftsmith.cli.boundary import at_boundary
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipe.options import take_options
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _TOP = ("-h", "--help", "--version", "--print_completion")
 
 
+@at_boundary
 def main(argv: list[str] | None = None, script: str | None = None) -> int:
     """Run a command; return its exit code. A user's mistake is printed as one sentence, with exit code 2; Ctrl-C ends with 130,
     SIGTERM with 143. script: the file of train/ that was launched, for `train`."""
@@ -50,8 +52,6 @@ def main(argv: list[str] | None = None, script: str | None = None) -> int:
     except KeyboardInterrupt as stop:
         print(f"draftsmith: {INTERRUPTED}", file=sys.stderr)
         return code_of(stop)
-    except BrokenPipeError:
-        return 1
 
 
 def _dispatch(words: list[str], script: str | None) -> int:
@@ -84,7 +84,7 @@ def _help(name: str, words: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"draftsmith {name}", description=command.help)
     for one in command.options:
         parser.add_argument(one.name, **one.settings)
-    parser.print_help()
+    print(parser.format_help(), end="")  # argparse itself would not say that it cannot print
     return 0
 
 

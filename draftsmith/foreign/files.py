@@ -17,8 +17,10 @@ MOST_LINE_BYTES = 64 * MIB
 
 _WHY = {
     errno.ENOENT: "it does not exist",
-    errno.EACCES: "you may not read it",
-    errno.EPERM: "you may not read it",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "it may not be changed",
+    errno.EROFS: "the disk is read-only",
+    errno.EISDIR: "it is a folder, not a file",
     errno.ELOOP: "its links go round",
     errno.ENAMETOOLONG: "its name is too long",
     errno.ENOTDIR: "a part of its path is a file, not a folder",
@@ -50,13 +52,13 @@ def open_file(path: Path | str, remedy: str) -> BinaryIO:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise UserError(f"{_shown(path)} cannot be read ({why_not(error, path)}): {remedy}.") from error
+        raise UserError(f"{shown_path(path)} cannot be read ({why_not(error, path)}): {remedy}.") from error
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(handle, "rb")
     os.close(handle)
     kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "a device")
-    raise UserError(f"{_shown(path)} is {kind}, not a file: {remedy}.")
+    raise UserError(f"{shown_path(path)} is {kind}, not a file: {remedy}.")
 
 
 def read_bytes(path: Path | str, remedy: str, most: int = MOST_BYTES) -> bytes:
@@ -104,7 +106,7 @@ def _read(file: BinaryIO, path: Path | str, remedy: str, most: int, lines: bool 
         raise UserError(f"{path} cannot be read ({why_not(error)}): {remedy}.") from error
 
 
-def _shown(path: Path | str) -> str:
+def shown_path(path: Path | str) -> str:
     """Return a path as a message shows it: printable, and not longer than a line."""
     text = str(path).encode("utf-8", "replace").decode()
     text = text if text.isprintable() else repr(text)[1:-1]

@@ -144,7 +144,8 @@ def parse_recipe(
     if method not in names:
         raise UserError(f"method is {method!r}: the drafters are {', '.join(names)}.")
     if {"-h", "--help"} & set(argv):
-        recipe_parser(method, prog, description, options).parse_args(["--help"])
+        print(recipe_parser(method, prog, description, options).format_help(), end="")
+        raise SystemExit(0)
     parser = recipe_parser(method, prog, description)
     if "head" in content:
         content |= _tidy(_where(path), {"head": content.pop("head")}, {"head": find_method(method).options_class})

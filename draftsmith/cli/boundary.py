@@ -1,0 +1,108 @@
+"""Where the system refuses a command: no file to open, no room, no memory, nowhere to print. One sentence, as for any mistake."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from typing import ParamSpec
+
+from draftsmith.errors import UserError, first_line
+from draftsmith.foreign.files import shown_path, why_not
+
+P = ParamSpec("P")
+
+CLOSED_PIPE = 141
+"""The exit code where whoever read the output has left, as `head` does: 128 and SIGPIPE, as the shell has it."""
+_NO_MEMORY = ("can't allocate memory", "CUDA out of memory", "HIP out of memory", "Unable to allocate")
+
+
+def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
+    """Return `command`, which answers with an exit code, made to end in a sentence and exit code 2 where the system refuses it."""
+
+    @wraps(command)
+    def within(*args: P.args, **kwargs: P.kwargs) -> int:
+        _prepare_streams()
+        try:
+            _check_folder()
+            code = command(*args, **kwargs)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            _drop_output()
+            return CLOSED_PIPE
+        except UserError as error:
+            sentence: str | None = str(error)
+        except (OSError, MemoryError, RuntimeError, ValueError) as error:
+            sentence = explain(error)
+            if sentence is None:
+                raise
+        _drop_output()
+        tell(sentence)
+        return 2
+
+    return within
+
+
+def tell(sentence: str) -> None:
+    """Print a sentence to standard error, if that can be written."""
+    with suppress(OSError):  # the exit code has to do
+        print(f"draftsmith: {sentence}", file=sys.stderr, flush=True)
+
+
+def explain(error: BaseException) -> str | None:
+    """Return in a sentence what the system refused, None for a mistake of ours."""
+    if isinstance(error, MemoryError) or any(words in str(error) for words in _NO_MEMORY):
+        return (
+            f"There is not enough memory ({first_line(error)[:200]}): lower train.rows, answers.batch, features.batch_tokens or "
+            "evaluate.batch, whichever this is about, or take a machine with more; the same command goes on from here."
+        )
+    if isinstance(error, OSError):
+        return _explain_refusal(error)
+    if isinstance(error, ValueError) and "null byte" in str(error):
+        return "The name of a file holds a NUL character: give it another name."
+    if isinstance(error, RuntimeError) and "home directory" in str(error):
+        return "This account has no home folder: set HOME to a folder that it may write to."
+    return None
+
+
+def _explain_refusal(error: OSError) -> str:
+    if error.filename is None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
+            return f"The output cannot be written ({os.strerror(error.errno)}): send it elsewhere, then run the same command again."
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return f"The system refuses this: {why_not(error)}; raise the limit, then run the same command again."
+        return f"The system refuses this ({first_line(error)}): mend it, then run the same command again."
+    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+    return f"{shown_path(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
+
+
+def _prepare_streams() -> None:
+    """Let everything be printed: what a terminal cannot show as an escape, and to nowhere where a stream is closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _check_folder() -> None:
+    """Raise UserError where the working folder is gone, without which not even libraries load."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            f"The folder that this was started in cannot be used ({why_not(error)}): change to one that can, with cd."
+        ) from error
+
+
+def _drop_output() -> None:
+    """Forget what could not be printed: the interpreter would try again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -1,7 +1,7 @@
 """What the sections of a recipe share: the ranges of their numbers, checks that name the key, and what of a section a run's
 fingerprint holds."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from itertools import pairwise
 from types import MappingProxyType
@@ -11,7 +11,7 @@ from draftsmith.errors import UserError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
-LATER: Mapping[str, Any] = MappingProxyType({"later": True})
+LATER: MappingProxyType[str, Any] = MappingProxyType({"later": True})
 """`field(default=..., metadata=LATER)` marks a field that was added after runs had been made: at its default it is left out of
 the fingerprint, so that those runs are not out of date."""
 

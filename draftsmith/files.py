@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from safetensors import SafetensorError
 
 from draftsmith.errors import UserError
+from draftsmith.fields import shown
 from draftsmith.foreign.files import shown_path, why_not
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -70,6 +71,12 @@ def _number_of(error: BaseException, path: Path) -> int | None:
 
 def check_folder(key: str, path: Path) -> None:
     """Raise UserError where `path`, the value of the recipe's `key`, is no folder and cannot become one; creates nothing."""
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        gone = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
+        if not gone:
+            raise UserError(f"{key} is {shown(str(path))} ({why_not(error, path)}): name another folder.") from error
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")
@@ -108,9 +115,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     What was at `path` goes when all of the new one is on disk: the caller has made sure that it may. Where `path` is a link,
     the folder that it points to is written.
     """
-    path = path.resolve() if path.is_symlink() else path.absolute()
-    temporary, retired = _temporary(path, "tmp"), _temporary(path, "old")
     with explain_os_error(path):
+        path = path.resolve() if path.is_symlink() else path.absolute()
+        temporary, retired = _temporary(path, "tmp"), _temporary(path, "old")
         temporary.mkdir(parents=True)
         try:
             mode = temporary.stat().st_mode & 0o666

@@ -78,7 +78,7 @@ _TREE = (
     ),
     option(
         "--temperature",
-        type=number("--temperature", "0 (greedy) or a larger number", lambda value: 0 <= value < float("inf")),
+        type=number("--temperature", "0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100),
         metavar="T",
         help="For sampling at this temperature instead of that of the run's answers.",
     ),

@@ -94,16 +94,20 @@ def _top(words: list[str]) -> int:
 
     import draftsmith
 
+    if words[:1] == ["--version"]:
+        print(draftsmith.__version__)
+        return 0
+    complete = bool(words) and words[0].startswith("--print_completion")
     set_parsing_settings(add_print_completion_argument=True)
     try:
-        parser = _parser(complete=bool(words) and words[0].startswith("--print_completion"))
+        parser = _parser(complete=complete)
         parser.add_argument("--version", action="version", version=draftsmith.__version__)
-        parser.parse_args(words or ["--help"])
-        return 0
-    except SystemExit as stop:
-        return int(stop.code or 0) if words else 2
+        if complete:
+            parser.parse_args(words)
+        print(parser.format_help(), end="")
     finally:
         set_parsing_settings(add_print_completion_argument=False)
+    return 0 if words else 2
 
 
 def _parser(*, complete: bool) -> "ArgumentParser":

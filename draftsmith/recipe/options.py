@@ -8,9 +8,11 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.fields import shown
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,11 @@ def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argpa
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for one in options:
         parser.add_argument(one.name, **one.settings)
+    names = {one.name for one in options}
+    for word, after in pairwise((*words, "-")):
+        name, equals, value = word.partition("=")
+        if name in names and not (value if equals else after):
+            raise UserError(f"{name} is empty: give it a value, or leave it out.")
     try:
         return parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
@@ -46,8 +53,9 @@ def whole_number(name: str, what: str = "a whole number of at least 1", most: in
     """Return the type of an option that takes a whole number from 1 to `most`; `what` says so in a sentence."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or not 1 <= int(text) <= most:
-            raise UserError(f"{name} is {text!r}: give {what}.")
+        if not text.isdecimal() or len(text) > 20 or not 1 <= int(text) <= most:
+            least = f"{what}, and at most {most}" if text.isdecimal() and len(text) > 1 else what
+            raise UserError(f"{name} is {shown(text)}: give {least}.")
         return int(text)
 
     return read

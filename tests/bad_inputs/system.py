@@ -1,0 +1,152 @@
+"""What the system refuses while something is written: no place for the file, no permission, no room, a limit."""
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.files import atomic_directory, atomic_path, check_folder, claim, write_text
+from tests.bad_inputs.cases import Case, Table
+
+FILE = "case.json"
+_GOOD = {"way": "text", "path": "new.json"}
+
+
+def _torch(path: Path) -> None:
+    with atomic_path(path) as temporary:
+        torch.save(torch.zeros(100_000), temporary)
+
+
+def _tensors(path: Path) -> None:
+    with atomic_path(path) as temporary:
+        save_file({"x": torch.zeros(100_000)}, temporary)
+
+
+def _folder(path: Path) -> None:
+    with atomic_directory(path) as temporary:
+        (temporary / "x").write_bytes(bytes(100_000))
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: write_text(path, "x" * 100_000),
+    "torch": _torch,
+    "tensors": _tensors,
+    "folder": _folder,
+    "lock": lambda path: claim(path).close(),
+    "check": lambda path: check_folder("output_dir", path),
+}
+
+
+def make(folder: Path) -> None:
+    """Write what is to be written, and what is in the way."""
+    (folder / FILE).write_text(json.dumps(_GOOD), encoding="utf-8")
+    (folder / "a-file").write_text("mine", encoding="utf-8")
+    (folder / "a-folder").mkdir()
+    (folder / "a-folder" / "inside").write_text("mine", encoding="utf-8")
+    (folder / "a-loop").symlink_to("a-loop")
+    (folder / "a-link").symlink_to("a-file")
+    (folder / "a-dangling-link").symlink_to("nowhere/at/all")
+
+
+def read(folder: Path) -> None:
+    """Write it within the limits of the case."""
+    case = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    with _limit(case.get("limit")), _refuse(case.get("refusal")):
+        WAYS[case["way"]](folder / case["path"])
+
+
+@contextmanager
+def _limit(limit: list[int] | None) -> Iterator[None]:
+    if limit is None:
+        yield
+        return
+    before = resource.getrlimit(limit[0])
+    resource.setrlimit(limit[0], (limit[1], before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit[0], before)
+
+
+@contextmanager
+def _refuse(number: int | None) -> Iterator[None]:
+    if number is None:
+        yield
+        return
+    refusal = OSError(number, os.strerror(number))
+    with patch("draftsmith.files.os.open", side_effect=refusal), patch("pathlib.Path.mkdir", side_effect=refusal):
+        yield
+
+
+def case(name: str, words: tuple[str, ...] = (), **changes: Any) -> Case:
+    """Return the case of something else to be written."""
+    return Case(name, lambda folder: (folder / FILE).write_text(json.dumps(_GOOD | changes)), words)
+
+
+_NAMES = {
+    "long": ("x" * 300, "too long"),
+    "very-long": ("x/" * 3000, "too long"),
+    "nul": ("a\0b", "NUL"),
+    "under-a-file": ("a-file/new", "a-file"),
+    "under-a-loop": ("a-loop/new", "a-loop"),
+}
+_REFUSALS = (
+    "EACCES",
+    "EPERM",
+    "EROFS",
+    "EMFILE",
+    "ENFILE",
+    "ENOSPC",
+    "EDQUOT",
+    "EIO",
+    "EFBIG",
+    "ENOMEM",
+    "ESTALE",
+    "EBUSY",
+)
+
+TABLE = Table(
+    "system",
+    make,
+    read,
+    (
+        *(
+            case(f"{way}-{name}", (word,), way=way, path=path)
+            for way in ("text", "torch", "tensors", "folder", "lock")
+            for name, (path, word) in _NAMES.items()
+        ),
+        *(
+            case(f"{way}-refused-{name}", ("new.json",), way=way, refusal=getattr(errno, name))
+            for way in ("text", "torch", "tensors", "folder", "lock")
+            for name in _REFUSALS
+        ),
+        *(
+            case(f"{way}-over-a-folder", ("a-folder", "folder"), way=way, path="a-folder")
+            for way in ("text", "torch", "tensors", "lock")
+        ),
+        *(
+            case(f"{way}-larger-than-allowed", ("ulimit -f",), way=way, limit=[resource.RLIMIT_FSIZE, 20_000])
+            for way in ("text", "torch", "tensors", "folder")
+        ),
+        *(
+            case(f"{way}-too-many-open", ("ulimit -n",), way=way, limit=[resource.RLIMIT_NOFILE, 3])
+            for way in ("text", "lock")
+        ),
+        case("lock-is-a-link", ("link to",), way="lock", path="a-link"),
+        case("lock-is-a-dangling-link", ("link to",), way="lock", path="a-dangling-link"),
+        case("folder-under-a-dangling-link", ("a-dangling-link",), way="folder", path="a-dangling-link/new"),
+        case("check-a-file", ("output_dir", "a-file"), way="check", path="a-file"),
+        case("check-under-a-file", ("output_dir", "a-file"), way="check", path="a-file/new"),
+        case("check-a-loop", ("output_dir", "a-loop"), way="check", path="a-loop"),
+        case("check-a-long-name", ("output_dir", "too long"), way="check", path="x" * 300),
+        case("check-nul", ("output_dir", "NUL"), way="check", path="a\0b"),
+    ),
+)

@@ -1,7 +1,25 @@
 """The exceptions for a user's mistake and for Ctrl-C, and what their sentences are made of."""
 
+import errno
+import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
+
+_WHY = {
+    errno.ENOENT: "it does not exist",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "it may not be changed",
+    errno.EROFS: "the disk is read-only",
+    errno.EISDIR: "it is a folder, not a file",
+    errno.ELOOP: "its links go round",
+    errno.ENAMETOOLONG: "its name is too long",
+    errno.ENOTDIR: "a part of its path is a file, not a folder",
+    errno.EMFILE: "too many files are open (`ulimit -n` says how many may be)",
+    errno.ENFILE: "too many files are open on this machine",
+    errno.ENXIO: "it is a socket, not a file",
+    errno.EIO: "the disk cannot read it",
+}
 
 
 class UserError(ValueError):
@@ -33,3 +51,21 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message without a final full stop, the name of its class where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".: ") if lines else type(error).__name__
+
+
+def why_not(error: BaseException, path: Path | str | None = None) -> str:
+    """Return in words why the system refused to open `path`, without the path itself."""
+    if isinstance(error, OSError) and error.errno is not None:
+        if error.errno == errno.ENOENT and path is not None and os.path.islink(path):
+            return f"it is a link to {os.readlink(path)}, which does not exist"
+        return _WHY.get(error.errno, f"the system says: {os.strerror(error.errno)}")
+    if isinstance(error, ValueError) and "null" in str(error):
+        return "its name holds a NUL character"
+    return "its name is no name of a file"
+
+
+def shown_path(path: Path | str) -> str:
+    """Return a path as a message shows it: printable, and not longer than a line."""
+    text = str(path).encode("utf-8", "replace").decode()
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"

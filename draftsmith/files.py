@@ -16,9 +16,8 @@ from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, shown_path, why_not
 from draftsmith.fields import shown
-from draftsmith.foreign.files import shown_path, why_not
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How libraries say that a file could not be written: safetensors with the system's number, torch without it.

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_tools
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, why_not
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.files import open_file, why_not
+from draftsmith.foreign.files import open_file
 from draftsmith.foreign.json import kind_of, read_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".json", ".parquet")

@@ -8,8 +8,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec
 
-from draftsmith.errors import UserError, first_line
-from draftsmith.foreign.files import shown_path, why_not
+from draftsmith.errors import UserError, first_line, shown_path, why_not
 
 P = ParamSpec("P")
 
@@ -33,11 +32,12 @@ def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
             _drop_output()
             return CLOSED_PIPE
         except UserError as error:
-            sentence: str | None = str(error)
+            sentence = str(error)
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
-            sentence = explain(error)
-            if sentence is None:
+            explained = explain(error)
+            if explained is None:
                 raise
+            sentence = explained
         _drop_output()
         tell(sentence)
         return 2

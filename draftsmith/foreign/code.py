@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from draftsmith.errors import UserError, first_line
-from draftsmith.foreign.files import why_not
+from draftsmith.errors import UserError, first_line, why_not
 
 _MOST = 300
 _CLASS = re.compile(r"<class '(?:\w+\.)*(\w+)'>")

@@ -1,13 +1,12 @@
 """Opening a foreign file: a plain file or one sentence, never a pipe that hangs and never a traceback."""
 
-import errno
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, shown_path, why_not
 
 MIB = 2**20
 MOST_BYTES = 512 * MIB
@@ -15,32 +14,7 @@ MOST_BYTES = 512 * MIB
 MOST_LINE_BYTES = 64 * MIB
 """The most bytes of a line of JSON Lines."""
 
-_WHY = {
-    errno.ENOENT: "it does not exist",
-    errno.EACCES: "permission denied",
-    errno.EPERM: "it may not be changed",
-    errno.EROFS: "the disk is read-only",
-    errno.EISDIR: "it is a folder, not a file",
-    errno.ELOOP: "its links go round",
-    errno.ENAMETOOLONG: "its name is too long",
-    errno.ENOTDIR: "a part of its path is a file, not a folder",
-    errno.EMFILE: "too many files are open (`ulimit -n` says how many may be)",
-    errno.ENFILE: "too many files are open on this machine",
-    errno.ENXIO: "it is a socket, not a file",
-    errno.EIO: "the disk cannot read it",
-}
 _KINDS = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
-
-
-def why_not(error: BaseException, path: Path | str | None = None) -> str:
-    """Return in words why the system refused to open `path`, without the path itself."""
-    if isinstance(error, OSError) and error.errno is not None:
-        if error.errno == errno.ENOENT and path is not None and os.path.islink(path):
-            return f"it is a link to {os.readlink(path)}, which does not exist"
-        return _WHY.get(error.errno, f"the system says: {os.strerror(error.errno)}")
-    if isinstance(error, ValueError) and "null" in str(error):
-        return "its name holds a NUL character"
-    return "its name is no name of a file"
 
 
 def open_file(path: Path | str, remedy: str) -> BinaryIO:
@@ -104,10 +78,3 @@ def _read(file: BinaryIO, path: Path | str, remedy: str, most: int, lines: bool 
         return file.readline(most) if lines else file.read(most)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({why_not(error)}): {remedy}.") from error
-
-
-def shown_path(path: Path | str) -> str:
-    """Return a path as a message shows it: printable, and not longer than a line."""
-    text = str(path).encode("utf-8", "replace").decode()
-    text = text if text.isprintable() else repr(text)[1:-1]
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"

@@ -10,7 +10,7 @@ from draftsmith.eval.decode.verify import Typical
 from draftsmith.fields import BATCH, LATER, SHARE, TOKENS, Dtype, check_fields, require, within
 
 TEMPERATURE = within(0, 100)
-_CHAIN = within(1, 256)
+_CHAIN = within(1, 2**13)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
-from draftsmith.errors import UserError, first_line
+from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.files import why_not
 from draftsmith.heads.target.config import check_layers, check_sizes, read_model_config
 from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
 

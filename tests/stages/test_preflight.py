@@ -89,12 +89,11 @@ def test_a_head_that_no_engine_serves_is_trained_but_not_run(
 
 
 def test_layers_to_store_and_a_draft_vocabulary_that_cannot_be(workplace: Path, tmp_path: Path) -> None:
-    for layers, said in (("[3,1]", "in ascending order"), ("[1,3,5,77]", "77 is out of range")):
-        session = session_of(
-            workplace, tmp_path, "medusa", {}, "--features.source=store", f"--features.layer_ids={layers}"
-        )
-        with pytest.raises(UserError, match=rf"^features\.layer_ids .*{said}"):
-            preflight(session, "train")
+    session = session_of(
+        workplace, tmp_path, "medusa", {}, "--features.source=store", "--features.layer_ids=[1,3,5,77]"
+    )
+    with pytest.raises(UserError, match=r"^features\.layer_ids .*77 is out of range"):
+        preflight(session, "train")
     with pytest.raises(UserError, match="draft_vocab_size"):
         preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": 1}), "train")
     vocab = len(tiny_tokenizer())

@@ -277,6 +277,6 @@ def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
 
     monkeypatch.setattr(features, "save_file", full)
-    with pytest.raises(UserError, match="No space left on the disk"):
+    with pytest.raises(UserError, match="No space left on device"):
         write_store(tmp_path, make_features())
     assert list(all_bytes(tmp_path)) == ["index.json"]

@@ -9,6 +9,7 @@ from draftsmith.heads.registry import methods
 from tests.bad_inputs.cases import Case, Table, write
 
 FILE = "head.json"
+VALUES = {"-1": -1, "10**12": 10**12, "10**100": 10**100, "1e300": 1e300, "nan": float("nan"), "inf": float("inf")}
 
 
 def make(folder: Path) -> None:
@@ -25,9 +26,9 @@ def read(folder: Path) -> None:
 def _cases() -> Iterator[Case]:
     for name, method in methods().items():
         for key, allowed in find_ranges(method.options_class, ""):
-            for value in (-1, 10**12, 10**100, 1e300, float("nan"), float("inf")):
+            for said, value in VALUES.items():
                 bad = json.dumps({"method": name, "head": {key: [value] if allowed.ascending else value}})
-                yield Case(f"{name}-{key}-{str(value)[:8]}", write(FILE, bad), (f"head.{key} is",))
+                yield Case(f"{name}-{key}-{said}", write(FILE, bad), (f"head.{key} is",))
             if allowed.ascending:
                 for number, items in enumerate(([], [2, 1], [1, 1], list(range(2000)))):
                     bad = json.dumps({"method": name, "head": {key: items}})

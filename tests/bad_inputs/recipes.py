@@ -32,7 +32,7 @@ def value(key: str, content: Any) -> Case:
         inner = {part: inner}
     recipe = GOOD | {parts[0]: {**GOOD.get(parts[0], {}), **inner} if len(parts) > 1 else inner}
     shown = json.dumps(content, default=str)
-    return Case(f"{key}-{shown if len(shown) < 30 else shown[:27]}", write(FILE, yaml.safe_dump(recipe)), (parts[-1],))
+    return Case(f"{key}-{shown if len(shown) < 90 else shown[:87]}", write(FILE, yaml.safe_dump(recipe)), (parts[-1],))
 
 
 def _laughs() -> str:

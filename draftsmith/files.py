@@ -17,7 +17,6 @@ from typing import Any, TextIO
 from safetensors import SafetensorError
 
 from draftsmith.errors import UserError, shown_path, why_not
-from draftsmith.fields import shown
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How libraries say that a file could not be written: safetensors with the system's number, torch without it.
@@ -75,7 +74,9 @@ def check_folder(key: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         gone = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
         if not gone:
-            raise UserError(f"{key} is {shown(str(path))} ({why_not(error, path)}): name another folder.") from error
+            raise UserError(
+                f"{key} is {shown_path(str(path))} ({why_not(error, path)}): name another folder."
+            ) from error
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")

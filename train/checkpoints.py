@@ -136,7 +136,7 @@ def digest_of(folder: Path, progress: Progress, head: DraftHead) -> str:
     or those of a new head."""
     done = folder / f"step_{progress.step}" / DONE
     if progress.step and done.is_file():
-        return hashlib.sha256(done.read_bytes()).hexdigest()[:16]
+        return sha256_file(done)[:16]
     digest = hashlib.sha256()
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:

@@ -92,8 +92,9 @@ def _read_launch_file(config: Path) -> dict[str, str]:
     file = read_yaml(config, _EXAMPLES)
     if not isinstance(file, dict) or "distributed_type" not in file:
         raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
-    # Without sections, and without what the launcher leaves to its defaults.
-    found = {key: value for key, value in file.items() if not isinstance(value, dict) and value is not None}
+    needed = ("distributed_type", "num_processes", "num_machines", "use_cpu")
+    # Without the other sections, and without what is left to the launcher's defaults.
+    found = {key: value for key, value in file.items() if key in needed or not (isinstance(value, dict) or value is None)}
     for section in ("fsdp_config", "deepspeed_config"):
         inside = file.get(section) or {}
         if not isinstance(inside, dict):

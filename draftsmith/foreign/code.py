@@ -42,5 +42,6 @@ def reason_of(error: BaseException) -> str:
         return why_not(error)
     if isinstance(error, KeyError | IndexError):
         return f"{first_line(error)} is missing"
-    line = _CLASS.sub(r"\1", first_line(error)).replace("NoneType", "null")
+    text = " ".join(str(error).split()).rstrip(".: ") or type(error).__name__
+    line = _CLASS.sub(r"\1", text).replace("NoneType", "null")
     return line if len(line) <= _MOST else f"{line[:_MOST]}..."

@@ -143,7 +143,7 @@ def mistakes(place: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-10])
     head, target = ["--head", str(place / "export")], ["--target", str(place / "target")]
     return {
-        "cut short": (["--head", str(cut), *target], "model.safetensors are damaged or cut short"),
+        "cut short": (["--head", str(cut), *target], "model.safetensors is cut short or damaged"),
         "no head": (["--head", str(folder / "nowhere"), *target], "no folder"),
         "a target for a head": (["--head", str(place / "target"), *target], "is the target itself"),
         "a head for a target": ([*head, "--target", str(place / "export")], "is a draft head"),

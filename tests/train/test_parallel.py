@@ -189,8 +189,8 @@ TWO = {"distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2}
     [
         ({"distributed_type": "MULTI_CPU"}, "with distributed_type MULTI_CPU Accelerate starts one"),
         ({"distributed_type": "NO"}, "with distributed_type NO Accelerate starts one"),
-        ({"num_processes": "two"}, "num_processes: two, and not a whole number from 1"),
-        ({"num_processes": 0}, "num_processes: 0, and not a whole number from 1"),
+        ({"num_processes": "two"}, "num_processes is 'two': it must be a number from 1"),
+        ({"num_processes": 0}, "num_processes is 0: it must be a number from 1"),
         ({"num_processes": 3, "num_machines": 2}, "every machine has as many processes"),
         ({"num_machines": 2, "machine_rank": 2}, "machine_rank counts from 0"),
         ({"num_machines": 2}, "name an address of machine 0"),

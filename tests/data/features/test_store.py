@@ -134,7 +134,9 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
             if len(calls) == call:
                 if function == "save_file":
                     path.write_bytes(b"half")
-                    path.rename(path.with_name(".shard-00001.safetensors.999.tmp"))  # as kill -9 leaves it
+                    path.rename(
+                        path.with_name(".shard-00001.safetensors.draftsmith-0123456789ab.tmp")
+                    )  # as kill -9 leaves it
                 raise Killed
             original(*arguments)
 
@@ -185,13 +187,13 @@ def test_no_store_and_broken_index(tmp_path: Path) -> None:
     index = tmp_path / "index.json"
     text = index.read_text()
     index.write_text(text[: len(text) // 2])
-    refused(tmp_path, "index.json", "damaged")
+    refused(tmp_path, "index.json", "is not JSON")
     index.write_text(json.dumps({**json.loads(text), "schema_version": 99}))
     refused(tmp_path, "schema_version 99")
     value = json.loads(text)
     value["shards"][0]["lengths"].pop()
     index.write_text(json.dumps(value))
-    refused(tmp_path, "damaged", "shard-00000")
+    refused(tmp_path, "do not add up", "shard-00000")
 
 
 def test_a_shard_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +217,7 @@ def test_shard_missing_cut_or_corrupt(tmp_path: Path) -> None:
     refused(tmp_path, "shard-00001", "corrupt")
     assert len(FeatureStore(tmp_path, verify=False).get_many(range(9))) == 9
     shard.write_bytes(b"\xff" * len(whole))
-    refused(tmp_path, "shard-00001", "cannot be read", verify=False)
+    refused(tmp_path, "shard-00001", "cut short or damaged", verify=False)
     shard.write_bytes(whole[:-1])
     refused(tmp_path, "shard-00001", "cut short")
     shard.unlink()

@@ -242,13 +242,13 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "not valid JSON"),
-        ("{", "not valid JSON"),
+        ("", "is not JSON"),
+        ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
         ('{"schema_version": 6}', "schema_version"),
-        ('{"schema_version": NaN}', "holds NaN"),
-        ("[" * 100_000, "not valid JSON"),
+        ('{"schema_version": NaN}', "holds the number nan"),
+        ("[" * 100_000, "nested deeper"),
     ],
 )
 def test_other_files_are_refused_with_their_name(tmp_path: Path, text: str, said: str) -> None:
@@ -259,7 +259,7 @@ def test_other_files_are_refused_with_their_name(tmp_path: Path, text: str, said
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.json does not exist"):
+    with pytest.raises(UserError, match=r"none\.json cannot be read \(it does not exist\)"):
         read_result(tmp_path / "none.json")
 
 

@@ -78,7 +78,7 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
     "hydra": ("hydra", HydraOptions(num_heads=3), None),
     "hydra++": ("hydra", HydraOptions(3, 4, tie_blocks=True, prefix_attention=True, dropout=0.2), None),
     "hydra, the target's projection": (
-        "hydra++",
+        "hydra",
         HydraOptions(2, 2, prefix_attention=True, original_lm_head=True, lm_head_bias=False),
         None,
     ),
@@ -121,7 +121,7 @@ VARIANTS = {
     "eagle3, layers, width, window",
     "eagle3, norms",
     "hass",
-    "hydra",
+    "hydra++",
     "hydra, the target's projection",
     "medusa, the target's projection",
     "medusa2, the projection too",

@@ -372,7 +372,7 @@ def test_damaged_weights_are_one_sentence(tmp_path):
     head, weights = make_head(target), tmp_path / "head" / "model.safetensors"
     publish(tmp_path / "head", head)
     cut(weights, weights.stat().st_size - 10)
-    with pytest.raises(UserError, match=r"model\.safetensors are damaged or cut short"):
+    with pytest.raises(UserError, match=r"model\.safetensors is cut short or damaged"):
         load_head(tmp_path / "head", target)
     weights.unlink()
     with pytest.raises(UserError, match=r"no weights .*model\.safetensors.* pytorch_model\.bin"):

@@ -282,9 +282,9 @@ def test_several_files_with_an_index(tmp_path):
     index = folder / "model.safetensors.index.json"
     good = json.loads(index.read_text())
     for listed, words in (
-        ({"fc.weight": "../other.safetensors"}, "no index of the weight files beside it"),
-        ({}, "no index of the weight files"),
-        (None, "no index of the weight files"),
+        ({"fc.weight": "../other.safetensors"}, "which is not in its folder"),
+        ({}, "no index of weight files"),
+        (None, "no index of weight files"),
         (
             good["weight_map"] | {"extra": "model-00001-of-00002.safetensors"},
             "lists the tensor extra, which its file lacks",

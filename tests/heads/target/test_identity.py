@@ -237,7 +237,7 @@ def test_sampled_windows_see_a_change_of_every_value(folder: Path, copy: Path, m
 
 def test_damaged_files_are_one_sentence(copy: Path) -> None:
     (copy / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer_config\.json is damaged"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json is not JSON"):
         identify_directory(copy)
 
 
@@ -293,5 +293,5 @@ def test_records_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             read_record(tmp_path)
     (tmp_path / RECORD).write_text("{")
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match="is not JSON"):
         read_record(tmp_path)

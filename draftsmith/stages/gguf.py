@@ -46,7 +46,7 @@ def convert(
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
         )
-        if done.returncode or not temporary.exists():
+        if done.returncode or not (temporary.exists() and temporary.stat().st_size):
             log.write_text(done.stdout, encoding="utf-8")
             raise UserError(f"{_reason(done.stdout, arguments[0], tree)}; the converter's output is in {log}.")
     log.unlink(missing_ok=True)

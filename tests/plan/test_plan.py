@@ -180,7 +180,7 @@ def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsy
         (["--head.layer_ids", "[2,4,99]"], ": 99 is out of range, the target has 8 layers; choose from 0 to 7"),
         (["--head.draft_vocab_size", "99999"], "head.draft_vocab_size is 99999, but the target has"),
         (["--method=dflash", "--head={mask_token_id: 8192}"], "head.mask_token_id is 8192, but the target"),
-        (["--method=dflash", "--head={block_size: 4096}"], "reads no more than 256 tokens: make the block shorter"),
+        (["--method=dflash", "--head={block_size: 1024}"], "reads no more than 256 tokens: make the block shorter"),
         (["--export.layout", "onnx"], "export.layout is 'onnx', which is unknown: choose one of eagle3, "),
         (["--method=draft_model", "--head.init_from=./nowhere"], "The config of the model ./nowhere cannot be read"),
     ],

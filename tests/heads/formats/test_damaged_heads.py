@@ -84,7 +84,7 @@ def test_a_record_that_is_none(tmp_path: Path) -> None:
     target = make_target()
     export_head(make_eagle3(target), target, tmp_path / "head")
     (tmp_path / "head" / "draftsmith.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"draftsmith\.json is damaged: it is no record"):
+    with pytest.raises(UserError, match=r"draftsmith\.json is damaged: it holds no JSON object"):
         load_head(tmp_path / "head", target)
 
 

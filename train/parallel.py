@@ -94,7 +94,9 @@ def _read_launch_file(config: Path) -> dict[str, str]:
         raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
     needed = ("distributed_type", "num_processes", "num_machines", "use_cpu")
     # Without the other sections, and without what is left to the launcher's defaults.
-    found = {key: value for key, value in file.items() if key in needed or not (isinstance(value, dict) or value is None)}
+    found = {
+        key: value for key, value in file.items() if key in needed or not (isinstance(value, dict) or value is None)
+    }
     for section in ("fsdp_config", "deepspeed_config"):
         inside = file.get(section) or {}
         if not isinstance(inside, dict):

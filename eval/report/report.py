@@ -84,7 +84,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
     table.add_column("drafter", no_wrap=True)
     for name in HEADLINE_COLUMNS[2:]:
         table.add_column(name, justify="right")
-    table.add_column("tau from slice to slice")
+    table.add_column("tau from slice to slice", min_width=12)  # two lines at 80 columns
     by_system: dict[str, dict[str, tuple[str, ...]]] = {}
     for label, slice_name, *figures in headline_rows(results):
         by_system.setdefault(label, {})[slice_name] = tuple(figures)

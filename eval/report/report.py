@@ -82,7 +82,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
     is lowest and highest; the rest is in the report."""
     table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
     table.add_column("drafter", no_wrap=True)
-    for name in HEADLINE_COLUMNS[2:]:
+    for name in HEADLINE_COLUMNS[2:-1]:
         table.add_column(name, justify="right")
     table.add_column("tau from slice to slice", min_width=12)  # two lines at 80 columns
     by_system: dict[str, dict[str, tuple[str, ...]]] = {}
@@ -94,7 +94,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
         cells = {name: next((cell for cell in both[:2] if cell[:1].isdigit()), None) for name, both in rows.items()}
         taus = sorted((float(cell), name) for name, cell in cells.items() if cell)
         spread = " to ".join(f"{tau:.2f} {name}" for tau, name in (taus[0], taus[-1])) if len(taus) > 1 else ""
-        table.add_row(*map(escape, (label, *overall, spread)))
+        table.add_row(*map(escape, (label, *overall[:-1], spread)))
     return table
 
 

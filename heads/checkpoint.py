@@ -150,7 +150,6 @@ def model_directory(path: Path, replaces: Iterable[str] = (CONFIG, WEIGHTS)) -> 
     A folder at `path` is replaced if it holds no files but `replaces`; otherwise UserError is raised, so that no other
     files are lost. Where `path` is a link, the folder that it points to is written.
     """
-    path = path.resolve() if path.is_symlink() else path.absolute()
     check_replaceable(path, replaces)
     with atomic_directory(path) as temporary:
         yield temporary

@@ -90,17 +90,18 @@ def latest_checkpoint(folder: Path, *, warn: bool = True) -> Path | None:
 
     warn: say which ones are damaged. Raises UserError where all are damaged.
     """
-    found = _checkpoints(folder)
-    for path in reversed(found):
+    damaged = []
+    for path in reversed(_checkpoints(folder)):
         spoilt = _spoilt(path)
         if spoilt is None:
             return path
+        damaged.append(f"{path.name}: {spoilt}")
         if warn:
             what = f"the checkpoint {path} is damaged ({spoilt}): training goes on from the one before it"
             print(f"warning: {what}.", file=sys.stderr)
-    if found:
+    if damaged:
         raise UserError(
-            f"No checkpoint in {folder} is as it was saved ({found[-1].name}: {_spoilt(found[-1])}): restore one, or add "
+            f"No checkpoint in {folder} is as it was saved ({damaged[0]}): restore one, or add "
             "--redo train to begin again."
         )
     return None

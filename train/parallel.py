@@ -46,6 +46,8 @@ _SECTIONS = {
     "scheduler": "lr",
 }
 _EXAMPLES = "recipes/accelerate/ holds examples"
+_COUNTS = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 1}
+"""Whole numbers of a launch file, and the least of each."""
 
 
 class WrappedHead(nn.Module):
@@ -105,8 +107,9 @@ def _read_launch_file(config: Path) -> dict[str, str]:
     for key, value in found.items():
         if isinstance(value, list | dict) or value is None or "\0" in str(value):
             raise UserError(f"{config}: {key} is {shown(value)}, which is no value for it: {_EXAMPLES}.")
-        if key in ("num_processes", "num_machines") and not (str(value).isdecimal() and 1 <= int(value) <= 10**6):
-            raise UserError(f"{config}: {key} is {shown(value)}: it must be a number from 1 to 1000000.")
+        text, least = str(value), _COUNTS.get(key)
+        if least is not None and not (text.isascii() and text.isdecimal() and least <= int(text) <= 10**6):
+            raise UserError(f"{config}: {key} is {shown(value)}: it must be a number from {least} to 1000000.")
     return {str(key): str(value) for key, value in found.items()}
 
 

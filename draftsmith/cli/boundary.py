@@ -1,4 +1,5 @@
-"""Where the system refuses a command: no file to open, no room, no memory, nowhere to print. One sentence, as for any mistake."""
+"""Where commands end early: a mistake of the user's, a signal, or a system that refuses (no file to open, no room, no memory,
+nowhere to print). One sentence and an exit code."""
 
 import errno
 import os
@@ -9,6 +10,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from draftsmith.errors import UserError, first_line, shown_path, why_not
+from draftsmith.train.stopping import INTERRUPTED, code_of
 
 P = ParamSpec("P")
 
@@ -18,29 +20,35 @@ _NO_MEMORY = ("can't allocate memory", "CUDA out of memory", "HIP out of memory"
 
 
 def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
-    """Return `command`, which answers with an exit code, made to end in a sentence and exit code 2 where the system refuses it."""
+    """Return `command`, which answers with an exit code, made to end in a sentence: with exit code 2 for a mistake and where the
+    system refuses it, with 128 and the signal's number where one stops it."""
 
     @wraps(command)
     def within(*args: P.args, **kwargs: P.kwargs) -> int:
         _prepare_streams()
         try:
             _check_folder()
-            code = command(*args, **kwargs)
+            try:
+                code = command(*args, **kwargs)
+            except SystemExit as stop:  # processes whose failure another one has said
+                code = int(stop.code or 0)
             sys.stdout.flush()
             return code
         except BrokenPipeError:
             _drop_output()
             return CLOSED_PIPE
         except UserError as error:
-            sentence = str(error)
+            sentence, code = str(error), code_of(error)
+        except KeyboardInterrupt as stop:
+            sentence, code = INTERRUPTED, code_of(stop)
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
             explained = explain(error)
             if explained is None:
                 raise
-            sentence = explained
+            sentence, code = explained, 2
         _drop_output()
         tell(sentence)
-        return 2
+        return code
 
     return within
 

@@ -55,8 +55,8 @@ def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
         raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
     settings = launch_settings(Path(config))
     check_launch(spec, Path(config))
-    machines = _number(settings, config, "num_machines", 1)
-    processes, machine = _number(settings, config, "num_processes", 1), _number(settings, config, "machine_rank", 0)
+    machines, processes = (int(settings.get(key, "1")) for key in ("num_machines", "num_processes"))
+    machine = int(settings.get("machine_rank", "0"))
     kind, cpu = settings["distributed_type"].upper(), settings.get("use_cpu", "false").lower() == "true"
     if processes > 1 and kind in _ONE:
         raise UserError(
@@ -74,7 +74,7 @@ def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
             raise UserError(
                 f"{config} has num_machines: {machines}: name an address of machine 0 with main_process_ip and main_process_port."
             )
-        address = f"{settings['main_process_ip']}:{_number(settings, config, 'main_process_port', 1)}"
+        address = f"{settings['main_process_ip']}:{settings['main_process_port']}"
     here, gpus = processes // machines, torch.cuda.device_count()
     if here > max(1, gpus) and not cpu:
         raise UserError(
@@ -84,13 +84,6 @@ def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
     if cpu and device != "cpu":
         raise UserError(f"{config} has use_cpu: true, but the recipe computes on {device}: add --target.device cpu.")
     return Launch(config, processes, machine, address)
-
-
-def _number(settings: dict[str, str], config: str, key: str, least: int) -> int:
-    text = settings.get(key, str(least))
-    if not (text.isascii() and text.isdecimal() and len(text) < 7) or int(text) < least:
-        raise UserError(f"{config} has {key}: {text}, and not a whole number from {least}.")
-    return int(text)
 
 
 def find_script(method: str) -> Path:

@@ -16,15 +16,7 @@ from draftsmith.cli.commands import COMMANDS
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.recipe.options import take_options
 from draftsmith.train.meeting import together
-from draftsmith.train.stopping import (
-    ENDING,
-    INTERRUPTED,
-    LAUNCHED,
-    code_of,
-    end_with_launcher,
-    on_signals,
-    raise_terminated,
-)
+from draftsmith.train.stopping import ENDING, LAUNCHED, end_with_launcher, on_signals, raise_terminated
 from draftsmith.train.world import world
 
 if TYPE_CHECKING:
@@ -41,17 +33,8 @@ def main(argv: list[str] | None = None, script: str | None = None) -> int:
     if LAUNCHED in os.environ:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_launcher()
-    try:
-        with on_signals(raise_terminated, ENDING):
-            return _dispatch(words, script)
-    except SystemExit as stop:  # --help, and processes whose failure another one has said
-        return int(stop.code or 0)
-    except UserError as error:
-        print(f"draftsmith: {error}", file=sys.stderr)
-        return code_of(error)
-    except KeyboardInterrupt as stop:
-        print(f"draftsmith: {INTERRUPTED}", file=sys.stderr)
-        return code_of(stop)
+    with on_signals(raise_terminated, ENDING):
+        return _dispatch(words, script)
 
 
 def _dispatch(words: list[str], script: str | None) -> int:

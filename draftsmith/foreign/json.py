@@ -20,7 +20,7 @@ MOST_DIGITS = 40
 """The most digits of an integer: tokenizer_config.json holds 10^30 for "no limit"."""
 
 # Only a text with one of these needs the walk through its values, which costs more than parsing does.
-_SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|[eE]\+?\d{3}|\d{41}|\d{308}|NaN|Infinity")
+_SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{41}")
 
 
 def parse_json(text: str | bytes, place: str, remedy: str, *, infinite: bool = False) -> Any:
@@ -31,9 +31,11 @@ def parse_json(text: str | bytes, place: str, remedy: str, *, infinite: bool = F
     """
     text = text if isinstance(text, str) else decode_text(text, place, remedy)
     try:
-        value = json.loads(text)
-        if text.count("[") + text.count("{") > MOST_DEPTH or _SUSPECT.search(text):
-            _check_values(value, infinite)
+        value = json.loads(text) if infinite else json.loads(text, parse_float=_finite, parse_constant=_finite)
+        if text.count("[") + text.count("{") > MOST_DEPTH:
+            _check_depth(value)
+        if _SUSPECT.search(text):
+            _check_values(value)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.strip() else f"column {error.colno}"
         raise UserError(f"{place} is not JSON ({error.msg} at {where}): {remedy}.") from error
@@ -84,22 +86,40 @@ def is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
 
 
-def _check_values(value: Any, infinite: bool) -> None:
-    """Raise ValueError or RecursionError for what no file of ours may hold, at any depth; without recursion."""
-    stack = [(value, 1)]
+def _finite(text: str) -> float:
+    """Return a number as the parser found it. Raises ValueError for NaN, infinity, and what is too large to be another."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {number}")
+    return number
+
+
+def _check_depth(value: Any) -> None:
+    """Raise RecursionError for lists and objects nested too deep; level by level, as a tokenizer.json has a million values."""
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(MOST_DEPTH):
+        level = [
+            item
+            for one in level
+            for item in (one if isinstance(one, list) else one.values())
+            if isinstance(item, (list, dict))
+        ]
+    if level:
+        raise RecursionError
+
+
+def _check_values(value: Any) -> None:
+    """Raise ValueError for what no file of ours may hold, at any depth; without recursion."""
+    stack = [value]
     while stack:
-        one, depth = stack.pop()
-        if isinstance(one, dict | list):
-            if depth > MOST_DEPTH:
-                raise RecursionError
-            inside = one if isinstance(one, list) else [*one, *one.values()]
-            stack.extend((item, depth + 1) for item in inside)
+        one = stack.pop()
+        if isinstance(one, list):
+            stack.extend(one)
+        elif isinstance(one, dict):
+            stack.extend((*one, *one.values()))
         elif isinstance(one, str):
             if not is_text(one):
                 raise ValueError("half a surrogate pair")
-        elif isinstance(one, float):
-            if not (math.isfinite(one) or infinite):
-                raise ValueError(f"the number {one}")
         elif isinstance(one, int) and abs(one) >= 10**MOST_DIGITS:
             raise ValueError("digits")
 

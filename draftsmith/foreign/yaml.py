@@ -30,13 +30,13 @@ def parse_yaml(text: str, path: Path | str, remedy: str) -> Any:
     """Return the value of a YAML text. path: names it in the sentence. Raises MarkedYAMLError where the text is no YAML, and
     UserError, which ends in `remedy`, for all else that `read_yaml` refuses."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if node is not None:
-            _check_nodes(node, path, remedy)
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError:
-        raise
-    except UserError:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(node, path, remedy)
+        return loader.construct_document(node)
+    except (yaml.MarkedYAMLError, UserError):
         raise
     except RecursionError as error:
         raise UserError(f"{path} is nested deeper than {MOST_LEVELS} levels: {remedy}.") from error

@@ -6,12 +6,13 @@ runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  expo
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith.errors import UserError
+from draftsmith.fields import shown
 from draftsmith.files import claim, fingerprint, sha256_file, sweep, write_json
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
@@ -131,10 +132,10 @@ class RunDirectory:
         self._lock()
         self._check_unclaimed(stage)
         known, flat = self.record(stage), flat_inputs(inputs)
-        while stage in _MEASURED and known is not None and (spoilt := self._spoilt(stage, known)) is not None:
-            if spoilt[0].is_file():
-                spoilt[0].unlink()  # ours by its record, and not what was measured any more
-            known.files.pop(spoilt[0].relative_to(self.path).as_posix())
+        if stage in _MEASURED and known is not None:
+            for file, _ in self._spoilt(stage, known):
+                if file.is_file():
+                    file.unlink()  # ours by its record, and not what was measured any more
         self._write({stage: StageRecord(flat, fingerprint(flat), "running", {})})
         return False
 
@@ -158,9 +159,9 @@ class RunDirectory:
         )
         changed = [key for key in keys if now[key] != then[key]] or keys
         changed.sort(key=lambda key: key != "method")  # first, as other options come with it
-        shown = "; ".join(f"{key} was {_short(before.get(key))}, is {_short(flat.get(key))}" for key in changed[:3])
+        told = "; ".join(f"{key} was {shown(before.get(key))}, is {shown(flat.get(key))}" for key in changed[:3])
         raise UserError(
-            f"The stage '{stage}' in {self.path} was made with other settings ({shown}): choose another {self._key}, "
+            f"The stage '{stage}' in {self.path} was made with other settings ({told}): choose another {self._key}, "
             f"or add --redo {stage} to remove it and what follows from it."
         )
 
@@ -188,25 +189,25 @@ class RunDirectory:
             return False
         if not (self.path / FILES[stage][0]).exists():
             return False
-        spoilt = self._spoilt(stage, known)
-        if spoilt is not None and stage not in _MEASURED and (stage != "export" or spoilt[0].exists()):
+        spoilt = next(self._spoilt(stage, known), None)
+        if spoilt is None:
+            self._hashed.add(stage)  # once in a process: what it does itself it knows
+        elif stage not in _MEASURED and (stage != "export" or spoilt[0].exists()):
             raise UserError(
                 f"{spoilt[0]} {spoilt[1]} since the stage '{stage}' was done: restore it, or add --redo {stage} to make it "
                 "and what follows from it again."
             )
         return spoilt is None
 
-    def _spoilt(self, stage: str, known: StageRecord) -> tuple[Path, str] | None:
-        """Return the first file of a finished stage that is not as it was left, and in words what is wrong with it."""
+    def _spoilt(self, stage: str, known: StageRecord) -> Iterator[tuple[Path, str]]:
+        """Yield the files of a finished stage that are not as they were left, and in words what is wrong with each."""
         for name, (size, digest) in known.files.items():
             file = self.path / name
-            if not file.is_file():
-                return file, "is gone"
             hashed = digest is not None and stage not in self._hashed
-            if file.stat().st_size != size or (hashed and sha256_file(file) != digest):
-                return file, "was changed"
-        self._hashed.add(stage)  # once in a process: what it does itself it knows
-        return None
+            if not file.is_file():
+                yield file, "is gone"
+            elif file.stat().st_size != size or (hashed and sha256_file(file) != digest):
+                yield file, "was changed"
 
     def _found(self, stage: str) -> list[Path]:
         """Return what lies where a stage leaves its files and folders."""
@@ -311,11 +312,6 @@ def _as_record(name: str, entry: Any) -> StageRecord:
     if any(Path(path).is_absolute() or ".." in Path(path).parts for path in files):
         raise ValueError(f"the stage {name!r} names files outside the run")
     return replace(record, files=files)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def flat_inputs(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:

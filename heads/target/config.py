@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.fields import shown
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.tensors import BITS, TensorSpan
 
@@ -50,8 +51,7 @@ def check_config_values(config: Mapping[str, Any], file: Path, remedy: str, pref
         for name in names:
             value = config.get(name)
             if name in config and not (fits(value) or (value is None and name not in _NEEDED)):
-                shown = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}..."
-                raise UserError(f"{file}: {prefix}{name} is {shown}, but it must be {expected}: {remedy}.")
+                raise UserError(f"{file}: {prefix}{name} is {shown(value)}, but it must be {expected}: {remedy}.")
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and groups and heads % groups:
         raise UserError(
@@ -76,11 +76,9 @@ def check_rope(rope: Mapping[str, Any], file: Path, remedy: str, prefix: str) ->
         if isinstance(value, Mapping):
             check_rope(value, file, remedy, f"{prefix}{name}.")
         elif name in ("rope_theta", "factor") and not (_is_number(value) and value > 0):
-            raise UserError(
-                f"{file}: {prefix}{name} is {str(value)[:60]!r}, but it must be a number above 0: {remedy}."
-            )
+            raise UserError(f"{file}: {prefix}{name} is {shown(value)}, but it must be a number above 0: {remedy}.")
         elif name in ("rope_type", "type") and not isinstance(value, str):
-            raise UserError(f"{file}: {prefix}{name} is {str(value)[:60]!r}, but it must be a name: {remedy}.")
+            raise UserError(f"{file}: {prefix}{name} is {shown(value)}, but it must be a name: {remedy}.")
 
 
 def check_layers(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:

@@ -1,6 +1,7 @@
 """Opening a model with transformers; whatever is wrong with it is a UserError of one sentence."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.tensors import TensorSpan
 from draftsmith.heads.target.config import check_layers, check_sizes, read_model_config
 from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
 
@@ -47,8 +49,9 @@ def open_model(
     config = load_config(path, trust_remote_code)
     _check_config(path, config, trust_remote_code)
     directory = weights_directory(path)
+    spans = read_directory(directory)
     if not trust_remote_code:  # whose sizes may be called anything
-        _check_weights(directory, config)
+        _check_weights(directory, spans, config)
     with foreign_code(f"Cannot load the target {path}", "fetch it again, or choose another"):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
@@ -94,12 +97,12 @@ def load_config(path: str, trust_remote_code: bool = False, what: str = "the tar
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def _check_weights(directory: Path, config: Any) -> None:
+def _check_weights(directory: Path, spans: Sequence[TensorSpan], config: Any) -> None:
     """Raise UserError where the configuration and the headers of the weights are of different models.
 
     Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
     """
-    file, spans = directory / "config.json", read_directory(directory)
+    file = directory / "config.json"
     text = config.get_text_config(decoder=True)
     check_layers(text, spans, file)
     with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
@@ -135,7 +138,7 @@ def _fetch_tokenizer(path: str) -> None:
 
 
 def weights_directory(path: str) -> Path:
-    """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be), checked."""
+    """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be)."""
     folder = Path(path)
     if not folder.is_dir():
         with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):

@@ -4,8 +4,7 @@ import ast
 
 import pytest
 
-from scripts.bench.mutants.bench import CORE, ROOT
-from scripts.bench.mutants.equivalent import EQUIVALENT
+from scripts.bench.mutants.bench import CORE, EQUIVALENT, ROOT
 from scripts.bench.mutants.mutate import mutants
 
 TEXT = '''

@@ -14,6 +14,8 @@ import tests.bad_inputs
 from draftsmith.errors import UserError
 from tests.bad_inputs.cases import Case, Table
 
+pytestmark = pytest.mark.full
+
 TABLES: tuple[Table, ...] = tuple(
     module.TABLE
     for found in pkgutil.iter_modules(tests.bad_inputs.__path__)

@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 LINKS = ("data", "heads", "train", "eval", "recipes")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -214,7 +214,7 @@ def test_flops_of_attention(target: Target) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [kind if kind in ("kl", "jsd") else pytest.param(kind, marks=pytest.mark.slow) for kind in LOSSES],
+    [kind if kind == "kl" else pytest.param(kind, marks=pytest.mark.slow) for kind in LOSSES],
 )
 def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target: Target, kind: Any) -> None:
     """Allocations as the profiler sees them, minus the bf16 copies of the weights, which parameter_bytes counts."""

@@ -148,6 +148,7 @@ def test_two_packages_with_one_name_are_refused(site: Path) -> None:
         find_method("bigram")
 
 
+@pytest.mark.slow
 def test_a_recipe_trains_and_measures_it(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(site, "toy", bigram=TOY)
     workplace = make_workplace(tmp_path)

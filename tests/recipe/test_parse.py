@@ -12,6 +12,8 @@ from draftsmith.eval.decode.trees import DynamicTree
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.parse import parse_recipe
 
+pytestmark = pytest.mark.full
+
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 RECIPE_FILES = sorted(p for p in RECIPES.glob("*/*.yaml") if p.parent.name != "accelerate")
 TINY = str(RECIPES / "eagle3" / "tiny.yaml")

@@ -25,6 +25,8 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace, options
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:

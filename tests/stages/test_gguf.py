@@ -19,6 +19,8 @@ from tests.exports import make_eagle3, make_medusa
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 TREE = "DRAFTSMITH_LLAMA_CPP"
 WRITES = "Path(out).write_text(json.dumps({'argv': sys.argv, 'library': gguf.TREE, 'pre': TextModel().get_vocab_base_pre(0)}))"
 MODEL = """

@@ -11,7 +11,7 @@ from draftsmith.eval.measure.result import read_result
 from draftsmith.heads.target.target import load_target
 from tests.workplace import make_workplace
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 NAME = "medusa2, tuned target"
 # With a penalty, so that it must be the same wherever texts are compared.

@@ -15,7 +15,7 @@ from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.slow
 
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 

@@ -243,7 +243,8 @@ def test_redo_of_what_the_command_does_not_make_is_refused(
     assert digests(finished) == before
 
 
-@pytest.mark.parametrize(("command", "redo"), [pytest.param("run", False, marks=pytest.mark.slow), ("train", True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "redo"), [("run", False), ("train", True)])
 def test_training_is_launched_in_processes_of_their_own(
     command: str, redo: bool, workplace: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import signal
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,18 @@ pytestmark = pytest.mark.full
 LAYERS = (2, 4, 6)
 
 
-def make_data(target: Target, *, masked: bool = False) -> TrainData:
+@cache
+def make_texts(target: Target) -> list[torch.Tensor]:
     """Texts that the target itself continues greedily from a few prompts: easy to learn."""
+    prompts = (torch.tensor([[3 + i, 7, 9]]) for i in range(4))
+    return [target.model.generate(p, max_new_tokens=20, do_sample=False, pad_token_id=0)[0] for p in prompts]
+
+
+def make_data(target: Target, *, masked: bool = False) -> TrainData:
+    """Each text six times."""
     samples = []
     for i in range(24):
-        prompt = torch.tensor([[3 + i % 4, 7, 9]])
-        ids = target.model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+        ids = make_texts(target)[i % 4]
         mask = torch.arange(len(ids)) >= 3
         samples.append(Tokenized(ids, mask & (not masked), f"s{i}", ("chat", "code")[i % 2]))
     source = OnlineSource(target, samples, LAYERS)

@@ -17,6 +17,8 @@ from draftsmith.train import meeting as meetings
 from draftsmith.train.meeting import Meeting, OthersFailedError, _told, together
 from draftsmith.train.world import World
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def port(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import pytest
 from scripts.bench.mutants.bench import CORE, EQUIVALENT, ROOT
 from scripts.bench.mutants.mutate import mutants
 
+pytestmark = pytest.mark.full
+
 TEXT = '''
 def f(a, b=1):
     """Add 1 < 2."""

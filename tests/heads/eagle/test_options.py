@@ -67,6 +67,7 @@ def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"train_embeddings": True}, {"lm_head_rank": 6}], ids=str)
 def test_conformance(options):
     """Decoded as trained, simulated as decoded, the same alone and in a batch, after a checkpoint, and after an export."""

@@ -37,6 +37,8 @@ from tests.exports import (
 )
 from tests.models import tiny_model
 
+pytestmark = pytest.mark.full
+
 FLAGS = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
 HEADS: dict[str, tuple[str, Callable[[Target], DraftHead]]] = {
     "eagle3 draft vocab": ("eagle3", make_eagle3),

@@ -1,20 +1,37 @@
 """Time single steps on this machine: a target pass over n tokens, and proposing k tokens.
 
-Each cost is the median of repeats in turns at a typical context length, so that drifts of the machine hit all alike.
+Each cost is the median of repeats in turns at a context length, so that drifts of the machine hit all alike.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
-from draftsmith.eval.decode.cache import KVCache, run_draft
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.cache import KVCache, layer_shapes, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.result import Costs
+from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable
+from draftsmith.eval.measure.machine import available_memory, environment, read_bandwidth
+from draftsmith.eval.measure.result import Costs, TargetInfo
 from draftsmith.heads.target.target import Target
+
+_WARM_UP = 2
+_PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
+"""Tokens of the target passes that a table holds at its smallest batch; between them costs are straight lines."""
+_FEWER = (1, 2, 3, 5, 9, 17, 33, 64)
+"""The same at larger batches."""
+_ROUNDS = 12
+"""Rounds from which the overhead of a round is taken."""
+
+Job = Callable[[], object]
 
 
 @torch.no_grad()
@@ -33,27 +50,131 @@ def measure_costs(
     sizes = {1} | ({c.nodes(k) for c in systems for k in c.lengths} if passes is None else {*passes})
     # Short prompts are repeated until the largest draft fits.
     context_ids = (list(context_ids) * (max(sizes) + 1))[: max(len(context_ids), max(sizes) + 1)]
-    jobs: dict[tuple[str, str], Callable[[], object]] = {}
-    for nodes in sorted(sizes):
-        jobs["verify", str(nodes)] = _verify_job(target, context_ids, rows, nodes)
+    jobs = _verify_jobs(target, context_ids, rows, sorted(sizes))
     for c in systems:
-        cache = KVCache.for_target(target, rows, len(context_ids))
-        prompts = _prefill(target, cache, context_ids, rows, c.make(1).layer_ids)
-        for k in c.lengths:
-            jobs[c.name, str(k)] = _draft_job(c.make(k), prompts, sampling)
+        jobs |= _draft_jobs(target, c, c.lengths, context_ids, rows, sampling)
+    cost = _by_name(_time(jobs, target.device, repeats))
+    return Costs(cost.pop("verify"), cost, _tree_nodes(systems))
+
+
+@torch.no_grad()
+def measure_table(
+    target: Target,
+    info: TargetInfo,
+    systems: Sequence[SystemUnderTest],
+    context_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    command: str,
+    seconds: float = 2.0,
+) -> CostTable:
+    """Time target passes and drafts at every batch and context that fits in memory; the text is `context_ids`, repeated.
+
+    seconds: for the repeats of a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them
+    verifies cost as the untuned one does, whose sizes are the same.
+    """
+    points: list[CostPoint] = []
+    overhead: dict[int, dict[str, float]] = {}
+    with tqdm(total=len(batches) * len(contexts), desc="costs", unit="point") as bar:
+        for rows in sorted(batches):
+            for context in sorted(contexts):
+                bar.set_postfix_str(f"batch {rows}, context {context}")
+                ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
+                if not points or _fits(target, rows, context):
+                    try:
+                        if rows not in overhead:
+                            overhead[rows] = _overheads(target, systems, ids, rows, sampling)
+                        points.append(_point(target, systems, ids, rows, sampling, overhead[rows], seconds))
+                    except torch.OutOfMemoryError:
+                        torch.cuda.empty_cache()
+                bar.update()
+    return CostTable(
+        target=info,
+        dtype=target.dtype_name,
+        points=tuple(points),
+        nodes=_tree_nodes(systems),
+        weights_bytes=sum(p.numel() * p.element_size() for p in target.model.parameters()),
+        bandwidth=read_bandwidth(target.device),
+        command=command,
+        **environment(),
+    )
+
+
+def _fits(target: Target, rows: int, context: int) -> bool:
+    """Whether the caches and states of a batch take at most half of the memory that is free."""
+    kinds = [kind for layer in layer_shapes(target) if layer is not None for kind in (layer.keys, layer.values)]
+    cached = sum(kind.heads * kind.dim * kind.dtype.itemsize for kind in kinds)
+    states = 8 * target.hidden_size * target.dtype.itemsize
+    return rows * (context + _PASSES[-1]) * (2 * cached + states) < available_memory(target.device) / 2
+
+
+def _point(
+    target: Target,
+    systems: Sequence[SystemUnderTest],
+    ids: Sequence[int],
+    rows: int,
+    sampling: Sampling,
+    overhead: dict[str, float],
+    seconds: float,
+) -> CostPoint:
+    largest = max([9, *(c.nodes(k) for c in systems for k in c.lengths)])
+    passes = {n for n in (_PASSES if rows == 1 else _FEWER) if n <= max(largest, 64 if rows == 1 else 0)} | {largest}
+    jobs = _verify_jobs(target, ids, rows, sorted(passes))
+    for c in systems:
+        lengths = c.lengths if rows == 1 else [k for k in c.lengths if k in (1, 2, 4, c.lengths[-1])]
+        jobs |= _draft_jobs(target, c, lengths, ids, rows, sampling)
+        jobs["admit", c.name] = _admit_job(target, c, ids, rows)
+    started = time.perf_counter()
+    _time(jobs, target.device, 1)
+    once = (time.perf_counter() - started) / (1 + _WARM_UP)
+    cost = _by_name(_time(jobs, target.device, max(3, min(31, int(seconds / once)))))
+    return CostPoint(
+        rows, len(ids), cost.pop("verify"), admit_ms=cost.pop("admit", {}), draft_ms=cost, overhead_ms=overhead
+    )
+
+
+def _overheads(
+    target: Target, systems: Sequence[SystemUnderTest], ids: Sequence[int], rows: int, sampling: Sampling
+) -> dict[str, float]:
+    """Return what a round of each drafter, and of the target alone, spends on neither the target's pass nor the draft."""
+    ways: dict[str, tuple[Target, Drafter, Any, int]] = {ALONE: (target, TargetAlone(), None, 1)}
+    for c in systems:
+        k = c.num_speculative_tokens
+        ways[c.name] = (c.verified_by(target), c.make(k), c.typical, k)
+    found = {}
+    for name, (own, drafter, typical, k) in ways.items():
+        requests = [Request(f"{row}", "costs", tuple(ids), 1 + _ROUNDS * k, row) for row in range(rows)]
+        # The first one warms up.
+        decoded = [decode_batch(own, drafter, requests, sampling, typical) for _ in range(2)][1]
+        kinds = ("commit", "other", "draft") if name == ALONE else ("commit", "other")
+        found[name] = 1000 * sum(decoded.seconds[kind] for kind in kinds) / max(1, decoded.passes)
+    return found
+
+
+def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: int) -> dict[tuple[str, str], float]:
+    """Return the median milliseconds of each job over repeats in turns, after a warm-up."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
-    for repeat in range(repeats + 2):
+    for repeat in range(repeats + _WARM_UP):
         for key, job in jobs.items():
-            watch = Stopwatch(target.device)
+            watch = Stopwatch(device)
             job()
             watch.lap("job")
-            if repeat >= 2:
+            if repeat >= _WARM_UP:
                 times[key].append(1000 * watch.seconds["job"])
-    cost: dict[str, dict[str, float]] = {"verify": {}, **{c.name: {} for c in systems}}
-    for (kind, size), values in times.items():
-        cost[kind][size] = median(values)
-    tree_nodes = {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
-    return Costs(cost.pop("verify"), cost, tree_nodes)
+    return {key: median(found) for key, found in times.items()}
+
+
+def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (name, size), ms in times.items():
+        found.setdefault(name, {})[size] = ms
+    return found
+
+
+def _tree_nodes(systems: Sequence[SystemUnderTest]) -> dict[str, dict[str, int]]:
+    return {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
 
 
 def _prefill(
@@ -67,20 +188,49 @@ def _prefill(
     return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, new_tokens)
 
 
-def _verify_job(target: Target, context_ids: Sequence[int], rows: int, nodes: int) -> Callable[[], object]:
-    cache = KVCache.for_target(target, rows, len(context_ids) + nodes)
+def _verify_jobs(
+    target: Target, context_ids: Sequence[int], rows: int, sizes: Sequence[int]
+) -> dict[tuple[str, str], Job]:
+    """Return a job for a target pass of each size. They share a cache, as nothing is committed."""
+    cache = KVCache.for_target(target, rows, len(context_ids) + max(sizes))
     _prefill(target, cache, context_ids, rows, ())
-    ids_BN = torch.tensor([list(context_ids[:nodes])] * rows, device=target.device)
 
-    def job() -> object:
-        # All of what a round does between the draft and the verdict; nothing is committed.
-        output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]))
-        return target.head.logits(output.last)
+    def pass_over(nodes: int) -> Job:
+        ids_BN = torch.tensor([(list(context_ids) * nodes)[:nodes]] * rows, device=target.device)
 
-    return job
+        def job() -> object:
+            # All of what a round does between the draft and the verdict.
+            output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]))
+            return target.head.logits(output.last)
+
+        return job
+
+    return {("verify", str(n)): pass_over(n) for n in sizes}
 
 
-def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Callable[[], object]:
+def _draft_jobs(
+    target: Target,
+    system: SystemUnderTest,
+    lengths: Sequence[int],
+    context_ids: Sequence[int],
+    rows: int,
+    sampling: Sampling,
+) -> dict[tuple[str, str], Job]:
+    """Return a job for a draft of each length."""
+    cache = KVCache.for_target(target, rows, len(context_ids))
+    prompts = _prefill(target, cache, context_ids, rows, system.make(1).layer_ids)
+    return {(system.name, str(k)): _draft_job(system.make(k), prompts, sampling) for k in lengths}
+
+
+def _admit_job(target: Target, system: SystemUnderTest, context_ids: Sequence[int], rows: int) -> Job:
+    """Return a job that reads the prompts before the first draft."""
+    cache, drafter = KVCache.for_target(target, rows, len(context_ids)), system.make(system.num_speculative_tokens)
+    prompts = _prefill(target, cache, context_ids, rows, drafter.layer_ids)
+    drafter.start(rows, len(context_ids))
+    return lambda: drafter.admit(prompts)
+
+
+def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Job:
     """Return a job that proposes as in the middle of an answer, with two new tokens."""
     rows, length = prompts.ids_bL.shape
     drafter.start(rows, length)

@@ -3,12 +3,14 @@
 import os
 import platform
 import subprocess
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 import draftsmith
@@ -76,3 +78,19 @@ def _memory_gib() -> float | None:
         return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
     except (ValueError, OSError, AttributeError):
         return None
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """Return the bytes per second with which the device reads memory, the best of a few sums over a quarter of a GiB."""
+    block = torch.ones(2**26, device=device)
+    best = float("inf")
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        block.sum().item()  # which waits for a GPU
+        best = min(best, time.perf_counter() - started)
+    return block.numel() * block.element_size() / best

@@ -1,0 +1,190 @@
+"""costs.json: what single steps cost on one machine, by batch and context, to plan for that machine anywhere.
+
+Acceptance does not depend on the machine and costs do not depend on the text, so that a table made where the head will be
+served (`draftsmith costs`) decides together with acceptance that was measured elsewhere.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.machine import Hardware
+from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.files import write_json
+from draftsmith.foreign.json import read_json
+from draftsmith.foreign.typed import read_dataclass
+
+SCHEMA_VERSION = 1
+ALONE = ""
+"""The name of the target alone among drafters."""
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """Milliseconds of single steps for `batch` rows, each behind `context` tokens; sizes are text keys, as JSON has no others.
+
+    verify_ms: {"n": one target pass over n new tokens a row}. draft_ms: {drafter: {"k": proposing k tokens, or a tree of depth k}}.
+    admit_ms: {drafter: reading a prompt of `context` tokens before its first draft}, which the target alone need not do.
+    overhead_ms: {drafter: what a round spends on neither}, "" for the target alone.
+    """
+
+    batch: int
+    context: int
+    verify_ms: dict[str, float]
+    draft_ms: dict[str, dict[str, float]]
+    admit_ms: dict[str, float]
+    overhead_ms: dict[str, float]
+
+    @property
+    def alone_ms(self) -> float:
+        """A round of the target alone: one token for each row."""
+        return self.verify(1) + self.overhead_ms[ALONE]
+
+    def verify(self, tokens: int) -> float:
+        """Return the target's pass over `tokens` tokens a row, between measured sizes by straight lines."""
+        return _between(self.verify_ms, tokens)
+
+    def draft(self, drafter: str, k: int) -> float:
+        """Return what proposing takes, between measured lengths by straight lines."""
+        return _between(self.draft_ms[drafter], k)
+
+    @property
+    def largest(self) -> int:
+        """The most tokens of a measured pass."""
+        return max(map(int, self.verify_ms))
+
+
+def _between(costs: dict[str, float], size: int) -> float:
+    sizes = sorted(map(int, costs))
+    return float(np.interp(size, sizes, [costs[str(n)] for n in sizes]))
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of a target and its drafters on one machine.
+
+    dtype: of both. nodes: {drafter: {"k": tokens of the target's pass}} for trees, whose pass does not read k + 1 tokens.
+    weights_bytes: of the target, read in every pass. bandwidth: bytes per second that this machine reads memory with, measured.
+    command, commit, date, hardware, versions: as in result.json.
+    """
+
+    target: TargetInfo
+    dtype: str
+    points: tuple[CostPoint, ...]
+    nodes: dict[str, dict[str, int]]
+    weights_bytes: int
+    bandwidth: float | None
+    hardware: Hardware
+    versions: dict[str, str]
+    command: str
+    commit: str | None
+    date: str
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def batches(self) -> list[int]:
+        """The batch sizes, ascending."""
+        return sorted({point.batch for point in self.points})
+
+    @property
+    def contexts(self) -> list[int]:
+        """The contexts, ascending."""
+        return sorted({point.context for point in self.points})
+
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters that were timed at every point."""
+        return [name for name in self.points[0].draft_ms if all(name in point.draft_ms for point in self.points)]
+
+    def at(self, batch: int, context: int) -> CostPoint | None:
+        """Return the costs at a measured batch and context, None where these did not fit."""
+        return next((p for p in self.points if (p.batch, p.context) == (batch, context)), None)
+
+    def tokens(self, drafter: str, k: int) -> int:
+        """Return the tokens of the target's pass over a draft of length `k`, the root included."""
+        return self.nodes.get(drafter, {}).get(str(k), k + 1)
+
+    @property
+    def share_of_bandwidth(self) -> float | None:
+        """How near the target alone is to its floor at the smallest batch and context: the time it takes to read its weights
+        once, over its pass. Far below 1, a slow baseline flatters every speedup."""
+        first = self.at(self.batches[0], self.contexts[0])
+        if self.bandwidth is None or first is None:
+            return None
+        return 1000 * self.weights_bytes / self.bandwidth / first.verify(1)
+
+
+def read_cost_table(path: str | Path) -> CostTable:
+    """Read and check a costs.json. Raises UserError for what is none, and for costs that are no positive numbers."""
+    value = read_json(path, "give the path of a table that `draftsmith costs` wrote")
+    if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
+        )
+    table = read_dataclass(CostTable, value, str(path))
+    if not table.points:
+        raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
+    for place, point in enumerate(table.points):
+        _check_point(point, f"{path}: 'points[{place}]'")
+    if table.bandwidth is not None and table.bandwidth <= 0:
+        raise UserError(f"{path}: 'bandwidth' is {table.bandwidth:g}, which no memory has: write the table again.")
+    return table
+
+
+def _check_point(point: CostPoint, where: str) -> None:
+    again = "write the table again with `draftsmith costs`"
+    if point.batch < 1 or point.context < 1:
+        raise UserError(
+            f"{where} is for batch {point.batch} and context {point.context}, which must be at least 1: {again}."
+        )
+    for name, costs in {
+        "verify_ms": point.verify_ms,
+        **{f"draft_ms.{n}": c for n, c in point.draft_ms.items()},
+    }.items():
+        odd = [size for size in costs if not (size.isascii() and size.isdecimal() and int(size) >= 1)]
+        if odd or not costs:
+            raise UserError(f"{where} has {name} by {odd[0]!r}" if odd else f"{where} has no {name}" + f": {again}.")
+        if wrong := [size for size, ms in costs.items() if ms <= 0]:
+            raise UserError(
+                f"{where} says that {name} of {wrong[0]} takes {costs[wrong[0]]:g} ms, which is no time: {again}."
+            )
+    if "1" not in point.verify_ms or ALONE not in point.overhead_ms:
+        raise UserError(f"{where} lacks the costs of the target alone: {again}.")
+    for kind in ("admit_ms", "overhead_ms"):
+        held: dict[str, float] = getattr(point, kind)
+        if missing := point.draft_ms.keys() - held.keys():
+            raise UserError(f"{where} lacks {kind} of {sorted(missing)[0]}: {again}.")
+        if negative := [name for name, ms in held.items() if ms < 0]:
+            raise UserError(
+                f"{where} says that {kind} of {negative[0]!r} is {held[negative[0]]:g} ms, below zero: {again}."
+            )
+
+
+def write_cost_table(path: Path, table: CostTable) -> None:
+    """Write the table atomically."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(table)))
+    write_json(path, {"schema_version": values.pop("schema_version"), **values})
+
+
+def check_fits(table: CostTable, source: str, target: TargetInfo, dtype: str, drafters: Collection[str]) -> None:
+    """Raise UserError where a table is of another target or dtype than a result, or knows none of its drafters."""
+    if table.target.fingerprint != target.fingerprint:
+        raise UserError(
+            f"{source} holds the costs of another target ({table.target.path}, {table.target.fingerprint}) than the result "
+            f"({target.path}, {target.fingerprint}): measure them again with `draftsmith costs`."
+        )
+    if table.dtype != dtype:
+        raise UserError(
+            f"{source} holds the costs in {table.dtype}, but the result was measured in {dtype}: measure the costs with "
+            f"--evaluate.dtype {dtype}, or evaluate in {table.dtype}."
+        )
+    if not set(table.drafters) & set(drafters):
+        raise UserError(
+            f"{source} holds the costs of {', '.join(table.drafters) or 'no drafter'}, but the result is of "
+            f"{', '.join(drafters)}: measure the costs with the same evaluate.drafts."
+        )

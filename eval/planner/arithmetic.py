@@ -1,0 +1,61 @@
+"""The arithmetic of speculation as pure functions: from acceptance rates to tokens per round, from costs to a speedup.
+
+A round drafts K tokens and is verified by one target pass. Its accepted length tau counts the bonus token, so the target alone
+has tau 1 (Leviathan et al. 2023, section 3.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+
+def tau_of_rates(acceptance_at: Sequence[float]) -> float:
+    """Return tau from P(position i accepted), over all rounds, as vLLM's counters per position give it."""
+    return 1 + sum(acceptance_at)
+
+
+def tau_of_alphas(alpha_at: Sequence[float]) -> float:
+    """Return tau from P(position i accepted, given that all before it were), EAGLE's n-alpha."""
+    return tau_of_rates(list(accumulate(alpha_at, mul)))
+
+
+def tau_of_alpha(alpha: float, num_speculative_tokens: int) -> float:
+    """Return tau where every position is accepted with the same conditional probability `alpha`."""
+    return tau_of_alphas([alpha] * num_speculative_tokens)
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What a round costs, in milliseconds, or in any other unit that all four share.
+
+    alone: a token of the target alone, with all that its decoding loop does. verify: the target's pass over a draft. draft:
+    proposing it. overhead: accepting, committing, and everything else between two rounds.
+    """
+
+    alone: float
+    verify: float
+    draft: float
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The whole round."""
+        return self.verify + self.draft + self.overhead
+
+    @property
+    def tau_needed(self) -> float:
+        """The accepted length at which the round is as fast as the target alone."""
+        return self.total / self.alone
+
+    def speedup(self, tau: float) -> float:
+        """Return decoding speed over that of the target alone."""
+        return tau / self.tau_needed
+
+    def draft_at_most(self, tau: float, speedup: float = 1.0) -> float:
+        """Return what proposing may cost for that speedup; negative where the target's pass alone costs more."""
+        return tau * self.alone / speedup - self.verify - self.overhead
+
+    def verify_at_most(self, tau: float, speedup: float = 1.0) -> float:
+        """Return what the target's pass may cost for that speedup; negative where drafting alone costs more."""
+        return tau * self.alone / speedup - self.draft - self.overhead

@@ -1,0 +1,214 @@
+"""The plan: tokens per second of every draft, slice, batch and context, from measured costs and exact acceptance.
+
+Acceptance is a property of target, head and text, so it is taken from result.json; costs are a property of the machine, so they
+are taken from a table, of this machine or of another one. Their product is what a server would reach:
+
+    tokens/s = batch * tau(K) / (target pass over the draft + drafting K tokens + overhead)
+
+K: num_speculative_tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.cost_table import CostPoint, CostTable
+from draftsmith.eval.measure.gate import OVERALL
+from draftsmith.eval.measure.result import Measures, Result
+from draftsmith.eval.planner.arithmetic import RoundCost
+
+PAYS = 1.05
+"""A draft pays from this speedup on: predictions are good to 5%."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A draft at one place. cost: of its round; tau: its exact accepted length; speedup: over the target alone there."""
+
+    drafter: str
+    num_speculative_tokens: int
+    cost: RoundCost
+    tau: float
+
+    @property
+    def speedup(self) -> float:
+        """Decoding speed over that of the target alone."""
+        return self.cost.speedup(self.tau)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place: a temperature, a slice, a batch and a context, with every draft that was simulated and timed."""
+
+    temperature: float
+    slice: str
+    batch: int
+    context: int
+    alone_ms: float
+    options: tuple[Option, ...]
+
+    @property
+    def best(self) -> Option:
+        """The fastest draft, whether it pays or not."""
+        return max(self.options, key=lambda option: option.speedup)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the fastest draft is worth it."""
+        return self.best.speedup >= PAYS
+
+    @property
+    def alone_tok_s(self) -> float:
+        """Tokens per second of the target alone, all rows together."""
+        return 1000 * self.batch / self.alone_ms
+
+    def tok_s(self, option: Option) -> float:
+        """Tokens per second with a draft, all rows together."""
+        return 1000 * self.batch * option.tau / option.cost.total
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Results of one target at several sampling settings, and the costs of a machine. Every drafter of a table that the results
+    know is planned for."""
+
+    results: tuple[Result, ...]
+    table: CostTable
+
+    @property
+    def batch(self) -> int:
+        """The batch that the headline is for: the results' own where the table has it, else the table's smallest."""
+        own = self.results[0].settings.batch
+        return own if own in self.table.batches else self.table.batches[0]
+
+    @property
+    def context(self) -> int:
+        """The context that the headline is for: the middle one."""
+        contexts = self.table.contexts
+        return contexts[len(contexts) // 2]
+
+    @property
+    def slices(self) -> list[str]:
+        """The slices, OVERALL first."""
+        found = (name for result in self.results for d in result.drafters.values() for name in d.slices)
+        return [OVERALL, *dict.fromkeys(found)]
+
+    def cell(
+        self, result: Result, slice_name: str = OVERALL, batch: int | None = None, context: int | None = None
+    ) -> Cell | None:
+        """Return what the drafts bring at one place; None where the costs were not measured, or nothing was simulated."""
+        rows, length = batch or self.batch, context or self.context
+        point = self.table.at(rows, length)
+        options = () if point is None else tuple(self._options(result, slice_name, point))
+        if point is None or not options:
+            return None
+        return Cell(result.settings.temperature, slice_name, rows, length, point.alone_ms, options)
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield every place: temperature, slice, batch, context."""
+        for result in self.results:
+            for slice_name in self.slices:
+                for point in self.table.points:
+                    cell = self.cell(result, slice_name, point.batch, point.context)
+                    if cell is not None:
+                        yield cell
+
+    def _options(self, result: Result, slice_name: str, point: CostPoint) -> Iterator[Option]:
+        for name in self.table.drafters:
+            drafter = result.drafters.get(name)
+            if drafter is None:
+                continue
+            measures = drafter.overall if slice_name == OVERALL else drafter.slices.get(slice_name)
+            if measures is None:
+                continue
+            for k, tau in taus(measures, drafter.draft.num_speculative_tokens if drafter.draft else None):
+                cost = round_cost(self.table, point, name, k)
+                if cost is not None:
+                    yield Option(name, k, cost, tau)
+
+    def over_temperatures(self, batch: int, context: int | None = None, slice_name: str = OVERALL) -> list[Option]:
+        """Return the drafts that every result has at a place, each with the tau and the cost of the first result, best first: by the
+        geometric mean of their speedups, as a server has one draft length for all temperatures."""
+        cells = [cell for r in self.results if (cell := self.cell(r, slice_name, batch, context)) is not None]
+        by_key = [{(o.drafter, o.num_speculative_tokens): o for o in cell.options} for cell in cells]
+        shared = [key for key in by_key[0] if all(key in one for one in by_key)] if by_key else []
+        shared.sort(key=lambda key: -geometric_mean([one[key].speedup for one in by_key]))
+        return [by_key[0][key] for key in shared]
+
+    def speedups(
+        self, option: Option, batch: int, context: int | None = None, slice_name: str = OVERALL
+    ) -> list[float]:
+        """Return the speedup of a draft at each result's temperature."""
+        found = []
+        for result in self.results:
+            cell = self.cell(result, slice_name, batch, context)
+            found += [o.speedup for o in (cell.options if cell else ()) if same_draft(o, option)]
+        return found
+
+
+def same_draft(one: Option, other: Option) -> bool:
+    """Whether two options are the same drafter with the same draft length."""
+    return (one.drafter, one.num_speculative_tokens) == (other.drafter, other.num_speculative_tokens)
+
+
+def taus(measures: Measures, decoded_k: int | None) -> list[tuple[int, float]]:
+    """Return (K, tau) of a drafter: exact, by simulation, for every K; else as decoded, for the one that was."""
+    swept = [(p.num_speculative_tokens, p.tau_simulated) for p in measures.k_sweep or ()]
+    found = [(k, tau) for k, tau in swept if tau is not None]
+    if not found and measures.tau is not None and decoded_k is not None:
+        return [(decoded_k, measures.tau)]
+    return found
+
+
+def round_cost(table: CostTable, point: CostPoint, drafter: str, k: int) -> RoundCost | None:
+    """Return what a round with K tokens costs there; None where the pass or the draft is larger than any that was timed."""
+    tokens = table.tokens(drafter, k)
+    if tokens > point.largest or k > max(map(int, point.draft_ms[drafter])):
+        return None
+    return RoundCost(point.alone_ms, point.verify(tokens), point.draft(drafter, k), point.overhead_ms[drafter])
+
+
+def break_even_tokens(plan: Plan, option: Option, slice_name: str = OVERALL) -> int | None:
+    """Return the fewest answer tokens from which a draft saves time: its drafter must read the prompt first. None where it never
+    does. Conservative over temperatures: the largest."""
+    point = plan.table.at(plan.batch, plan.context)
+    found: list[int] = []
+    for speedup in plan.speedups(option, plan.batch, plan.context, slice_name):
+        if point is None or speedup <= 1:
+            return None
+        saved = point.alone_ms * (1 - 1 / speedup)
+        found.append(2 + int(point.admit_ms[option.drafter] / saved))
+    return max(found, default=None)
+
+
+def by_batch(plan: Plan, drafter: str, most_k: int | None = None) -> list[tuple[int, int, int]]:
+    """Return (first batch, last batch, K) for one drafter, K 0 where the target alone is faster: the form in which vLLM takes it.
+
+    Between two measured batches the larger one decides, which never drafts too much. most_k: the longest that may be drafted.
+    """
+    table: list[tuple[int, int, int]] = []
+    first = 1
+    for batch in plan.table.batches:
+        options = [
+            o
+            for o in plan.over_temperatures(batch)
+            if o.drafter == drafter and (most_k is None or o.num_speculative_tokens <= most_k)
+        ]
+        if not options:
+            continue
+        best = options[0]
+        k = best.num_speculative_tokens if geometric_mean(plan.speedups(best, batch)) >= PAYS else 0
+        if table and table[-1][2] == k:
+            table[-1] = (table[-1][0], batch, k)
+        else:
+            table.append((first, batch, k))
+        first = batch + 1
+    return table
+
+
+def check_one_target(results: Sequence[Result]) -> None:
+    """Raise UserError where results are of several targets or dtypes."""
+    kinds = {(r.target.fingerprint, r.settings.dtype) for r in results}
+    if len(kinds) > 1:
+        raise UserError("The results are of several targets or dtypes: plan for one at a time.")

@@ -1,0 +1,149 @@
+"""routing.json: which requests are worth speculating for, and with how many drafted tokens, as data and in words.
+
+    draft = route(read_rules("routing.json"), max_tokens=256, temperature=0.7, batch=12, slice_name="code")
+
+Engines start with one draft length; a gateway before two of them, one with and one without a head, needs to know where a request
+belongs. K: num_speculative_tokens, 0 for none.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.gate import OVERALL
+from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
+from draftsmith.files import write_json
+from draftsmith.foreign.json import read_json
+from draftsmith.foreign.typed import read_dataclass
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What to speculate for.
+
+    drafter: its name in the results. num_speculative_tokens: K of the engine's start, the most that a request may get. by_batch:
+    (first, last batch, K), the last one open to the top where its K is 0. largest_temperature: above it speculation was slower, or
+    was not measured. smallest_max_tokens: below it an answer is over before its prompt's draft is paid for. slices: K by slice, 0
+    where speculation is slower.
+    """
+
+    drafter: str
+    num_speculative_tokens: int
+    by_batch: tuple[tuple[int, int, int], ...]
+    largest_temperature: float | None
+    smallest_max_tokens: int
+    slices: dict[str, int]
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def largest_batch(self) -> int:
+        """The largest batch that was planned for and pays, 0 for none."""
+        return max((last for _, last, k in self.by_batch if k), default=0)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a request goes: K drafted tokens a round, 0 for the target alone, and why."""
+
+    num_speculative_tokens: int
+    why: str
+
+
+def make_rules(plan: Plan, option: Option) -> Rules:
+    """Return the rules for one draft, at the plan's own batch and context where a rule is not about these."""
+    name, most = option.drafter, option.num_speculative_tokens
+    speedups = dict(
+        zip((r.settings.temperature for r in plan.results), plan.speedups(option, plan.batch), strict=False)
+    )
+    paying = [t for t in speedups if speedups[t] >= PAYS and all(speedups[low] >= PAYS for low in speedups if low < t)]
+    slices = {}
+    for slice_name in plan.slices[1:]:
+        found = [
+            o
+            for o in plan.over_temperatures(plan.batch, slice_name=slice_name)
+            if o.drafter == name and o.num_speculative_tokens <= most
+        ]
+        if found:
+            pays = min(plan.speedups(found[0], plan.batch, slice_name=slice_name)) >= 1
+            slices[slice_name] = found[0].num_speculative_tokens if pays else 0
+    return Rules(
+        drafter=name,
+        num_speculative_tokens=most,
+        by_batch=tuple(by_batch(plan, name, most)),
+        largest_temperature=max(paying, default=None),
+        smallest_max_tokens=break_even_tokens(plan, option) or 0,
+        slices=slices,
+    )
+
+
+def route(
+    rules: Rules, *, temperature: float, max_tokens: int | None = None, batch: int = 1, slice_name: str | None = None
+) -> Route:
+    """Return how many tokens to draft for a request, and why.
+
+    max_tokens: the most that the answer may have, None for no limit. batch: requests that are decoded together, this one
+    included. slice_name: what kind of request it is, None where nobody knows. Raises UserError for a slice nobody measured.
+    """
+    if slice_name is not None and slice_name not in rules.slices:
+        raise UserError(
+            f"The slice {slice_name!r} was not measured: the rules know {', '.join(rules.slices) or 'none'}; leave it out for a "
+            "request of another kind."
+        )
+    if rules.largest_temperature is None or temperature > rules.largest_temperature:
+        limit = "at no temperature" if rules.largest_temperature is None else f"up to {rules.largest_temperature:g}"
+        return Route(0, f"temperature {temperature:g}: it was measured to pay {limit}")
+    if max_tokens is not None and max_tokens < rules.smallest_max_tokens:
+        return Route(0, f"an answer of at most {max_tokens} tokens ends before its first draft pays")
+    here = next((k for first, last, k in rules.by_batch if first <= batch <= last), 0)
+    if here == 0:
+        return Route(0, f"batch {batch}: the target alone is faster, or so large a batch was not measured")
+    if slice_name is not None and rules.slices[slice_name] < here:
+        k = rules.slices[slice_name]
+        return Route(
+            k, f"slice {slice_name}: {'the target alone is faster' if k == 0 else 'later tokens are not accepted'}"
+        )
+    return Route(here, f"batch {batch}")
+
+
+def describe_rules(rules: Rules) -> list[str]:
+    """Return the rules in words, a sentence each."""
+    if not rules.largest_batch or rules.largest_temperature is None:
+        return ["Leave speculation off: the target alone is faster."]
+    lines = [
+        f"Speculate with {rules.drafter} and up to {rules.num_speculative_tokens} drafted tokens, at temperatures up to "
+        f"{rules.largest_temperature:g}."
+    ]
+    steps = [
+        f"{k or 'none'} at batch {first}" + ("" if first == last else f" to {last}")
+        for first, last, k in rules.by_batch
+    ]
+    lines.append(f"Drafted tokens by batch: {', '.join(steps)}.")
+    if rules.smallest_max_tokens > 2:
+        lines.append(f"Not for requests of fewer than {rules.smallest_max_tokens} tokens.")
+    off = [name for name, k in rules.slices.items() if k == 0]
+    if off:
+        lines.append(f"Not for {', '.join(off)}.")
+    fewer = [f"{k} for {name}" for name, k in rules.slices.items() if 0 < k < rules.num_speculative_tokens]
+    if fewer:
+        lines.append(f"Fewer drafted tokens are faster on some slices: {', '.join(fewer)}.")
+    return lines
+
+
+def write_rules(path: Path, rules: Rules) -> None:
+    """Write the rules atomically."""
+    write_json(path, json.loads(json.dumps(asdict(rules))))
+
+
+def read_rules(path: str | Path) -> Rules:
+    """Read and check a routing.json. Raises UserError that names the wrong key."""
+    value = read_json(path, "give the path of a routing.json that an evaluation wrote")
+    rules = read_dataclass(Rules, value, str(path))
+    if rules.schema_version != SCHEMA_VERSION:
+        raise UserError(f"{path}: 'schema_version' is {rules.schema_version}: evaluate again with this version.")
+    lengths = [rules.num_speculative_tokens, *rules.slices.values(), *(k for *_, k in rules.by_batch)]
+    if min(lengths) < 0 or OVERALL in rules.slices:
+        raise UserError(f"{path} holds a negative number of drafted tokens or a slice named {OVERALL}: evaluate again.")
+    return rules

@@ -1,0 +1,148 @@
+"""The verdict: switch speculation on or leave it off, with which draft length, and the figure that decides.
+
+It tells apart what looks alike in a table: a head that learned too little, a draft length that is wrong, costs that no head could
+earn back, and a clock that cannot be trusted. K: num_speculative_tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from draftsmith.eval.planner.plan import PAYS, Option, Plan, same_draft
+
+_NOTHING_LEARNED = 1.1
+"""Below this accepted length nearly every draft is rejected."""
+_WORTH_CHANGING = 1.03
+"""Another draft length is worth a restart from this gain on."""
+
+
+class Action(StrEnum):
+    """What to do next."""
+
+    DEPLOY = "deploy"
+    CHANGE_K = "change the draft length"
+    MORE_DATA = "train on more data"
+    DO_NOT_DEPLOY = "do not deploy"
+    MEASURE_AGAIN = "measure again"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """headline: one sentence with one number. reasons: what it rests on, a sentence each. option: the draft it speaks of; its tau
+    and cost are those at the first result's temperature."""
+
+    action: Action
+    headline: str
+    reasons: tuple[str, ...]
+    option: Option
+
+
+def decide(
+    plan: Plan, *, doubts: Sequence[str] = (), rising: float | None = None, drafter: str | None = None
+) -> Verdict | None:
+    """Return the verdict at the plan's batch and context; None where no draft was both simulated and timed.
+
+    doubts: why the clocks of the results cannot be trusted. rising: by how much tau is forecast to grow with twice the data, None
+    where nobody knows. drafter: speak of this one instead of the fastest.
+    """
+    options = [o for o in plan.over_temperatures(plan.batch) if drafter in (None, o.drafter)]
+    if not options:
+        return None
+    best = options[0]
+    gains = plan.speedups(best, plan.batch)
+    reasons = [*_figures(plan, best), *(f"The clock: {doubt}." for doubt in doubts)]
+    if doubts and min(gains) < 2 * PAYS - 1:
+        # Far above the threshold a busy machine decides nothing.
+        return Verdict(
+            Action.MEASURE_AGAIN, "Measure again on a quiet machine before you decide.", tuple(reasons), best
+        )
+    if max(gains) >= PAYS:
+        return _deploy(plan, best, options, gains, reasons)
+    return _keep_off(plan, best, max(gains), rising, reasons)
+
+
+def _deploy(plan: Plan, best: Option, options: Sequence[Option], gains: Sequence[float], reasons: list[str]) -> Verdict:
+    temperatures = [r.settings.temperature for r in plan.results]
+    speeds = ", ".join(f"{gain:.2f}x at temperature {t:g}" for gain, t in zip(gains, temperatures, strict=True))
+    name, k = best.drafter, best.num_speculative_tokens
+    reasons += [
+        f"At temperature {t:g} it is slower than the target alone ({gain:.2f}x): leave it off there."
+        for gain, t in zip(gains, temperatures, strict=True)
+        if gain < 1
+    ]
+    crossing = next((batch for batch in plan.table.batches if not _pays(plan, name, batch)), None)
+    if crossing is not None:
+        reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
+    own = next((o for o in options if o.drafter == name and o.num_speculative_tokens == _used(plan, name)), None)
+    gain = 1.0 if own is None else best.speedup / own.speedup
+    if own is not None and not same_draft(own, best) and gain >= _WORTH_CHANGING:
+        way = "Lower" if k < own.num_speculative_tokens else "Raise"
+        return Verdict(
+            Action.CHANGE_K,
+            f"{way} the draft length of {name} to {k} and deploy it: {speeds}, against {own.speedup:.2f}x with "
+            f"{own.num_speculative_tokens}.",
+            tuple(reasons),
+            best,
+        )
+    return Verdict(Action.DEPLOY, f"Deploy {name} with {k} drafted tokens: {speeds}.", tuple(reasons), best)
+
+
+def _pays(plan: Plan, drafter: str, batch: int) -> bool:
+    options = [o for o in plan.over_temperatures(batch) if o.drafter == drafter]
+    return bool(options) and max(plan.speedups(options[0], batch)) >= PAYS
+
+
+def _used(plan: Plan, drafter: str) -> int | None:
+    """Return the draft length that the results were decoded with."""
+    draft = plan.results[0].drafters[drafter].draft
+    return draft.num_speculative_tokens if draft is not None else None
+
+
+def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reasons: list[str]) -> Verdict:
+    """Say what would have to be what for the best draft to pay."""
+    cost, k, tau = best.cost, best.num_speculative_tokens, best.tau
+    reasons.append(f"To pay ({PAYS}x), tau at K = {k} would have to be {PAYS * cost.tau_needed:.2f}; it is {tau:.2f}.")
+    verify, draft = cost.verify_at_most(tau, PAYS), cost.draft_at_most(tau, PAYS)
+    if verify > cost.alone:
+        reasons.append(
+            f"Or a target pass over {plan.table.tokens(best.drafter, k)} tokens {verify:.3g} ms; it takes {cost.verify:.3g}, where a "
+            f"token alone takes {cost.alone:.3g}."
+        )
+    if draft > 0:
+        reasons.append(f"Or drafting {draft:.3g} ms; it takes {cost.draft:.3g}.")
+    else:
+        reasons.append(
+            "No draft would be cheap enough at this tau: the target's pass and the loop cost more than it saves."
+        )
+    where = f"batch {plan.batch}"
+    if tau < _NOTHING_LEARNED:
+        text = f"Do not deploy {best.drafter}: it has learned next to nothing (tau {tau:.2f})."
+        return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
+    if rising is not None and tau + rising >= PAYS * cost.tau_needed:
+        text = (
+            f"Train on more data before you deploy: tau is still rising, and {gain:.2f}x at {where} does not pay yet."
+        )
+        reasons.append(f"Twice the data are forecast to bring {rising:+.2f} tau.")
+        return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
+    return Verdict(
+        Action.DO_NOT_DEPLOY,
+        f"Do not deploy: the best draft, {best.drafter} with {k} tokens, reaches {gain:.2f}x at {where}.",
+        tuple(reasons),
+        best,
+    )
+
+
+def _figures(plan: Plan, best: Option) -> list[str]:
+    cost = best.cost
+    lines = [
+        f"{best.drafter} with K = {best.num_speculative_tokens} has tau {best.tau:.2f}; a round costs {cost.total:.3g} ms (target "
+        f"{cost.verify:.3g}, draft {cost.draft:.3g}, the rest {cost.overhead:.3g}), a token of the target alone {cost.alone:.3g} ms."
+    ]
+    share = plan.table.share_of_bandwidth
+    if share is not None:
+        flatters = share < 0.5
+        lines.append(
+            f"The target's own pass reaches {100 * share:.0f}% of the speed at which this machine could read its weights"
+            + (": a slow baseline, which flatters every speedup." if flatters else ".")
+        )
+    return lines

@@ -1,0 +1,64 @@
+"""costs.json: there and back, what lies between two sizes, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.eval.measure.cost_table import check_fits, read_cost_table, write_cost_table
+from draftsmith.eval.measure.result import TargetInfo
+from tests.eval.planner.plans import TARGET, table
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    write_cost_table(tmp_path / "costs.json", table())
+    assert read_cost_table(tmp_path / "costs.json") == table()
+
+
+def test_between_two_sizes_costs_are_straight_lines() -> None:
+    point = replace(table().points[0], verify_ms={"1": 4.0, "3": 5.0, "9": 11.0})
+    assert [point.verify(n) for n in (1, 2, 3, 6, 9)] == [4.0, 4.5, 5.0, 8.0, 11.0]
+    assert point.alone_ms == 4.5
+    assert point.largest == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(schema_version=9), "no table of costs of this version"),
+        (lambda v: v.update(points=[]), "'points' is empty"),
+        (lambda v: v.pop("dtype"), "'dtype' is missing"),
+        (lambda v: v["points"][0].update(batch=0), "batch 0 and context 64"),
+        (lambda v: v["points"][1]["verify_ms"].update({"2": -1.0}), r"verify_ms of 2 takes -1 ms, which is no time"),
+        (lambda v: v["points"][1]["verify_ms"].update({"two": 1.0}), "verify_ms by 'two'"),
+        (lambda v: v["points"][1]["verify_ms"].clear(), "has no verify_ms"),
+        (lambda v: v["points"][1]["verify_ms"].pop("1"), "lacks the costs of the target alone"),
+        (lambda v: v["points"][0]["draft_ms"]["eagle3"].clear(), r"has no draft_ms\.eagle3"),
+        (lambda v: v["points"][0]["admit_ms"].clear(), "lacks admit_ms of eagle3"),
+        (lambda v: v["points"][0]["overhead_ms"].update(eagle3=-2), "overhead_ms of 'eagle3' is -2 ms, below zero"),
+        (lambda v: v.update(bandwidth=0), "'bandwidth' is 0"),
+        (lambda v: v["points"][0]["verify_ms"].update({"2": "fast"}), r"verify_ms\.2"),
+    ],
+)
+def test_what_no_machine_costs_is_one_sentence(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, table())
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match=message) as caught:
+        read_cost_table(path)
+    assert str(path) in str(caught.value)
+
+
+def test_costs_of_another_target_dtype_or_drafter_are_refused() -> None:
+    check_fits(table(), "h.json", TARGET, "float32", ["eagle3"])
+    with pytest.raises(UserError, match=r"h\.json holds the costs of another target"):
+        check_fits(table(), "h.json", TargetInfo("other", "f2"), "float32", ["eagle3"])
+    with pytest.raises(UserError, match="costs in float32, but the result was measured in bfloat16"):
+        check_fits(table(), "h.json", TARGET, "bfloat16", ["eagle3"])
+    with pytest.raises(UserError, match="costs of eagle3, but the result is of medusa"):
+        check_fits(table(), "h.json", TARGET, "float32", ["medusa"])

@@ -1,0 +1,85 @@
+"""The verdict names the right cause, and the figure that would have to be another."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from draftsmith.eval.planner.plan import PAYS
+from draftsmith.eval.planner.verdict import Action, Verdict, decide
+from tests.eval.planner.plans import plan, result, table
+
+
+def verdict(alpha: float, k: int = 4, draft_ms: float = 1.0, **more: object) -> Verdict:
+    found = decide(plan(result(0, {"overall": alpha}, k), costs=table(draft_ms)), **more)  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_a_good_head_is_deployed_with_its_speed() -> None:
+    found = verdict(0.8)
+    assert found.action == Action.DEPLOY
+    assert found.headline == f"Deploy eagle3 with 4 drafted tokens: {found.option.speedup:.2f}x at temperature 0."
+    assert any("From batch 16 on the target alone is as fast" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(("k", "alpha", "draft_ms", "way"), [(4, 0.4, 3.0, "Lower"), (1, 0.8, 1.0, "Raise")])
+def test_a_wrong_draft_length_is_named(k: int, alpha: float, draft_ms: float, way: str) -> None:
+    found = verdict(alpha, k, draft_ms)
+    assert found.action == Action.CHANGE_K
+    assert found.headline.startswith(f"{way} the draft length of eagle3 to {found.option.num_speculative_tokens}")
+    assert found.option.num_speculative_tokens != k
+
+
+def test_high_acceptance_and_slow_drafts_are_not_deployed() -> None:
+    """The limits in its sentences are those at which the draft would just pay."""
+    found = verdict(0.8, draft_ms=20.0)
+    assert found.action == Action.DO_NOT_DEPLOY
+    assert "Do not deploy: the best draft, eagle3 with" in found.headline
+    text = " ".join(found.reasons)
+    needed = re.search(r"tau at K = \d would have to be (\d+\.\d+); it is (\d+\.\d+)", text)
+    assert needed is not None
+    assert float(needed[1]) == pytest.approx(PAYS * found.option.cost.tau_needed, abs=0.006)
+    assert float(needed[2]) == pytest.approx(found.option.tau, abs=0.006)
+    drafting = re.search(r"Or drafting ([\d.]+) ms; it takes ([\d.]+)", text)
+    assert drafting is not None
+    cheap = replace(found.option.cost, draft=float(drafting[1]))
+    assert cheap.speedup(found.option.tau) == pytest.approx(PAYS, rel=0.01)
+
+
+def test_a_head_that_learned_nothing_and_one_that_still_learns_want_data() -> None:
+    assert verdict(0.02).action == Action.MORE_DATA
+    assert "learned next to nothing" in verdict(0.02).headline
+    weak = {"alpha": 0.35, "draft_ms": 4.0}
+    assert verdict(**weak).action == Action.DO_NOT_DEPLOY
+    assert verdict(**weak, rising=0.01).action == Action.DO_NOT_DEPLOY
+    rising = verdict(**weak, rising=0.8)
+    assert rising.action == Action.MORE_DATA
+    assert "Twice the data are forecast to bring +0.80 tau." in rising.reasons
+
+
+def test_a_busy_machine_decides_nothing_that_is_close() -> None:
+    doubts = ["the machine was busy"]
+    assert verdict(0.02, doubts=doubts).action == Action.MEASURE_AGAIN
+    sure = verdict(0.9, doubts=doubts)
+    assert sure.action == Action.DEPLOY
+    assert "The clock: the machine was busy." in sure.reasons
+
+
+def test_temperatures_where_it_is_slower_are_said() -> None:
+    found = decide(plan(result(0, {"overall": 0.9}), result(1, {"overall": 0.0})))
+    assert found is not None
+    assert found.action in (Action.DEPLOY, Action.CHANGE_K)
+    assert any("At temperature 1 it is slower than the target alone" in reason for reason in found.reasons)
+
+
+def test_a_slow_baseline_is_said() -> None:
+    """1 GB at 200 GB/s takes 5 ms of a pass of 10 ms."""
+    assert any("reaches 50% of the speed" in reason for reason in verdict(0.8).reasons)
+    slow = decide(plan(result(0, {"overall": 0.8}), costs=replace(table(), bandwidth=1e12)))
+    assert slow is not None
+    assert any("10% of the speed" in reason and "flatters" in reason for reason in slow.reasons)
+
+
+def test_without_costs_there_is_no_verdict() -> None:
+    assert decide(plan(result(0, {"overall": 0.8}), costs=table(name="medusa"))) is None

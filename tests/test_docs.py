@@ -33,7 +33,7 @@ import yaml
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.load import load_conversations
-from draftsmith.eval.measure.costs import measure_costs
+from draftsmith.eval.measure.costs import measure_costs, measure_table
 from draftsmith.eval.measure.gate import parse_thresholds
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.options import take_options
@@ -59,7 +59,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "answers": {"max_new_tokens": 10, "batch": 32},
     "features": {"batch_tokens": 512},
     "train": {"epochs": 1, "row_tokens": 160, "rows": 4, "evaluations": 2},
-    "evaluate": {"per_slice": 1, "max_new_tokens": 8, "repeats": 1, "max_k": 5},
+    "evaluate": {"per_slice": 1, "max_new_tokens": 8, "repeats": 1, "max_k": 5, "plan_batches": [1]},
 }
 DRAFT_VOCAB = 200
 
@@ -219,6 +219,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", "160")
     # How exactly a step is timed says nothing about a page.
     monkeypatch.setattr("draftsmith.stages.evaluator.measure_costs", partial(measure_costs, repeats=1))
+    monkeypatch.setattr("draftsmith.stages.planning.measure_table", partial(measure_table, seconds=0.0))
     make_workplace(tmp_path)
     write_files(page, tmp_path)
     told = ""

@@ -22,6 +22,7 @@ FLOORS = (
     ("heads/export", "data/answers"),
     ("heads/conformance", "data/embedded"),
     ("eval/measure",),
+    ("eval/planner",),
     ("eval/tree_search", "eval/report", "eval/engines"),
     ("draftsmith/recipe",),
     ("train",),

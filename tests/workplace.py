@@ -53,6 +53,7 @@ def make_workplace(folder: Path) -> Path:
             "max_k": 4,
             "max_new_tokens": 16,
             "repeats": 2,
+            "plan_batches": [],
         },
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -20,9 +20,10 @@ from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import samples_at_hand
-from draftsmith.stages.evaluation import gate
+from draftsmith.stages.evaluation import costs_table, gate
 from draftsmith.stages.gguf import check_conversion, export_gguf
 from draftsmith.stages.pipeline import make_stages
+from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import check_thresholds, preflight
 from draftsmith.stages.run import check_redo
 from draftsmith.stages.session import Session
@@ -101,6 +102,14 @@ def search(own: Namespace, words: list[str]) -> int:
     return 0
 
 
+def costs(own: Namespace, words: list[str]) -> int:
+    """Time this machine."""
+    if take_options(words, [REDO])[0].redo:
+        raise UserError("costs makes no stage of a recipe: leave --redo out, costs are measured every time.")
+    print(costs_table(_session("costs", words, [], own.head), own.output))
+    return 0
+
+
 def export(own: Namespace, words: list[str]) -> int:
     """Write the directory that an engine loads, with --gguf the file that llama.cpp loads."""
     if own.gguf is None and (own.gguf_type or own.gguf_pre):
@@ -126,8 +135,15 @@ def report(own: Namespace, words: list[str]) -> int:
         paths, output = sorted(folder.glob("*/result.json")), output or folder
     if not paths:
         raise UserError("There is no result.json to report on: run `draftsmith evaluate` first, or name the files.")
-    folder = output or paths[0].parent
-    write_report([read_result(path) for path in paths], folder)
+    folder, results = output or paths[0].parent, [read_result(path) for path in paths]
+    # A result lies in a folder of its own, t0 or t1, beside the run's table.
+    table = own.costs or next((at for at in (p.parent.parent / COSTS for p in paths) if at.is_file()), None)
+    if table is None and own.price_per_hour is not None:
+        raise UserError(
+            "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
+        )
+    decision = None if table is None else plan_stage(results, table, folder, price_per_hour=own.price_per_hour)
+    write_report(results, folder, decision)
     print(folder / "report.html")
     return gate(paths, thresholds)
 

@@ -95,7 +95,26 @@ _GGUF = (
     ),
     option("--gguf-pre", metavar="NAME", help="The pre-tokenizer, where the converter does not know the tokenizer."),
 )
-_REPORT = option("--output", type=Path, metavar="FOLDER", help="The folder that the report goes to.")
+_REPORT = (
+    option("--output", type=Path, metavar="FOLDER", help="The folder that the report goes to."),
+    option(
+        "--costs",
+        type=Path,
+        metavar="FILE",
+        help="Decide for the machine of this table, which `draftsmith costs` wrote there; the run's own if left out.",
+    ),
+    option(
+        "--price-per-hour",
+        type=number("--price-per-hour", "a price above 0 and at most 1000000", lambda value: 0 < value <= 10**6),
+        metavar="PRICE",
+        help="Price of that machine, for the cost of a million tokens.",
+    ),
+)
+_COSTS = (
+    option(
+        "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="The table; costs.json if left out."
+    ),
+)
 _COUNT = option(
     "--count",
     type=whole_number("--count", "a number of conversations, at least 1"),
@@ -143,11 +162,16 @@ COMMANDS: dict[str, Command] = {
     "search-tree": Command(
         "find the tree of drafts that suits a trained head and this machine", "actions:search", _TREE
     ),
+    "costs": Command(
+        "time target passes and drafts on this machine, for `report --costs` anywhere",
+        "actions:costs",
+        (*_COSTS, _HEAD),
+    ),
     "export": Command("write the directory that a serving engine loads", "actions:export", (_HEAD, REDO, *_GGUF)),
     "report": Command(
         "render report.html and report.md from result.json files (those named, or those of a recipe's run)",
         "actions:report",
-        (_REPORT, REDO, _FAIL_UNDER),
+        (*_REPORT, REDO, _FAIL_UNDER),
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
     "plan": Command(

@@ -151,6 +151,12 @@ class EvaluateSpec(FilterSpec):
     """Decode every prompt greedily in fp32 with and without the head and compare the ids."""
     original: bool = field(default=True, metadata=LATER)
     """Compare a target that was tuned with its heads and exported (Medusa-2) with the original, which is loaded too."""
+    plan_batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64], metadata=BATCH)
+    """Batches to plan for: target passes and drafts are timed at each that fits in memory; empty makes no plan."""
+    plan_contexts: list[int] = field(default_factory=list, metadata=TOKENS)
+    """Contexts to plan for, in tokens; empty takes the shortest prompt, the middle of a typical answer, and the longest text."""
+    price_per_hour: float | None = field(default=None, metadata=within(0, 10**6, above=True))
+    """Price of the machine, in any currency, for the cost of a million tokens with and without speculation."""
     example_slices: list[str] = field(default_factory=list)
     """Slices that worked examples come from; empty takes all."""
 

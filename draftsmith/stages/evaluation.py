@@ -23,8 +23,10 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
 from draftsmith.stages.evaluator import Evaluator
+from draftsmith.stages.planning import COSTS, keep_costs, measure_plan_costs, plan_stage
 from draftsmith.stages.session import Session, say
 
+_PLANNING = ("plan_batches", "plan_contexts", "price_per_hour")
 MISSED = 3
 """Exit code where a number is below its threshold."""
 
@@ -51,7 +53,8 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
         # What prompts and heads hold counts (above), not where they lie.
-        "evaluate": fingerprint_fields(spec, ("prompts", "beside", "baselines")),
+        # A plan is made again from what was measured.
+        "evaluate": fingerprint_fields(spec, ("prompts", "beside", "baselines", *_PLANNING)),
         "seed": recipe.seed,
     }
     if decode:  # which is timed
@@ -73,13 +76,37 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
             drafters = drafters_of(target)
         alone = target if original is None else session.load_target(target.dtype_name, original.path)
         evaluator = Evaluator(session, alone, requests, conversations, drafters)
+        table = None
+        if decode and spec.plan_batches:
+            table = measure_plan_costs(session, alone, requests, drafters)
+            keep_costs(folder / COSTS, table)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
                 sampling = spec.sampling(temperature)
-                write_result(path, evaluator.decoded(sampling, lossless) if decode else evaluator.simulated(sampling))
+                made = evaluator.decoded(sampling, lossless, table) if decode else evaluator.simulated(sampling)
+                write_result(path, made)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
-    write_report([read_result(path) for path in paths], folder)
+    results, costs = [read_result(path) for path in paths], folder / COSTS
+    decision = None
+    if costs.is_file():
+        decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour)
+    write_report(results, folder, decision)
     return paths
+
+
+def costs_table(session: Session, path: Path) -> Path:
+    """Write the costs of the recipe's drafters on this machine, for `draftsmith report --costs`. Raises UserError for a file that
+    cannot be written."""
+    if not path.parent.is_dir():
+        raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
+    if path.is_dir():
+        raise UserError(f"--output {path} is a folder: name a file.")
+    spec = session.recipe.evaluate
+    target = session.target_in(session.target.dtype_name if spec.dtype == "auto" else spec.dtype)
+    requests, _ = make_requests(session, target)
+    drafters = select_drafters(session, load_heads(session, target), target, longest_text(requests))
+    keep_costs(path, measure_plan_costs(session, target, requests, drafters))
+    return path
 
 
 def _is_there(session: Session, path: Path) -> bool:

@@ -17,10 +17,20 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, is_looping
+from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.generate_baseline import time_generate
+from draftsmith.eval.measure.generate_baseline import plain
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Repeats, collect_texts, measure_change, run_systems, summarize, sweep_point
+from draftsmith.eval.measure.machine import ClockWatch
+from draftsmith.eval.measure.measure import (
+    Repeats,
+    collect_texts,
+    measure_change,
+    measure_pick,
+    run_systems,
+    summarize,
+    sweep_point,
+)
 from draftsmith.eval.measure.result import (
     WARNING,
     DrafterResult,
@@ -30,12 +40,13 @@ from draftsmith.eval.measure.result import (
     Piece,
     Result,
     Settings,
-    TargetInfo,
     environment,
 )
+from draftsmith.eval.planner.plan import round_cost
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
+from draftsmith.stages.planning import target_info
 from draftsmith.stages.session import Session, say
 
 _SIMULATED_BATCH = 32
@@ -58,15 +69,32 @@ class Evaluator:
         """The section `evaluate` of the recipe."""
         return self.session.recipe.evaluate
 
-    def decoded(self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]]) -> Result:
-        """Return the result of decoding with every drafter and the target alone in turns, and of simulating the same texts."""
+    def decoded(
+        self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]], table: CostTable | None = None
+    ) -> Result:
+        """Return the result of decoding with every drafter and the target alone in turns, and of simulating the same texts.
+
+        table: costs to plan with; the draft length that is fastest by them, and its neighbours, take some of the turns.
+        """
         spec, systems = self.spec, at_temperature(self.systems, sampling)
+        watch = ClockWatch()
         repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
         costs = measure_costs(self.target, systems, self._typical_context(systems), sampling, rows=spec.batch)
+        picks = {} if table is None else self._picks(systems, table, sampling)
         count, title = spec.repeats * len(self.requests), f"decoding at T={sampling.temperature:g}"
+        torch.manual_seed(self.session.recipe.seed)  # which `generate` draws from
         with tqdm(total=count, desc=title, unit="prompt") as bar:
-            timings = run_systems(self.target, systems, repeats, sampling, batch=spec.batch, on_batch=bar.update)
-        generate = time_generate(self.target, self.requests, sampling) if spec.generate and spec.batch == 1 else []
+            timings, generate = run_systems(
+                self.target,
+                systems,
+                repeats,
+                sampling,
+                batch=spec.batch,
+                on_batch=bar.update,
+                picks=list(picks),
+                generate=plain(self.target) if spec.generate and spec.batch == 1 else None,
+            )
+        clocks = watch.read()
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         examples: list[Example] = []
@@ -82,7 +110,36 @@ class Evaluator:
             # Every slice for the first drafter, one for the others.
             examples += self._examples(c.name, found.texts)[: None if c is systems[0] else 1]
         result = self._result(sampling, drafters, off_text, batch=spec.batch, repeats=spec.repeats)
-        return replace(result, costs=costs, examples=tuple(examples))
+        timed_picks = tuple(measure_pick(self.target, c, name, timings, sampling) for c, name in picks.items())
+        return replace(result, costs=costs, examples=tuple(examples), picks=timed_picks, clocks=clocks)
+
+    def _picks(
+        self, systems: Sequence[SystemUnderTest], table: CostTable, sampling: Sampling
+    ) -> dict[SystemUnderTest, str]:
+        """Return the chain that is fastest by costs and simulated acceptance, and its neighbours, with the name it goes by.
+
+        The target alone answers in large batches for that, which is not timed.
+        """
+        chains = [c for c in systems if c.tree is None and c.simulate and c.fixed_length and c.verifier is None]
+        point = table.at(self.spec.batch, table.contexts[len(table.contexts) // 2])
+        if not chains or point is None:
+            return {}
+        say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
+        requests = sorted((self._keyed(r, 0) for r in self.requests), key=lambda r: len(r.prompt_ids))
+        answers = _answers(self.target, requests, sampling)
+        gains: dict[tuple[SystemUnderTest, int], float] = {}
+        for c in chains:
+            assert c.simulate is not None
+            found = c.simulate(self.target, answers, sampling, c.max_k).tallies
+            for k in range(1, c.max_k + 1):
+                tau, cost = total((t[k - 1] for t in found), k).tau, round_cost(table, point, c.name, k)
+                if tau is not None and cost is not None:
+                    gains[c, k] = cost.speedup(tau)
+        if not gains:
+            return {}
+        best, k = max(gains, key=lambda key: gains[key])
+        lengths = [n for n in (k - 1, k, k + 1) if (best, n) in gains]
+        return {replace(best, name=f"{best.name}, K = {n}", num_speculative_tokens=n): best.name for n in lengths}
 
     def _typical_context(self, systems: Sequence[SystemUnderTest]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
@@ -186,15 +243,7 @@ class Evaluator:
             command=shlex.join(["draftsmith", *sys.argv[1:]]),
             **environment(),
             recipe=asdict(recipe),
-            target=TargetInfo(
-                # A tuned target is compared with its original, which then is the target here.
-                path=recipe.target.path if target.path == self.session.target.path else target.path,
-                fingerprint=target.fingerprint,
-                parameters=sum(p.numel() for p in target.model.parameters()),
-                num_layers=target.num_layers,
-                hidden_size=target.hidden_size,
-                vocab_size=target.vocab_size,
-            ),
+            target=target_info(self.session, target),
             settings=Settings(
                 temperature=sampling.temperature,
                 top_k=sampling.top_k or None,

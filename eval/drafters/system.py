@@ -36,7 +36,8 @@ class DraftInfo:
     method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
     of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
     target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a
-    target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one.
+    target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one. layer_ids: the
+    target's layers that the head reads; num_heads: of Medusa; both are what engines are told.
     """
 
     method: str
@@ -46,6 +47,8 @@ class DraftInfo:
     lossy: bool = False
     parameters: int | None = None
     tuned: bool = False
+    layer_ids: tuple[int, ...] = ()
+    num_heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class SystemUnderTest:
             lossy=not self.lossless,
             parameters=self.parameters,
             tuned=self.verifier is not None,
+            layer_ids=() if self.head is None else tuple(self.head.reads.layer_ids),
+            num_heads=0 if self.head is None else getattr(self.head.options, "num_heads", 0),
         )
 
 

@@ -68,7 +68,7 @@ def measure_table(
     batches: Sequence[int],
     contexts: Sequence[int],
     command: str,
-    seconds: float = 2.0,
+    seconds: float = 1.0,
 ) -> CostTable:
     """Time target passes and drafts at every batch and context that fits in memory; the text is `context_ids`, repeated.
 

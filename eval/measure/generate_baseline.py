@@ -4,8 +4,7 @@
 needs no call of its own.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -121,21 +120,3 @@ def _sampling_options(target: Target, sampling: Sampling) -> dict[str, object]:
         if sampling.min_p or getattr(target.model.generation_config, "min_p", None):
             options["min_p"] = sampling.min_p
     return options
-
-
-def time_generate(
-    target: Target, requests: Sequence[Request], sampling: Sampling, *, per_slice: int = 4, seed: int = 0
-) -> list[Timed]:
-    """Time `generate` on the first prompts of each slice, one at a time, after a warm-up.
-
-    Sampled texts differ from ours, so speeds are per token.
-    """
-    system = plain(target)
-    chosen: dict[str, list[Request]] = defaultdict(list)
-    for request in requests:
-        if len(chosen[request.slice]) < per_slice:
-            chosen[request.slice].append(request)
-    torch.manual_seed(seed)
-    system.answer(requests[0], sampling)
-    timings = (system.answer(request, sampling) for group in chosen.values() for request in group)
-    return [timed for timed in timings if timed.tokens > 0 and timed.decode_s > 0]

@@ -27,6 +27,42 @@ class Hardware:
     gpu: str | None
 
 
+@dataclass(frozen=True)
+class Clocks:
+    """How quiet the machine was while it was timed.
+
+    wall_s, cpu_s: seconds by the clock, and of this process on all cores. others: share of all cores that other programs used, None
+    where this process does not see the whole machine. load: mean length of the queue for a core when it ended, None where the
+    system does not say.
+    """
+
+    wall_s: float
+    cpu_s: float
+    others: float | None
+    load: float | None
+
+
+class ClockWatch:
+    """Watches the machine from its making on."""
+
+    def __init__(self) -> None:
+        self._wall, self._own, self._all = time.perf_counter(), time.process_time(), _busy_seconds()
+
+    def read(self) -> Clocks:
+        """Return what has happened since."""
+        wall, own = time.perf_counter() - self._wall, time.process_time() - self._own
+        cores = psutil.cpu_count() or 1
+        whole = cores == available_cores() and wall > 0
+        others = max(0.0, _busy_seconds() - self._all - own) / (wall * cores) if whole else None
+        return Clocks(wall, own, others, os.getloadavg()[0] if hasattr(os, "getloadavg") else None)
+
+
+def _busy_seconds() -> float:
+    """Return the seconds that all cores together have worked."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
 def environment() -> dict[str, Any]:
     """Return `commit`, `date`, `hardware` and `versions` as `Result(**environment(), ...)` takes them.
 

@@ -4,7 +4,7 @@ Systems are interleaved group by group within every repeat, and groups hold one 
 belong to a slice. Shapes: K speculative tokens.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -20,14 +20,25 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
-from draftsmith.eval.measure.generate_baseline import Timed
+from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed
 from draftsmith.eval.measure.quality import compare_targets, perplexities
-from draftsmith.eval.measure.result import Costs, DrafterResult, Lossless, Measures, MsPerRound, Percentiles, SweepPoint
+from draftsmith.eval.measure.result import (
+    Costs,
+    DrafterResult,
+    Lossless,
+    Measures,
+    MsPerRound,
+    Percentiles,
+    Pick,
+    SweepPoint,
+)
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
 
+FEW = 2
+"""Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""
 _WAITING = 3
 """Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
 
@@ -44,29 +55,43 @@ def run_systems(
     *,
     batch: int,
     on_batch: Callable[[int], None] = lambda requests: None,
-) -> dict[str, Repeats]:
+    picks: Sequence[SystemUnderTest] = (),
+    generate: GenerateSystem | None = None,
+) -> tuple[dict[str, Repeats], list[list[Timed]]]:
     """Decode every repeat's requests with the target alone ("") and with every drafter, in turns; return all by name.
 
     A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
-    serving engines: a request that is done makes room for the next of its group.
+    serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
+    groups of each slice, the latter one request after the other; its answers come second, by repeat.
     """
     ways: dict[str, tuple[Target, Drafter, Typical | None]] = {"": (target, TargetAlone(), None)}
-    ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in systems}
+    ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in (*systems, *picks)}
+    partly = {s.name for s in picks}
     warm_up = [replace(r, max_new_tokens=min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]]
     for own, drafter, typical in ways.values():
         decode_batch(own, drafter, warm_up, sampling, typical)
+    if generate is not None:
+        generate.answer(warm_up[0], sampling)
     on_gpu = target.device.type == "cuda"
     found: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
+    answered: list[list[Timed]] = [[] for _ in requests_by_repeat]
     for repeat, requests in enumerate(requests_by_repeat):
+        seen: Counter[str] = Counter()
         for group in _groups(requests, batch if batch == 1 else (1 + _WAITING) * batch):
+            seen[group[0].slice] += 1
+            first = seen[group[0].slice] <= (FEW if batch == 1 else 1)
             for name, (own, drafter, typical) in ways.items():
+                if name in partly and not first:
+                    continue
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats(target.device)
                 decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
                 peak = torch.cuda.max_memory_allocated(target.device) if on_gpu else None
                 found[name][repeat].append(replace(decoded, peak_bytes=peak))
+            if generate is not None and first:
+                answered[repeat] += [generate.answer(request, sampling) for request in group]
             on_batch(len(group))
-    return found
+    return found, answered
 
 
 def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
@@ -136,7 +161,7 @@ def summarize(
     costs: Costs,
     lossless: Mapping[str, Lossless],
     lossless_timed: Mapping[str, Lossless],
-    generate: Sequence[Timed],
+    generate: Sequence[Sequence[Timed]],
 ) -> DrafterResult:
     """Return one drafter's measures over everything and per slice."""
 
@@ -144,7 +169,7 @@ def summarize(
         key = slice_name or "overall"
         chosen = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
         drafted, alone = (of_slice(timings[name], slice_name) for name in (system.name, ""))
-        timed = [g for g in generate if slice_name in (None, g.request.slice)]
+        timed = [[g for g in repeat if slice_name in (None, g.request.slice)] for repeat in generate]
         measures = _measures(system, chosen, drafted, alone, costs, timed)
         return replace(
             measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.changed.get(key, {})
@@ -160,7 +185,7 @@ def _measures(
     repeats: Repeats,
     baseline: Repeats,
     costs: Costs,
-    generate: Sequence[Timed],
+    generate: Sequence[Sequence[Timed]],
 ) -> Measures:
     name, k = system.name, system.num_speculative_tokens
     decoded = total((t.decoded for t in texts), k)
@@ -220,13 +245,29 @@ def _spread(values: Sequence[float]) -> "tuple[float, float] | None":
     return (min(values), max(values)) if values else None
 
 
-def _over_generate(repeats: Repeats, generate: Sequence[Timed]) -> float | None:
-    """Decode tok/s over generate's, both on generate's prompts."""
-    names = {g.request.sample_id for g in generate}
-    same = [[d for d in r if d.generations[0].request.sample_id in names] for r in repeats]
-    ours = _median([speed for r in same if (speed := _tok_s(r))])
-    theirs = sum(g.tokens for g in generate) / sum(g.decode_s for g in generate) if generate else None
-    return ours / theirs if ours and theirs else None
+def _over_generate(repeats: Repeats, generate: Sequence[Sequence[Timed]]) -> float | None:
+    """Decode tok/s over generate's in the same repeat, both on generate's prompts: the median over repeats."""
+    ratios = []
+    for ours, theirs in zip(repeats, generate, strict=False):
+        answered = [g for g in theirs if g.tokens > 0 and g.decode_s > 0]
+        names = {g.request.sample_id for g in answered}
+        speed = _tok_s([d for d in ours if d.generations[0].request.sample_id in names])
+        if speed:
+            ratios.append(speed * sum(g.decode_s for g in answered) / sum(g.tokens for g in answered))
+    return _median(ratios)
+
+
+def measure_pick(
+    target: Target, system: SystemUnderTest, drafter: str, timings: Mapping[str, Repeats], sampling: Sampling
+) -> Pick:
+    """Return what a draft that took only some turns reached on its prompts; drafter: the name it has in the plan."""
+    k, repeats = system.num_speculative_tokens, timings[system.name]
+    found = collect_texts(target, system, timings, sampling)
+    names = {t.generation.request.sample_id for t in found.texts}
+    alone = [[d for d in r if d.generations[0].request.sample_id in names] for r in timings[""]]
+    ratios = [a / b for a, b in zip(map(_tok_s, repeats), map(_tok_s, alone), strict=True) if a and b]
+    tau = total((t.simulated[k - 1] for t in found.texts if t.simulated), k).tau
+    return Pick(drafter, k, len(names), tau, _median(ratios), _spread(ratios))
 
 
 def _tok_s(batches: Sequence[Decoded]) -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.machine import Clocks
 from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
 from draftsmith.eval.measure.upgrade import upgrade
@@ -21,9 +22,12 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
+
+# From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
+_BUSY, _DRIFT, _ROUNDING, _TTFT = 0.15, 0.15, 0.05, 0.25
 
 
 @dataclass(frozen=True)
@@ -202,6 +206,21 @@ class Costs:
 
 
 @dataclass(frozen=True)
+class Pick:
+    """A draft that the plan chose, or a neighbour of it, timed in the same turns as everything else on some of the prompts.
+
+    tau_simulated: on the same prompts. speedup: over the target alone on them, median over repeats; spread: [min, max] of these.
+    """
+
+    drafter: str
+    num_speculative_tokens: int
+    prompts: int
+    tau_simulated: float | None
+    speedup: float | None
+    spread: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
 class Piece:
     """A token of a worked example. position: null = the target's own (first, correction or bonus),
     0.. = an accepted draft at that position."""
@@ -280,6 +299,8 @@ class Result:
     settings: Settings
     drafters: dict[str, DrafterResult]
     costs: Costs | None = None
+    picks: tuple[Pick, ...] = ()
+    clocks: Clocks | None = None
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -288,6 +309,29 @@ class Result:
     def warnings(self) -> list[str]:
         """What makes the numbers doubtful, such as a head that was made for another target."""
         return [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the times of this result should not be quoted, a clause each; empty where nothing is known against them."""
+        found = []
+        if self.clocks is not None and (busy := self.clocks.others) is not None and busy > _BUSY:
+            found.append(f"other programs used {100 * busy:.0f}% of the cores while it was timed")
+        for name, drafter in self.drafters.items():
+            m = drafter.overall
+            if m.baseline_tok_s and m.baseline_tok_s_spread:
+                low, high = m.baseline_tok_s_spread
+                if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
+                    found.append(f"the target alone varied by {100 * drift:.0f}% between repeats")
+            if m.speedup and m.ideal_speedup and m.speedup > (1 + _ROUNDING) * m.ideal_speedup:
+                found.append(
+                    f"{name} was faster than its costs allow ({100 * m.speedup / m.ideal_speedup:.0f}% of the ideal)"
+                )
+            if m.ttft_s and m.ttft_baseline_s and abs(m.ttft_s / m.ttft_baseline_s - 1) > _TTFT:
+                moved = 100 * (m.ttft_s / m.ttft_baseline_s - 1)
+                found.append(
+                    f"the time to the first token moved by {moved:+.0f}% with {name}, which drafting cannot do"
+                )
+        return list(dict.fromkeys(found))
 
 
 def to_json(result: Result) -> dict[str, Any]:

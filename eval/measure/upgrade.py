@@ -13,14 +13,15 @@ _ADDED = {
 
 
 def upgrade(value: Any) -> Any:
-    """Return the JSON of a result of an earlier schema version as version 5 has it; anything else as it is.
+    """Return the JSON of a result of an earlier schema version as version 6 has it; anything else as it is.
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
-    target alone over transformers' `generate`. What is malformed stays so, for the reader to name.
+    target alone over transformers' `generate`; version 6 what was timed to check a plan, the clocks, and which layers a head
+    reads. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
-    if version not in (1, 2, 3, 4):
+    if version not in (1, 2, 3, 4, 5):
         return value
     value = deepcopy(value)
     if version == 1 and isinstance(value.get("costs"), dict):
@@ -32,10 +33,10 @@ def upgrade(value: Any) -> Any:
         if version == 1:
             drafter.setdefault("draft", None)
         if isinstance(drafter.get("draft"), dict):
-            drafter["draft"].setdefault("tuned", False)
+            drafter["draft"] = {"tuned": False, "layer_ids": [], "num_heads": 0, **drafter["draft"]}
         for one in measures:
             one.update({**missing, **one})
-    return value | {"schema_version": 5}
+    return {"picks": [], "clocks": None, **value, "schema_version": 6}
 
 
 def _drafters(value: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:

@@ -17,11 +17,14 @@ from rich.table import Table as TerminalTable
 
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.result import Result
+from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, summary
+from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.page_model import OVERALL, Sample, System, View, number, significant, tau_of, times, view_of
 from draftsmith.files import write_text
 
 _SECTIONS = (
+    decisions.section,
     summary.headline,
     summary.accepted_length,
     analysis.positions,
@@ -45,20 +48,20 @@ class Card:
     text: str
 
 
-def render_html(results: Sequence[Result]) -> str:
+def render_html(results: Sequence[Result], decision: Decision | None = None) -> str:
     """Return the report as one self-contained HTML page."""
-    return _render("report.html.jinja", results)
+    return _render("report.html.jinja", results, decision)
 
 
-def render_markdown(results: Sequence[Result]) -> str:
+def render_markdown(results: Sequence[Result], decision: Decision | None = None) -> str:
     """Return the report as Markdown: the same text and tables, without the pictures."""
-    return _render("report.md.jinja", results)
+    return _render("report.md.jinja", results, decision)
 
 
-def write_report(results: Sequence[Result], folder: str | Path) -> None:
-    """Write report.html and report.md into `folder`, each atomically."""
-    write_text(Path(folder) / "report.html", render_html(results))
-    write_text(Path(folder) / "report.md", render_markdown(results))
+def write_report(results: Sequence[Result], folder: str | Path, decision: Decision | None = None) -> None:
+    """Write report.html and report.md into `folder`, each atomically. decision: what the results and costs come to, if known."""
+    write_text(Path(folder) / "report.html", render_html(results, decision))
+    write_text(Path(folder) / "report.md", render_markdown(results, decision))
 
 
 HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/s", "target alone tok/s")
@@ -105,18 +108,19 @@ def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) 
     return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
 
 
-def _view(results: Sequence[Result]) -> View:
+def _view(results: Sequence[Result], decision: Decision | None = None) -> View:
     if not results:
         raise UserError("A report needs at least one result.json; run the evaluation first.")
-    return view_of(results)
+    return view_of(results, decision)
 
 
-def _render(template: str, results: Sequence[Result]) -> str:
-    view = _view(results)
+def _render(template: str, results: Sequence[Result], decision: Decision | None) -> str:
+    view = _view(results, decision)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
     context: dict[str, Any] = {
         "title": ", ".join(targets),
         "subtitle": _subtitle(view),
+        "banner": decisions.banner(view),
         "cards": [_card(system) for system in view.systems],
         "sections": [make(view) for make in _SECTIONS],
     }

@@ -22,6 +22,10 @@ from draftsmith.heads.formats.contracts import Config, ModelFiles, flatten
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 ADAPTER_NAME = "tuned"
 """What requests call the target with its adapter."""
+_VLLM_BY_BATCH = ("eagle", "eagle3", "dflash")
+"""The methods whose draft length vLLM changes with the batch."""
+_SGLANG_BY_BATCH = ("EAGLE", "EAGLE3")
+"""The algorithms whose draft length SGLang changes with the batch, in chains."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 VLLM_PADDING = 64
 _FEWER = "serve on fewer GPUs"
@@ -154,7 +158,8 @@ class Serving:
     """What is served. draft: the export's folder; target: a folder or a Hub name; tokens: to draft per pass.
 
     dtype: of the export. layer_ids: the layers of the target that the head reads. heads: of Medusa. adapter: the target's,
-    where the heads draft for the target with that.
+    where the heads draft for the target with that. by_batch: (first batch, last batch, tokens to draft there, 0 for none), for
+    engines that take a table; empty where nothing was planned.
     """
 
     draft: str
@@ -165,6 +170,7 @@ class Serving:
     layer_ids: tuple[int, ...] = ()
     heads: int = 0
     adapter: Adapter | None = None
+    by_batch: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,8 @@ def start_vllm(method: str, **more: bool) -> Start:
 
     def lines(serving: Serving) -> list[Snippet]:
         config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
+        if len(serving.by_batch) > 1 and method in _VLLM_BY_BATCH:
+            config["num_speculative_tokens_per_batch_size"] = [list(step) for step in serving.by_batch]
         words = ["vllm", "serve", serving.target, *_on("--tensor-parallel-size", serving.gpus)]
         speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter
         if adapter is None:
@@ -224,13 +232,17 @@ def start_sglang(algorithm: str) -> Start:
         K = serving.tokens
         server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
         chain = ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
-        return [
-            _shell(
-                [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
-                ["--speculative-draft-model-path", serving.draft],
-                [*chain, "--speculative-num-draft-tokens", f"{K + 1}"],
-            )
-        ]
+        words = (
+            [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
+            ["--speculative-draft-model-path", serving.draft],
+            [*chain, "--speculative-num-draft-tokens", f"{K + 1}"],
+        )
+        if len(serving.by_batch) < 2 or algorithm not in _SGLANG_BY_BATCH:
+            return [_shell(*words)]
+        # By the smallest batch of each step; the start's own length must be a candidate.
+        steps = {f"{first}": {"candidate_steps": [k]} for first, _, k in serving.by_batch}
+        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
+        return [Snippet("json", json.dumps(steps, indent=2) + "\n", "adaptive.json"), _shell(*words, adaptive)]
 
     return lines
 

@@ -48,6 +48,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "evaluate.num_speculative_tokens": 1,
         "evaluate.max_k": 1,
         "evaluate.generate": "false",
+        "evaluate.plan_batches": "[]",
         "output_dir": folder / "run",
     }
     return ["evaluate", "--head", str(folder / "head"), *(w for k, v in options.items() for w in (f"--{k}", str(v)))]

@@ -10,7 +10,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.measure.generate_baseline import GenerateSystem, assisted, looked_up, plain, time_generate
+from draftsmith.eval.measure.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.heads.target.target import Target
 from tests.models import tiny_model
 
@@ -115,10 +115,3 @@ def test_the_clock_starts_with_the_call_and_turns_over_at_the_first_tokens(targe
         assert helped.ttft_s >= 4 * pause
     finally:
         handle.remove()
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=5)], ids=str)
-def test_generate_is_timed_per_slice(target: Target, sampling: Sampling) -> None:
-    timings = time_generate(target, requests(6, 8), sampling, per_slice=2)
-    assert {t.request.sample_id for t in timings} == {"p0", "p1", "p2", "p3"}
-    assert all(t.tokens == 7 and t.decode_s > 0 for t in timings)

@@ -17,9 +17,9 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure import measure
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.generate_baseline import Timed
+from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Texts, collect_texts, of_slice, run_systems, summarize
+from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, run_systems, summarize
 from draftsmith.eval.measure.result import Costs
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
@@ -85,7 +85,7 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     a, b = answer("a", "chat", [2, 2]), answer("b", "chat", [2, 2])
     drafted = [[decoded(a, verify=3.0), decoded(b, verify=3.0)]]
     plain = [[decoded(a, verify=6.0), decoded(b, verify=12.0)]]
-    generate = [Timed(b.request, (), 0.0, 24.0, 6)]
+    generate = [[Timed(b.request, (), 0.0, 24.0, 6)]]
     timings = {"": plain, "eagle3": drafted}
     m = summarize(system("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
     assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
@@ -186,7 +186,7 @@ def test_systems_answer_the_same_requests_slice_by_slice(
 
     monkeypatch.setattr(measure, "decode_batch", spy)
     seen: list[int] = []
-    timings = run_systems(
+    timings, _ = run_systems(
         target, [system("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
     )
     assert [[len(d.generations) for d in repeat] for repeat in of_slice(timings["again"], "a")] == [groups, groups]
@@ -198,6 +198,47 @@ def test_systems_answer_the_same_requests_slice_by_slice(
         most, needed = sum(len(g.rounds) for g in mine.generations), max(len(g.rounds) for g in mine.generations)
         assert needed <= mine.passes <= most
         assert all(g.ttft_s > 0 for g in mine.generations)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.9, top_k=5)], ids=str)
+def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_slice(
+    target: Target, sampling: Sampling
+) -> None:
+    requests = [Request(str(i), "ab"[i % 2], (3 + i, 5), 4) for i in range(8)]
+
+    def counted(target: Target, generations: Any, sampling: Sampling, max_k: int) -> Simulation:
+        return Simulation([[tally_generation(g, 1)] for g in generations], off_text=0)
+
+    pick = replace(system("again"), name="again, K = 1", num_speculative_tokens=1, simulate=counted)
+    order: list[str] = []
+    baseline = plain(target)
+
+    class Watched(GenerateSystem):
+        def answer(self, request: Request, sampling: Sampling) -> Timed:
+            order.append(request.sample_id)
+            return baseline.answer(request, sampling)
+
+    timings, generate = run_systems(
+        target,
+        [system("again")],
+        [requests, requests],
+        sampling,
+        batch=1,
+        picks=[pick],
+        generate=Watched("generate", target),
+    )
+    first = ["0", "2", "1", "3"]
+    assert order == ["0", *first, *first], "a warm-up, then two prompts of each slice in each repeat"
+    assert [[t.request.sample_id for t in repeat] for repeat in generate] == [first, first]
+    assert all(t.tokens == 3 and t.decode_s > 0 for repeat in generate for t in repeat)
+    assert [len(repeat) for repeat in timings[pick.name]] == [4, 4]
+    assert [len(repeat) for repeat in timings["again"]] == [8, 8]
+    found = measure_pick(target, pick, "again", timings, sampling)
+    assert (found.drafter, found.num_speculative_tokens, found.prompts) == ("again", 1, 4)
+    assert found.speedup is not None
+    assert found.spread is not None
+    assert found.spread[0] <= found.speedup <= found.spread[1]
+    assert found.tau_simulated == 1, "the target alone"
 
 
 def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.machine import git_commit
+from draftsmith.eval.measure.machine import Clocks, git_commit
 from draftsmith.eval.measure.result import (
     Costs,
     Divergence,
@@ -86,7 +86,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 5
+    assert value["schema_version"] == 6
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats"
@@ -246,7 +246,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 6}', "schema_version"),
+        ('{"schema_version": 7}', "schema_version"),
         ('{"schema_version": NaN}', "holds the number nan"),
         ("[" * 100_000, "nested deeper"),
     ],
@@ -314,3 +314,27 @@ def test_git_commit(tmp_path: Path) -> None:
     assert git_commit(tmp_path) == git("rev-parse", "HEAD")
     (tmp_path / "a").write_text("b")
     assert git_commit(tmp_path) == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_a_clock_that_cannot_be_trusted_is_said() -> None:
+    quiet = full_result()
+    m = replace(
+        quiet.drafters["eagle3"].overall,
+        baseline_tok_s=100.0,
+        baseline_tok_s_spread=(95.0, 105.0),
+        speedup=1.5,
+        ideal_speedup=1.6,
+        ttft_s=0.11,
+        ttft_baseline_s=0.1,
+    )
+
+    def doubts(clocks: Clocks | None = None, **changes: Any) -> str:
+        drafter = replace(quiet.drafters["eagle3"], overall=replace(m, **changes))
+        return "; ".join(replace(quiet, clocks=clocks, drafters={"eagle3": drafter}).doubts)
+
+    assert doubts() == ""
+    assert doubts(Clocks(10.0, 10.0, 0.1, 1.0)) == ""
+    assert "other programs used 40% of the cores" in doubts(Clocks(10.0, 10.0, 0.4, 3.0))
+    assert "varied by 30% between repeats" in doubts(baseline_tok_s_spread=(85.0, 115.0))
+    assert "eagle3 was faster than its costs allow (112% of the ideal)" in doubts(speedup=1.8)
+    assert "moved by +50% with eagle3" in doubts(ttft_s=0.15)

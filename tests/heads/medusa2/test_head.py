@@ -293,7 +293,7 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
         one = greedy[name]["overall"]
         assert one.equal == one.checked == 6
         assert one.tau == pytest.approx(one.tau_simulated, abs=1e-9)
-    timings = run_systems(target, [system], [requests(6)], Sampling(), batch=2)
+    timings, _ = run_systems(target, [system], [requests(6)], Sampling(), batch=2)
     texts = {
         name: {g.request.sample_id: g.output_ids for d in timings[name][0] for g in d.generations}
         for name in ("", system.name)

@@ -1,0 +1,95 @@
+"""What an evaluation decides: the costs of this machine, the plan that follows from them, and the lines that engines take."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.measure.cost_table import CostTable, read_cost_table, write_cost_table
+from draftsmith.eval.measure.costs import measure_table
+from draftsmith.eval.measure.result import Result, TargetInfo
+from draftsmith.eval.planner.decision import Decision, make_decision, write_decision
+from draftsmith.eval.planner.settings import write_settings
+from draftsmith.heads.target.target import Target
+from draftsmith.stages.drafters import at_temperature
+from draftsmith.stages.session import Session, say
+
+COSTS = "costs.json"
+
+
+def contexts_of(session: Session, requests: Sequence[Request], target: Target, deepest: int) -> list[int]:
+    """Return the contexts to time at: those of the recipe, else the shortest prompt, the middle of a typical answer, and the
+    longest text."""
+    longest = target.context_length - deepest - 1
+    if session.recipe.evaluate.plan_contexts:
+        if over := [n for n in session.recipe.evaluate.plan_contexts if n > longest]:
+            raise UserError(
+                f"evaluate.plan_contexts holds {over[0]}, but the target's context leaves {longest} after a draft: take fewer."
+            )
+        return sorted(set(session.recipe.evaluate.plan_contexts))
+    by_length = sorted(requests, key=lambda r: len(r.prompt_ids))
+    middle = by_length[len(by_length) // 2]
+    texts = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
+    found = (len(by_length[0].prompt_ids), len(middle.prompt_ids) + middle.max_new_tokens // 2, max(texts))
+    return sorted({max(2, min(length, longest)) for length in found})
+
+
+def measure_plan_costs(
+    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest]
+) -> CostTable:
+    """Time target passes and drafts at the batches and contexts to plan for, at the recipe's first temperature."""
+    spec = session.recipe.evaluate
+    sampling = spec.sampling(spec.temperatures[0])
+    systems = [c for c in at_temperature(list(drafters), sampling) if c.fixed_length]
+    deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
+    contexts = contexts_of(session, requests, target, deepest)
+    middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
+    return measure_table(
+        target,
+        target_info(session, target),
+        systems,
+        middle.prompt_ids,
+        sampling,
+        batches=sorted({*spec.plan_batches, spec.batch}),
+        contexts=contexts,
+        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+    )
+
+
+def target_info(session: Session, target: Target) -> TargetInfo:
+    """Describe the target as results do."""
+    return TargetInfo(
+        # A tuned target is compared with its original, which then is the target here.
+        path=session.recipe.target.path if target.path == session.target.path else target.path,
+        fingerprint=target.fingerprint,
+        parameters=sum(p.numel() for p in target.model.parameters()),
+        num_layers=target.num_layers,
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+    )
+
+
+def keep_costs(path: Path, table: CostTable) -> None:
+    """Write the table, and say how near the target alone is to what the machine could do."""
+    write_cost_table(path, table)
+    share = table.share_of_bandwidth
+    if share is not None:
+        say(
+            f"costs: {path}; the target's own pass reaches {100 * share:.0f}% of the speed at which its weights could be read"
+        )
+
+
+def plan_stage(
+    results: Sequence[Result], table_path: Path, folder: Path, *, price_per_hour: float | None = None
+) -> Decision | None:
+    """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
+    where no draft of the table was simulated."""
+    decision = make_decision(results, read_cost_table(table_path), str(table_path), price_per_hour=price_per_hour)
+    if decision is None:
+        return None
+    write_decision(folder, decision)
+    write_settings(folder / "settings", decision)
+    return decision

@@ -1,0 +1,168 @@
+"""An evaluation's decision as files: plan.json, routing.json and the lines that engines take.
+
+A folder of an evaluation is read back by `draftsmith report`, also with the costs of another machine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.measure.cost_table import CostTable, check_fits
+from draftsmith.eval.measure.gate import OVERALL
+from draftsmith.eval.measure.result import Result
+from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_target
+from draftsmith.eval.planner.routing import Rules, make_rules, write_rules
+from draftsmith.eval.planner.verdict import Verdict, decide
+from draftsmith.files import write_json
+
+HOUR = 3600
+MILLION = 10**6
+
+
+@dataclass(frozen=True)
+class Check:
+    """A draft that was planned and then timed. predicted, measured: speedups on the same prompts; spread: of the repeats."""
+
+    temperature: float
+    drafter: str
+    num_speculative_tokens: int
+    predicted: float
+    measured: float
+    spread: tuple[float, float]
+
+    @property
+    def difference(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction is within 5%, or within the spread of the repeats where that is wider."""
+        low, high = self.spread
+        return abs(self.difference) <= 0.05 or low <= self.predicted <= high
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What an evaluation ends in. price_per_hour: of the machine that the costs are of, None where nobody said."""
+
+    plan: Plan
+    verdict: Verdict
+    rules: Rules
+    checks: tuple[Check, ...]
+    price_per_hour: float | None = None
+
+    def cost_per_million(self, cell: Cell, option: Option | None) -> float | None:
+        """Return the price of a million answer tokens with a draft, or of the target alone; None without a price."""
+        tok_s = cell.alone_tok_s if option is None else cell.tok_s(option)
+        return None if self.price_per_hour is None else self.price_per_hour / HOUR / tok_s * MILLION
+
+
+def make_decision(
+    results: Sequence[Result],
+    table: CostTable,
+    source: str,
+    *,
+    price_per_hour: float | None = None,
+    rising: float | None = None,
+) -> Decision | None:
+    """Return what results and costs decide, None where no draft of the table was simulated.
+
+    source: the table's file, for messages. rising: see `decide`. Raises UserError where table and results do not belong together.
+    """
+    check_one_target(results)
+    first = results[0]
+    for result in results:
+        check_fits(table, source, result.target, result.settings.dtype, result.drafters)
+    plan = Plan(tuple(results), table)
+    doubts = dict.fromkeys(doubt for result in results for doubt in result.doubts)
+    here = table.hardware == first.hardware
+    verdict = decide(plan, doubts=list(doubts) if here else (), rising=rising)
+    if verdict is None:
+        return None
+    checks = tuple(make_checks(plan)) if here else ()
+    return Decision(plan, verdict, make_rules(plan, verdict.option), checks, price_per_hour)
+
+
+def make_checks(plan: Plan) -> list[Check]:
+    """Return predicted against measured speedup for every draft that was timed to check the plan."""
+    found = []
+    for result in plan.results:
+        cell = plan.cell(result, batch=result.settings.batch)
+        for pick in result.picks:
+            key = (pick.drafter, pick.num_speculative_tokens)
+            option = next(
+                (o for o in (cell.options if cell else ()) if (o.drafter, o.num_speculative_tokens) == key), None
+            )
+            if (
+                option is not None
+                and pick.speedup is not None
+                and pick.tau_simulated is not None
+                and pick.spread is not None
+            ):
+                predicted = option.cost.speedup(pick.tau_simulated)
+                found.append(Check(result.settings.temperature, *key, predicted, pick.speedup, pick.spread))
+    return found
+
+
+def write_decision(folder: Path, decision: Decision) -> None:
+    """Write plan.json and routing.json into a folder, each atomically."""
+    write_json(folder / "plan.json", decision_json(decision))
+    write_rules(folder / "routing.json", decision.rules)
+
+
+def decision_json(decision: Decision) -> dict[str, Any]:
+    """Return the decision as a plain JSON object: verdict, the best draft at every place, and predicted against measured."""
+    plan, verdict = decision.plan, decision.verdict
+    return {
+        "schema_version": 1,
+        "verdict": {"action": str(verdict.action), "headline": verdict.headline, "reasons": list(verdict.reasons)},
+        "batch": plan.batch,
+        "context": plan.context,
+        "machine": {"gpu": plan.table.hardware.gpu, "cpu": plan.table.hardware.cpu, "cores": plan.table.hardware.cores},
+        "price_per_hour": decision.price_per_hour,
+        "places": [_place(decision, cell) for cell in plan.cells()],
+        "draft_lengths": [
+            {"temperature": cell.temperature, **_option(decision, cell, option)}
+            for result in plan.results
+            if (cell := plan.cell(result, OVERALL)) is not None
+            for option in cell.options
+        ],
+        "checks": [
+            {
+                "temperature": check.temperature,
+                "drafter": check.drafter,
+                "num_speculative_tokens": check.num_speculative_tokens,
+                "predicted": check.predicted,
+                "measured": check.measured,
+                "spread": list(check.spread),
+                "holds": check.holds,
+            }
+            for check in decision.checks
+        ],
+    }
+
+
+def _place(decision: Decision, cell: Cell) -> dict[str, Any]:
+    return {
+        "temperature": cell.temperature,
+        "slice": cell.slice,
+        "batch": cell.batch,
+        "context": cell.context,
+        "target_alone_tok_s": cell.alone_tok_s,
+        "target_alone_per_million": decision.cost_per_million(cell, None),
+        "pays": cell.pays,
+        "best": _option(decision, cell, cell.best),
+    }
+
+
+def _option(decision: Decision, cell: Cell, option: Option) -> dict[str, Any]:
+    return {
+        "drafter": option.drafter,
+        "num_speculative_tokens": option.num_speculative_tokens,
+        "tau": option.tau,
+        "tok_s": cell.tok_s(option),
+        "speedup": option.speedup,
+        "per_million": decision.cost_per_million(cell, option),
+    }

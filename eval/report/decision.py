@@ -1,0 +1,179 @@
+"""Build what a report opens with: the verdict, and the plan that it rests on.
+
+K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
+"""
+
+from dataclasses import dataclass
+
+from draftsmith.eval.planner.decision import Decision
+from draftsmith.eval.planner.plan import Cell
+from draftsmith.eval.planner.routing import describe_rules
+from draftsmith.eval.planner.settings import engine_settings
+from draftsmith.eval.planner.verdict import Action
+from draftsmith.eval.report.page_model import (
+    DASH,
+    OVERALL,
+    Row,
+    Section,
+    Table,
+    View,
+    between,
+    number,
+    percent,
+    significant,
+    times,
+)
+from draftsmith.heads.formats.engines import ENGINES
+
+
+@dataclass(frozen=True)
+class Banner:
+    """The top of the page. kind: good, bad or unsure, which decides a colour and a word; figures: (value, what it is); warnings:
+    why the numbers should not be quoted."""
+
+    kind: str
+    action: str
+    headline: str
+    figures: tuple[tuple[str, str], ...]
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+_KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: "bad", Action.MORE_DATA: "bad"}
+
+
+def banner(view: View) -> Banner:
+    """Return the verdict as the page opens with it; without a plan, that none was made."""
+    doubts = dict.fromkeys(doubt for result in view.results for doubt in result.doubts)
+    warnings = [f"Measured on a busy machine, do not quote: {'; '.join(doubts)}."] if doubts else []
+    decision = view.decision
+    if decision is None:
+        return Banner(
+            "unsure", "no plan", "Costs were not measured: what follows is acceptance alone.", (), (), tuple(warnings)
+        )
+    verdict, plan = decision.verdict, decision.plan
+    gains = plan.speedups(verdict.option, plan.batch)
+    temperatures = [r.settings.temperature for r in plan.results]
+    figures = [(times(gain), f"at temperature {t:g}") for gain, t in zip(gains, temperatures, strict=False)]
+    figures += [(f"K = {verdict.option.num_speculative_tokens}", "drafted tokens"), (number(verdict.option.tau), "tau")]
+    kind = _KINDS.get(verdict.action, "unsure")
+    return Banner(kind, str(verdict.action), verdict.headline, tuple(figures), verdict.reasons, tuple(warnings))
+
+
+def section(view: View) -> Section:
+    """The plan: by draft length, batch, context and slice, the rules for requests, and the lines that engines take."""
+    decision = view.decision
+    if decision is None:
+        return Section(
+            "plan", "What to deploy", "", missing="No plan was made: the costs of a machine were not measured."
+        )
+    plan, machine = decision.plan, decision.plan.table.hardware
+    about = (
+        f"Tokens per second follow from the exact acceptance of every draft length and from what target passes and drafts cost on "
+        f"{machine.gpu or machine.cpu}, at batch {plan.batch} and {plan.context} tokens of context where nothing else is said. A draft "
+        "is worth it from 1.05× on, as predictions are good to 5%."
+    )
+    tables = [_by_length(decision), _by_batch(decision), _by_slice(decision)]
+    if decision.checks:
+        tables.append(_checks(decision))
+    code = [
+        (f"{ENGINES[engine].title}" + (f": {snippet.file}" if snippet.file else ""), snippet.text)
+        for engine, snippets in engine_settings(decision).items()
+        for snippet in snippets
+    ]
+    return Section(
+        "plan",
+        "What to deploy",
+        about,
+        tables=tuple(tables),
+        notes=tuple(describe_rules(decision.rules)),
+        code=tuple(code),
+    )
+
+
+def _by_length(decision: Decision) -> Table:
+    """Every draft at the headline's place."""
+    plan, rows = decision.plan, []
+    cells = [cell for result in plan.results if (cell := plan.cell(result)) is not None]
+    for option in sorted(plan.over_temperatures(plan.batch), key=lambda o: (o.drafter, o.num_speculative_tokens)):
+        speeds = [times(gain) for gain in plan.speedups(option, plan.batch)]
+        cost = option.cost
+        parts = [significant(x) for x in (cost.verify, cost.draft, cost.overhead)]
+        best = option == decision.verdict.option
+        rows.append(
+            Row((option.drafter, str(option.num_speculative_tokens), number(option.tau), *parts, *speeds), best)
+        )
+    first = f"τ, T={cells[0].temperature:g}" if len(cells) > 1 else "τ"
+    columns = (
+        "drafter",
+        "K",
+        first,
+        "target ms",
+        "draft ms",
+        "rest ms",
+        *(f"speedup, T={c.temperature:g}" for c in cells),
+    )
+    return Table("Speedup by draft length", columns, tuple(rows), heads=2)
+
+
+def _by_batch(decision: Decision) -> Table:
+    """The best draft by batch and context."""
+    plan, rows = decision.plan, []
+    for result in plan.results:
+        for batch in plan.table.batches:
+            for context in plan.table.contexts:
+                cell = plan.cell(result, OVERALL, batch, context)
+                if cell is not None:
+                    strong = (batch, context) == (plan.batch, plan.context)
+                    rows.append(
+                        Row((f"T={cell.temperature:g}", f"{batch}", f"{context}", *_best(decision, cell)), strong)
+                    )
+    return Table(
+        "The best draft by batch and context", ("", "batch", "context", *_columns(decision)), tuple(rows), heads=2
+    )
+
+
+def _by_slice(decision: Decision) -> Table:
+    plan, rows = decision.plan, []
+    for name in plan.slices:
+        for result in plan.results:
+            cell = plan.cell(result, name)
+            if cell is not None:
+                rows.append(Row((name, f"T={cell.temperature:g}", *_best(decision, cell)), name == OVERALL))
+    return Table("The best draft by slice", ("slice", "", *_columns(decision)), tuple(rows), heads=2)
+
+
+def _columns(decision: Decision) -> tuple[str, ...]:
+    price = ("target alone, per million", "with drafts") if decision.price_per_hour is not None else ()
+    return ("drafter", "K", "speedup", "tok/s", "target alone tok/s", *price)
+
+
+def _best(decision: Decision, cell: Cell) -> tuple[str, ...]:
+    """The cells of the best draft at a place; where the target alone is faster, that is said."""
+    best = cell.best
+    price = [decision.cost_per_million(cell, option) for option in (None, best)]
+    if not cell.pays:
+        shown = ("none", DASH, f"best: {times(best.speedup)}", DASH)
+        price[1] = None
+    else:
+        shown = (best.drafter, str(best.num_speculative_tokens), times(best.speedup), significant(cell.tok_s(best)))
+    prices = tuple(map(significant, price)) if decision.price_per_hour is not None else ()
+    return (*shown, significant(cell.alone_tok_s), *prices)
+
+
+def _checks(decision: Decision) -> Table:
+    rows = tuple(
+        Row(
+            (
+                f"{c.drafter}, K = {c.num_speculative_tokens}",
+                f"T={c.temperature:g}",
+                times(c.predicted),
+                between(times(c.measured), c.spread, times),
+                percent(c.difference),
+                "yes" if c.holds else "no",
+            )
+        )
+        for c in decision.checks
+    )
+    columns = ("draft", "", "predicted", "measured", "difference", "within 5% or the spread")
+    return Table("Predicted against measured, for the best draft and its neighbours", columns, rows, heads=2)

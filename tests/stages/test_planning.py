@@ -1,0 +1,147 @@
+"""Costs, plan, rules and settings of a whole evaluation, and the same results planned for another machine."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.cli.main import main
+from draftsmith.eval.measure.cost_table import read_cost_table, write_cost_table
+from draftsmith.eval.measure.costs import measure_table
+from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.planner.routing import read_rules, route
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import head as eagle3
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.target.target import load_target
+from tests.workplace import make_workplace, options
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The options of an evaluation of an untrained head, at two batches and three contexts."""
+    place = make_workplace(tmp_path_factory.mktemp("planning"))
+    target = load_target(str(place / "target"))
+    torch.manual_seed(0)
+    save_head(eagle3.build(Eagle3Options([2, 4, 6]), target, None), place / "head", target)
+    own = {"evaluate.plan_batches": "[1, 4]", "evaluate.temperatures": "[0.0]", "evaluate.max_new_tokens": "8"}
+    return [
+        *options(place, place / "run"),
+        "--head",
+        str(place / "head"),
+        *(word for key, value in own.items() for word in (f"--{key}", value)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def evaluated(words: list[str]) -> Path:
+    """The folder of the evaluation."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("draftsmith.stages.planning.measure_table", partial(measure_table, seconds=0.0))
+        assert main(["evaluate", *words]) == 0
+    return Path(words[words.index("--output_dir") + 1]) / "evaluation"
+
+
+def test_an_evaluation_ends_in_a_decision(evaluated: Path) -> None:
+    table = read_cost_table(evaluated / "costs.json")
+    assert table.batches == [1, 4]
+    assert len(table.contexts) == 3
+    assert [(p.batch, p.context) for p in table.points] == [(b, c) for b in (1, 4) for c in table.contexts]
+    for point in table.points:
+        assert point.largest >= 9
+        assert set(point.draft_ms) == set(point.admit_ms) == {"eagle3"}
+        assert set(point.overhead_ms) == {"", "eagle3"}
+        assert {"1", "4"} <= point.draft_ms["eagle3"].keys()
+    plan = json.loads((evaluated / "plan.json").read_text())
+    assert plan["verdict"]["action"] in ("train on more data", "measure again"), "the head is untrained"
+    assert len(plan["places"]) == 3 * 2 * 3, "overall and two slices, two batches, three contexts"
+    assert [row["num_speculative_tokens"] for row in plan["draft_lengths"]] == [1, 2, 3, 4]
+    result = read_result(evaluated / "t0" / "result.json")
+    for row in plan["draft_lengths"]:
+        sweep = next(
+            p
+            for p in result.drafters["eagle3"].overall.k_sweep or ()
+            if p.num_speculative_tokens == row["num_speculative_tokens"]
+        )
+        assert row["tau"] == sweep.tau_simulated
+    assert 2 <= len(result.picks) <= 3
+    assert {p.drafter for p in result.picks} == {"eagle3"}
+    assert len(plan["checks"]) == len(result.picks)
+    assert result.clocks is not None
+    assert result.clocks.wall_s > 0
+
+
+def test_rules_leave_an_untrained_head_off(evaluated: Path) -> None:
+    rules = read_rules(evaluated / "routing.json")
+    assert rules.largest_batch == 0
+    assert route(rules, temperature=0).num_speculative_tokens == 0
+
+
+def test_settings_are_files_that_engines_take(evaluated: Path) -> None:
+    shell = (evaluated / "settings" / "vllm" / "start.sh").read_text()
+    words = shell.replace("\\\n", " ")
+    rules = read_rules(evaluated / "routing.json")
+    config = json.loads(words[words.index("{") : words.rindex("}") + 1])
+    assert config["method"] == "eagle3"
+    assert config["num_speculative_tokens"] == rules.num_speculative_tokens
+
+
+def test_the_report_opens_with_the_verdict(evaluated: Path) -> None:
+    page, text = ((evaluated / name).read_text() for name in ("report.html", "report.md"))
+    headline = json.loads((evaluated / "plan.json").read_text())["verdict"]["headline"]
+    assert headline in text
+    assert page.index('class="verdict') < page.index('class="cards"') < page.index('id="plan"')
+    for part in ("Speedup by draft length", "The best draft by batch and context", "Predicted against measured"):
+        assert part in text
+        assert part in page
+
+
+def test_results_are_planned_for_another_machine(
+    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine on which a pass and a draft cost next to nothing, a token of the target alone much."""
+    table = read_cost_table(evaluated / "costs.json")
+    value = json.loads((evaluated / "costs.json").read_text())
+    for point in value["points"]:
+        point["overhead_ms"] |= {"": 90.0}
+    value["hardware"]["gpu"] = "another GPU"
+    (tmp_path / "h200.json").write_text(json.dumps(value))
+    result = str(evaluated / "t0" / "result.json")
+    command = ["report", result, "--costs", str(tmp_path / "h200.json"), "--output", str(tmp_path)]
+    assert main([*command, "--price-per-hour", "3.6"]) == 0
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["verdict"]["action"] in ("deploy", "change the draft length")
+    assert plan["machine"]["gpu"] == "another GPU"
+    assert plan["checks"] == [], "what was timed here says nothing about a machine elsewhere"
+    place = plan["places"][0]
+    assert place["target_alone_per_million"] == pytest.approx(3.6 / 3600 / place["target_alone_tok_s"] * 1e6)
+    assert "per million" in (tmp_path / "report.md").read_text()
+    value["target"]["fingerprint"] = "f"
+    (tmp_path / "h200.json").write_text(json.dumps(value))
+    before = (tmp_path / "plan.json").read_bytes()
+    assert main(command) == 2
+    assert "costs of another target" in capsys.readouterr().err
+    assert (tmp_path / "plan.json").read_bytes() == before
+    write_cost_table(tmp_path / "h200.json", table)
+    assert main([*command, "--price-per-hour", "cheap"]) == 2
+    assert "--price-per-hour" in capsys.readouterr().err
+
+
+def test_costs_are_a_command_of_their_own(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("draftsmith.stages.planning.measure_table", partial(measure_table, seconds=0.0))
+    few = [*words, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[12]"]
+    assert main(["costs", *few, "--output", str(tmp_path / "costs.json")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'costs.json'}\n"
+    table = read_cost_table(tmp_path / "costs.json")
+    assert [(p.batch, p.context) for p in table.points] == [(1, 12)]
+    assert main(["costs", *few, "--output", str(tmp_path)]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert main(["costs", *words, "--evaluate.plan_contexts", "[100000]", "--output", str(tmp_path / "c.json")]) == 2
+    assert "evaluate.plan_contexts holds 100000" in capsys.readouterr().err
+    assert not (tmp_path / "c.json").exists()

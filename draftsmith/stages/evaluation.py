@@ -23,7 +23,7 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
 from draftsmith.stages.evaluator import Evaluator
-from draftsmith.stages.planning import COSTS, keep_costs, measure_plan_costs, plan_stage
+from draftsmith.stages.planning import COSTS, costs_of_run, keep_costs, measure_plan_costs, plan_stage
 from draftsmith.stages.session import Session, say
 
 _PLANNING = ("plan_batches", "plan_contexts", "price_per_hour")
@@ -78,8 +78,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         evaluator = Evaluator(session, alone, requests, conversations, drafters)
         table = None
         if decode and spec.plan_batches:
-            table = measure_plan_costs(session, alone, requests, drafters)
-            keep_costs(folder / COSTS, table)
+            table = costs_of_run(session, alone, requests, drafters, folder / COSTS)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
                 sampling = spec.sampling(temperature)

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.errors import UserError
@@ -10,6 +11,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
+from draftsmith.eval.measure.machine import hardware
 from draftsmith.eval.measure.result import Result, TargetInfo
 from draftsmith.eval.planner.decision import Decision, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
@@ -37,26 +39,56 @@ def contexts_of(session: Session, requests: Sequence[Request], target: Target, d
     return sorted({max(2, min(length, longest)) for length in found})
 
 
+@dataclass(frozen=True)
+class _Grid:
+    """What a table is to hold."""
+
+    systems: list[SystemUnderTest]
+    batches: list[int]
+    contexts: list[int]
+
+
+def _grid(session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest]) -> _Grid:
+    spec = session.recipe.evaluate
+    systems = [c for c in at_temperature(list(drafters), spec.sampling(spec.temperatures[0])) if c.fixed_length]
+    deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
+    contexts = contexts_of(session, requests, target, deepest)
+    return _Grid(systems, sorted({*spec.plan_batches, spec.batch}), contexts)
+
+
 def measure_plan_costs(
     session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest]
 ) -> CostTable:
     """Time target passes and drafts at the batches and contexts to plan for, at the recipe's first temperature."""
-    spec = session.recipe.evaluate
-    sampling = spec.sampling(spec.temperatures[0])
-    systems = [c for c in at_temperature(list(drafters), sampling) if c.fixed_length]
-    deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
-    contexts = contexts_of(session, requests, target, deepest)
+    spec, grid = session.recipe.evaluate, _grid(session, target, requests, drafters)
     middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
     return measure_table(
         target,
         target_info(session, target),
-        systems,
+        grid.systems,
         middle.prompt_ids,
-        sampling,
-        batches=sorted({*spec.plan_batches, spec.batch}),
-        contexts=contexts,
+        spec.sampling(spec.temperatures[0]),
+        batches=grid.batches,
+        contexts=grid.contexts,
         command=shlex.join(["draftsmith", *sys.argv[1:]]),
     )
+
+
+def costs_of_run(
+    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
+) -> CostTable:
+    """Return the costs that an evaluation plans with: those in `path` where an interrupted one left them, else measured and
+    written there."""
+    if path.is_file():
+        table, grid = read_cost_table(path), _grid(session, target, requests, drafters)
+        asked = (target.fingerprint, target.dtype_name, hardware(), [c.name for c in grid.systems], grid.contexts)
+        found = (table.target.fingerprint, table.dtype, table.hardware, table.drafters, table.contexts)
+        # Batches that did not fit in memory are not in a table.
+        if asked == found and set(table.batches) <= set(grid.batches):
+            return table
+    table = measure_plan_costs(session, target, requests, drafters)
+    keep_costs(path, table)
+    return table
 
 
 def target_info(session: Session, target: Target) -> TargetInfo:

@@ -9,15 +9,17 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 
 COLOURS = {
-    "truecolor": ("#fff0a8", "#e2efa0", "#bfe8b4", "#a9e2d0", "#a9d8ee", "#bccbf7", "#d3c2f5", "#edbfe6"),
-    "256": tuple(f"color({code})" for code in (229, 193, 151, 158, 153, 147, 183, 218)),
+    "truecolor": ("#fde725", "#a0da39", "#4ac16d", "#1fa187", "#277f8e", "#365c8d", "#46327e", "#440154"),
+    "256": tuple(f"color({code})" for code in (220, 149, 71, 36, 30, 24, 54, 17)),
     "standard": (
-        *("bright_yellow", "bright_green", "bright_cyan", "bright_blue", "bright_magenta"),
-        *("yellow", "green", "cyan"),
+        *("bright_yellow", "bright_green", "bright_cyan", "green"),
+        *("bright_blue", "blue", "magenta", "bright_black"),
     ),
 }
-"""By what a terminal can show: backgrounds of draft positions 1 to 8, the first ones those of the report."""
-_INKS = {"truecolor": "#1c2430"}
+"""Backgrounds of draft positions 1 to 8, by what a terminal can show: viridis, from light to dark, which any colour vision tells
+apart (van der Walt and Smith 2015)."""
+INKS = ("#1c2430", "#ffffff")
+"""Of the lighter and of the darker half."""
 
 # Cursor, colours, window titles, links and the direction of writing are set by these; tabs and line breaks are harmless.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -98,9 +100,9 @@ def position_style(console: Console, position: int | None) -> Style | None:
     """Return how a token accepted at a draft position is shown; None for plain."""
     if position is None or not has_colours(console):
         return None
-    system = str(console.color_system)
-    colours = COLOURS.get(system, COLOURS["standard"])
-    return Style(color=_INKS.get(system, "black"), bgcolor=colours[min(position, len(colours)) - 1])
+    colours = COLOURS.get(str(console.color_system), COLOURS["standard"])
+    place = min(position, len(colours)) - 1
+    return Style(color=INKS[2 * place // len(colours)], bgcolor=colours[place])
 
 
 def print_legend(console: Console, longest: int) -> None:

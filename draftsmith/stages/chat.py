@@ -22,7 +22,6 @@ from draftsmith.eval.decode.answers import Decoded, Generation, Request, tally_g
 from draftsmith.eval.decode.decode import decode_batch, decode_live
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.drafters import load_fitting, ways_to_draft
 from draftsmith.stages.session import Session, say
@@ -63,12 +62,12 @@ class Chat:
         self._check_system()
         self.reset()
         head = load_fitting(session, self.target, folder).deployed(self.target).to(self.target.dtype)
-        self.drafted = _first_way(session, ways_to_draft(session, head.method, head, self.target, compared=False))
-        self.way = _Way(
-            self.drafted.verified_by(self.target),
-            self.drafted.make(self.drafted.num_speculative_tokens),
-            self.drafted.typical,
-        )
+        ways = ways_to_draft(session, head.method, head, self.target, compared=False)
+        if not ways:
+            raise UserError(f"evaluate.drafts names no way to draft for the head in {folder}: add {{tree: chain}}.")
+        first = ways[0]
+        self.name, self.draft_length = first.name, first.num_speculative_tokens
+        self.way = _Way(first.verified_by(self.target), first.make(self.draft_length), first.typical)
         contexts = [self.target.context_length, head.reads.context_length or self.target.context_length]
         self.context = min(contexts) - self.way.drafter.num_speculative_tokens
         self.alone = _Way(self.target, TargetAlone())
@@ -81,9 +80,9 @@ class Chat:
 
     def introduce(self) -> None:
         """Say who drafts for whom, and what the colours mean."""
-        way = f"{self.drafted.name} drafting {self.drafted.num_speculative_tokens} tokens ahead"
+        way = f"{self.name} drafting {self.draft_length} tokens ahead"
         say(f"{self.session.recipe.target.path}, {way}, temperature {self.sampling.temperature:g}")
-        print_legend(self.console, self.drafted.num_speculative_tokens)
+        print_legend(self.console, self.draft_length)
 
     def ask(self, question: str) -> Generation:
         """Answer a question on the screen as the next turn of the conversation, and say what the drafts brought.
@@ -96,18 +95,18 @@ class Chat:
         request = self._request(messages, self.session.recipe.evaluate.max_new_tokens)
         live = LiveAnswer(self.session.tokenizer, self.console, self.target.eos_ids)
         with Interrupt() as interrupt:
-            decoded = self._write(self.way, request, interrupt, live.put)
-            live.end()
-            stopped = bool(interrupt.asked)
-            tokens = len(decoded.generations[0].output_ids)
-            tokens = tokens if self.compare else min(tokens, ALONE_TOKENS)
+            try:
+                decoded = self._write(self.way, request, interrupt, live.put)
+            finally:
+                live.end()
+            answer, stopped = decoded.generations[0], bool(interrupt.asked)
+            tokens = len(answer.output_ids) if self.compare else min(len(answer.output_ids), ALONE_TOKENS)
             limited = replace(request, max_new_tokens=tokens)
             alone = None if stopped else self._write(self.alone, limited, interrupt)
         if interrupt.asked in ENDING:
             raise Terminated(interrupt.asked)
         self.messages = [*messages, {"role": "assistant", "content": live.text}]
-        answer = decoded.generations[0]
-        tau = tally_generation(answer, self.drafted.num_speculative_tokens).tau
+        tau = tally_generation(answer, self.draft_length).tau
         comparable = self.sampling.greedy and self.way.target is self.target
         say(f"[{describe(decoded, tau, alone, comparable=comparable)}{self._why_ended(answer, stopped)}]")
         return answer
@@ -121,8 +120,9 @@ class Chat:
         for decoded in decode_live(way.target, way.drafter, request, self.sampling, way.typical):
             answer = decoded.generations[0]
             accepted = answer.rounds[-1].accepted if answer.rounds else 0
-            for place, token in enumerate(answer.output_ids[shown:] if show else (), 1):
-                show(token, place if place <= accepted else None)
+            for place, token in enumerate(answer.output_ids[shown:], 1):
+                if show is not None:
+                    show(token, place if place <= accepted else None)
             shown = len(answer.output_ids)
             if interrupt.asked:
                 break
@@ -230,14 +230,6 @@ def rate(decoded: Decoded) -> float | None:
     tokens = len(decoded.generations[0].output_ids) - 1
     seconds = sum(spent for part, spent in decoded.seconds.items() if part != "ttft")
     return tokens / seconds if tokens else None
-
-
-def _first_way(session: Session, ways: list[SystemUnderTest]) -> SystemUnderTest:
-    if not ways:
-        raise UserError(
-            f"evaluate.drafts names no way to draft for the head in {session.head_folder}: add {{tree: chain}}."
-        )
-    return ways[0]
 
 
 def _user(text: str) -> dict[str, str]:

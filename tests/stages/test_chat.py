@@ -316,7 +316,7 @@ def test_a_session_in_a_terminal(workplace: Path) -> None:
     os.write(terminal, b"chat question 7: why 49?\n")
     answered = read_until(terminal, "\n> ")
     assert re.search(FIGURES, answered)
-    assert "\x1b[38;2;28;36;48;48;2;255;240;168m" in answered  # a token accepted at the first position
+    assert "\x1b[38;2;28;36;48;48;2;253;231;37m" in answered  # a token accepted at the first position
     os.write(terminal, b"/reset\nchat question 8: why 56?\n")
     assert "chat question 8" in read_until(terminal, "\x1b[0m")
     os.write(terminal, b"\x03")

@@ -2,7 +2,6 @@
 
 import io
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +11,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from draftsmith.data.conversations.live import COLOURS, LiveAnswer, TextStream, print_legend, printable
+from draftsmith.data.conversations.live import COLOURS, INKS, LiveAnswer, TextStream, print_legend, printable
 from tests.helpers import tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[3]
+# The whole severity of Machado, Oliveira and Fernandes (2009), https://doi.org/10.1109/TVCG.2009.113.
+VISIONS = {
+    "normal": [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]],
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
 TEXTS = (
     "你好，世界！",
     "👩‍👩‍👧 familie 🙂🙂",
@@ -105,7 +110,7 @@ def write(console: Console, text: str, positions: list[int | None], hidden: tupl
 def test_accepted_tokens_have_the_colour_of_their_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     text = write(console(force_terminal=True, color_system="truecolor"), "is\nis", [None, 1, 2])
-    first, second = (f"\x1b[38;2;28;36;48;48;2;{rgb}m" for rgb in ("255;240;168", "226;239;160"))
+    first, second = (f"\x1b[38;2;28;36;48;48;2;{rgb}m" for rgb in ("253;231;37", "160;218;57"))
     pieces = [decode(tiny_tokenizer(), [i]) for i in tiny_tokenizer()("is\nis", add_special_tokens=False)["input_ids"]]
     assert pieces == ["is", "\n", "is"]  # a line break is never coloured
     assert text == f"is\n{second}is\x1b[0m\n"
@@ -117,7 +122,7 @@ def test_a_character_of_several_tokens_has_the_colour_of_the_last(monkeypatch: p
     count = len(tiny_tokenizer()("🙂", add_special_tokens=False)["input_ids"])
     assert count > 1
     text = write(console(force_terminal=True, color_system="truecolor"), "🙂", [*range(1, count), 7])
-    assert text == "\x1b[38;2;28;36;48;48;2;211;194;245m🙂\x1b[0m\n"
+    assert text == "\x1b[38;2;255;255;255;48;2;70;50;126m🙂\x1b[0m\n"
 
 
 @pytest.mark.parametrize("depth", COLOURS)
@@ -131,9 +136,32 @@ def test_positions_differ_in_colour_whatever_the_terminal_shows(depth: str, monk
     assert " 8+ " in shown.file.getvalue()
 
 
-def test_colours_are_those_of_the_report() -> None:
-    css = (ROOT / "eval/report/templates/report.css").read_text(encoding="utf-8").split("@media")[0]
-    assert re.findall(r"--p\d: (#\w+)", css) == [*COLOURS["truecolor"]]
+def linear(colour: str) -> torch.Tensor:
+    """Return a colour's light, red, green and blue."""
+    light = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return torch.where(light <= 0.04045, light / 12.92, ((light + 0.055) / 1.055) ** 2.4)
+
+
+def seen(colour: str, vision: str) -> torch.Tensor:
+    """Return a colour as it looks with a vision, in CIELAB, where 2.3 is a difference that can just be seen."""
+    light = (torch.tensor(VISIONS[vision]) @ linear(colour)).clamp(0, 1)
+    xyz = torch.tensor([[0.4339, 0.3763, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8728]]) @ light
+    x, y, z = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_any_colour_vision_tells_positions_apart(vision: str) -> None:
+    colours = torch.stack([seen(colour, vision) for colour in COLOURS["truecolor"]])
+    assert torch.pdist(colours).min() > 10
+
+
+def test_tokens_can_be_read_on_their_colours() -> None:
+    """With the contrast that WCAG asks of text."""
+    weights = torch.tensor([0.2126, 0.7152, 0.0722])
+    for i, colour in enumerate(COLOURS["truecolor"]):
+        dark, light = sorted(float(weights @ linear(one)) for one in (colour, INKS[i // 4]))
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
 def test_a_pipe_and_no_color_give_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:

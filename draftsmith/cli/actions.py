@@ -19,6 +19,7 @@ from draftsmith.plan.figures import find_device
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import samples_at_hand
 from draftsmith.stages.evaluation import costs_table, gate
 from draftsmith.stages.gguf import check_conversion, export_gguf
@@ -91,6 +92,17 @@ def evaluate(own: Namespace, words: list[str]) -> int:
     for path in results:
         print(path)
     return gate(results, thresholds)
+
+
+def chat(own: Namespace, words: list[str]) -> int:
+    """Answer one prompt, or all that is typed."""
+    talk = Chat(_session("chat", words, [], own.head), own.temperature, own.system, compare=own.compare)
+    talk.introduce()
+    if own.prompt is None:
+        converse(talk)
+    else:
+        talk.ask(own.prompt)
+    return 0
 
 
 def search(own: Namespace, words: list[str]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from draftsmith.errors import UserError
-from draftsmith.recipe.options import Option, number, option, whole_number
+from draftsmith.recipe.options import Option, number, option, text, whole_number
 
 MOST_NODES = 1023
 """Drafted tokens of the largest tree that can be asked for."""
@@ -69,6 +69,7 @@ _FAIL_UNDER = option(
 _HEAD = option("--head", type=Path, metavar="FOLDER", help="This head instead of the run's best.")
 _NO_DECODE = option("--no-decode", action="store_true", help="Simulate only.")
 
+_read_temperature = number("--temperature", "0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100)
 _TREE = (
     option(
         "--nodes",
@@ -78,11 +79,29 @@ _TREE = (
     ),
     option(
         "--temperature",
-        type=number("--temperature", "0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100),
+        type=_read_temperature,
         metavar="T",
         help="For sampling at this temperature instead of that of the run's answers.",
     ),
     option("--output", type=Path, metavar="FILE", help="The file; tree.json in the run directory if left out."),
+    _HEAD,
+)
+_CHAT = (
+    option("--prompt", type=text("--prompt"), metavar="TEXT", help="Answer this alone, and end."),
+    option(
+        "--system", type=text("--system"), metavar="TEXT", help="The system text that the conversation begins with."
+    ),
+    option(
+        "--temperature",
+        type=_read_temperature,
+        metavar="T",
+        help="Sample at this temperature instead of the first of evaluate.temperatures.",
+    ),
+    option(
+        "--compare",
+        action="store_true",
+        help="Measure the speedup on whole answers, which the target then writes alone, too.",
+    ),
     _HEAD,
 )
 _GGUF = (
@@ -158,6 +177,11 @@ COMMANDS: dict[str, Command] = {
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
         "actions:evaluate",
         (_NO_DECODE, _HEAD, REDO, _FAIL_UNDER),
+    ),
+    "chat": Command(
+        "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
+        "actions:chat",
+        _CHAT,
     ),
     "search-tree": Command(
         "find the tree of drafts that suits a trained head and this machine", "actions:search", _TREE

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.fields import shown
+from draftsmith.foreign.json import is_text
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,19 @@ def number(name: str, what: str, fits: Callable[[float], bool]) -> Callable[[str
         if not fits(value):
             raise UserError(f"{name} is {text!r}: give {what}.")
         return value
+
+    return read
+
+
+def text(name: str) -> Callable[[str], str]:
+    """Return the type of an option that takes text, whose space around it counts for nothing."""
+
+    def read(value: str) -> str:
+        if not value.strip() or not is_text(value):
+            raise UserError(
+                f"{name} {'holds bytes that are no UTF-8' if value.strip() else 'is empty'}: write it in words."
+            )
+        return value.strip()
 
     return read
 

@@ -110,7 +110,7 @@ def select_drafters(
                 f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
                 f"{', '.join(heads)}: choose among these."
             )
-    drafters = [c for name, head in heads.items() for c in _ways(session, name, head, target, compared)]
+    drafters = [c for name, head in heads.items() for c in ways_to_draft(session, name, head, target, compared)]
     for draft in session.recipe.evaluate.drafts:
         threshold = draft.confidence_threshold
         if threshold is not None and not any(c.threshold == threshold for c in drafters):
@@ -137,7 +137,9 @@ def select_drafters(
     return drafters
 
 
-def _ways(session: Session, name: str, head: DraftHead, target: Target, compared: bool) -> list[SystemUnderTest]:
+def ways_to_draft(
+    session: Session, name: str, head: DraftHead, target: Target, compared: bool
+) -> list[SystemUnderTest]:
     """Return a drafter for every way to draft that fits a head."""
     verifier = head.verifier(target)
     tuned = None if verifier is target and not compared else verifier

@@ -28,3 +28,7 @@ class Stopwatch:
         self.last = now - self._last
         self.seconds[name] += self.last
         self._last = now
+
+    def skip(self) -> None:
+        """Forget the time since the last lap."""
+        self._last = self._now()

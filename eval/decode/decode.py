@@ -67,6 +67,24 @@ def _stream(
     yield from loop.take_finished()
 
 
+@torch.no_grad()
+def decode_live(
+    target: Target, drafter: Drafter, request: Request, sampling: Sampling, typical: Typical | None = None
+) -> Iterator[Decoded]:
+    """Answer one request, and yield its answer so far after the first token and after every round, the same object growing.
+
+    Its seconds leave out what the caller does in between. typical: as in `decode_batch`. Raises UserError for what
+    `check_requests` refuses.
+    """
+    check_requests(target, [request], drafter)
+    loop = Loop(target, drafter, [request], sampling, typical, 1)
+    yield Decoded(loop.answers, loop.watch.seconds)
+    while loop.fill():
+        loop.watch.skip()
+        loop.round()
+        yield Decoded(loop.answers, loop.watch.seconds, len(loop.answers[0].rounds))
+
+
 def check_requests(target: Target, requests: Sequence[Request], drafter: Drafter | None = None) -> None:
     """Raise UserError, before any work, for prompts that the target cannot serve and drafts larger than its context."""
     drafted = 0 if drafter is None else drafter.num_speculative_tokens

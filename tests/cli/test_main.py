@@ -114,11 +114,13 @@ def test_unknown_command_and_stage(words: list[str], capsys: pytest.CaptureFixtu
     )
 
 
-@pytest.mark.parametrize("command", ["regenerate", "extract", "train", "evaluate", "search-tree", "export", "inspect"])
+@pytest.mark.parametrize(
+    "command", ["regenerate", "extract", "train", "evaluate", "chat", "search-tree", "export", "inspect"]
+)
 def test_a_wrong_target_is_one_sentence_and_leaves_nothing(
     command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if command in ("evaluate", "search-tree", "export"):
+    if command in ("evaluate", "chat", "search-tree", "export"):
         (tmp_path / "head").mkdir()
         (tmp_path / "head" / "model.safetensors").touch()
         (tmp_path / "head" / "config.json").write_text('{"schema_version": 1, "method": "eagle3"}')

@@ -14,7 +14,7 @@ from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.decode import decode_batch, decode_live
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
@@ -60,6 +60,25 @@ def test_greedy_equals_generate_alone_batched_and_drafted(kind: str) -> None:
     drafted = decode_batch(target, known(target, requests, 0.7), requests, Sampling()).generations
     assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
     assert sum(len(g.rounds) for g in drafted) < 0.7 * sum(len(g.rounds) for g in alone)
+
+
+def test_an_answer_can_be_watched_while_it_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounds are those of a batch, and what the watcher takes is on no clock."""
+    target, requests = make_target(), make_requests()
+    drafter, now = known(target, requests, 0.7), [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    (expected,) = decode_batch(target, drafter, requests[:1], GREEDY).generations
+    lengths = []
+    for decoded in decode_live(target, drafter, requests[0], GREEDY):
+        (answer,) = decoded.generations
+        assert decoded.passes == len(answer.rounds) == len(lengths)
+        lengths.append(len(answer.output_ids))
+        now[0] += 1000.0
+    assert (answer.output_ids, answer.rounds) == (expected.output_ids, expected.rounds)
+    assert lengths == [1 + round_.root for round_ in answer.rounds] + [len(answer.output_ids)]
+    assert sum(decoded.seconds.values()) == 0
+    with pytest.raises(UserError, match="at least one token"):
+        next(decode_live(target, drafter, replace(requests[0], prompt_ids=()), GREEDY))
 
 
 def test_sampled_text_does_not_depend_on_the_batch() -> None:

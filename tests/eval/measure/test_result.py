@@ -86,10 +86,12 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 5
+    assert value["schema_version"] == 6
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
-    settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats"
+    settings = (
+        "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats prompts"
+    )
     assert set(settings.split()) == set(value["settings"])
     measures = (
         "prompts tokens rounds tau tau_simulated acceptance_rate acceptance_at alpha_at k_sweep decode_tok_s "
@@ -231,6 +233,19 @@ def test_results_of_version_4_did_not_time_the_target_alone_beside_generate() ->
     assert "baseline_vs_generate" not in old["drafters"]["eagle3"]["overall"], "what was read is not changed"
 
 
+def test_results_of_version_5_do_not_identify_their_prompts_and_have_no_interval_of_simulated_tau() -> None:
+    old = to_json(full_result()) | {"schema_version": 5}
+    del old["settings"]["prompts"]
+    for drafter in old["drafters"].values():
+        for measures in (drafter["overall"], *drafter["slices"].values()):
+            del measures["tau_simulated_interval"]
+    assert from_json(old) == full_result()
+    assert "prompts" not in old["settings"], "what was read is not changed"
+    del old["settings"]["min_p"]  # which version 3 had
+    with pytest.raises(UserError, match=r"settings\.min_p"):
+        from_json(old)
+
+
 def test_integers_count_as_numbers_and_become_floats() -> None:
     value = to_json(full_result())
     value["drafters"]["eagle3"]["overall"]["tau"] = 2
@@ -246,7 +261,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 6}', "schema_version"),
+        ('{"schema_version": 7}', "schema_version"),
         ('{"schema_version": NaN}', "holds the number nan"),
         ("[" * 100_000, "nested deeper"),
     ],

@@ -123,7 +123,7 @@ def compare_results(
         DrafterComparison(a, b, tuple(_differences(old.drafters[a], new.drafters[b], repeats, timed=timed)))
         for a, b in names
     )
-    notes = [*_notes(old, new, files, names), *_notes_of_speed(old, new, min(repeats))]
+    notes = [*_notes(old, new, names), *_notes_of_speed(old, new, min(repeats))]
     return Comparison(*files, tuple(notes), drafters)
 
 
@@ -283,7 +283,7 @@ METRICS = (
 """In the order of the comparison, which acceptance by position follows."""
 
 
-def _notes(old: Result, new: Result, files: tuple[str, str], names: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _notes(old: Result, new: Result, names: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield what changed besides the numbers, and what was not compared."""
     if old.target.fingerprint is not None and old.target.fingerprint == new.target.fingerprint:
         yield f"the same target: {new.target.path}"
@@ -294,10 +294,10 @@ def _notes(old: Result, new: Result, files: tuple[str, str], names: Sequence[tup
         yield f"versions changed: {', '.join(f'{n} {old.versions[n]} -> {new.versions[n]}' for n in versions)}"
     if None in (old.settings.prompts, new.settings.prompts):
         yield "prompts are compared by slice and number only, as a result of an earlier version does not identify them"
-    for result, file, taken in ((old, files[0], {a for a, _ in names}), (new, files[1], {b for _, b in names})):
+    for result, which, taken in ((old, "old", {a for a, _ in names}), (new, "new", {b for _, b in names})):
         if alone := [name for name in result.drafters if name not in taken]:
-            yield f"not compared, of {file}: {', '.join(alone)}"
-        yield from (f"warning in {file}: {text.rstrip('.')}" for text in result.warnings)
+            yield f"not compared, in the {which} result: {', '.join(alone)}"
+        yield from (f"warning in the {which} result: {text.rstrip('.')}" for text in result.warnings)
     few = [name for name, count in _prompts_by_slice(new).items() if count < FEWEST_PROMPTS]
     if few:
         yield f"fewer than {FEWEST_PROMPTS} prompts, so without an interval: {', '.join(few)}"

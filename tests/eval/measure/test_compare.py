@@ -229,7 +229,7 @@ def test_another_target_is_what_is_compared() -> None:
     notes = compare_results(decoded(), new, ("a", "b")).notes
     assert "the target changed: models/old (abcdefgh) -> models/new (xyz)" in notes
     assert "versions changed: torch 2.13.0 -> 2.14.0" in notes
-    assert "warning in b: the head was made for models/old" in notes
+    assert "warning in the new result: the head was made for models/old" in notes
 
 
 def test_drafters_are_matched_by_name_or_as_asked() -> None:
@@ -238,10 +238,10 @@ def test_drafters_are_matched_by_name_or_as_asked() -> None:
     found = compare_results(both, both, ("x", "y"), ["a=b=eagle3", "eagle3", "eagle3"])
     assert [one.name for one in found.drafters] == ["a=b -> eagle3", "eagle3"]
     assert of(found, "tau").change == pytest.approx(-1)
-    assert "not compared, of y: a=b" in found.notes
+    assert "not compared, in the new result: a=b" in found.notes
     alone = compare_results(both, decoded(), ("x", "y"))
     assert [one.name for one in alone.drafters] == ["eagle3"]
-    assert "not compared, of x: a=b" in alone.notes
+    assert "not compared, in the old result: a=b" in alone.notes
     with pytest.raises(UserError, match=r"'medusa=eagle3' names no drafter of each result.*x has a=b, eagle3"):
         compare_results(both, both, ("x", "y"), ["medusa=eagle3"])
     other = replace(decoded(), drafters={"medusa": decoded().drafters["eagle3"]})

@@ -7,7 +7,7 @@ numbers, as if they were independent: distances to the ends of both are added in
 Medicine 27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics in Medicine 17, 1998). Two results on the
 same prompts rather move together, so the interval is too wide: what is called beyond noise is, a smaller change may be missed.
 The intervals are 95% over prompts, and of what is timed the range of the repeats. There is none below 10 prompts, of a single
-repeat, and of acceptance by position, whose sum tau is. Pure: results in, differences out.
+repeat, and of acceptance by position, which adds up to tau. Pure: results in, differences out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +24,11 @@ BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "sa
 
 @dataclass(frozen=True)
 class Metric:
-    """value, interval: of the measures, None where there is none. sign: 1 where more is better, -1 where less is, 0 where neither
-    is. timed: depends on the machine. exact: no sample, so that every difference counts."""
+    """A number that is compared.
+
+    value, interval: of the measures, None where there is none. sign: 1 where more is better, -1 where less is, 0 where
+    neither is. timed: depends on the machine. exact: no sample, so that every difference counts.
+    """
 
     name: str
     value: Callable[[Measures], float | None]
@@ -45,11 +48,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class Difference:
-    """One metric on one slice. metric: a name of result.json; acceptance_at[0] is that of the first draft position; differing and
-    differing_timed count greedy answers other than the target's, in float32 and as timed.
+    """One metric on one slice.
 
-    interval: of `change`, None where one of the numbers has none. verdict: whether 0 lies outside it: better, worse, or changed for
-    the speed of the target alone; noise where it lies inside, same for equal numbers, None without an interval.
+    metric: a name of result.json; acceptance_at[0] is that of the first draft position; differing and differing_timed count
+    greedy answers other than the target's, in float32 and as timed. interval: of `change`, None where one of the numbers has
+    none. verdict: whether 0 lies outside it: better, worse, or changed for the speed of the target alone; noise where it lies
+    inside, same for equal numbers, None without an interval.
     """
 
     slice: str

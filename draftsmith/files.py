@@ -9,7 +9,8 @@ import re
 import resource
 import secrets
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -82,6 +83,28 @@ def check_folder(key: str, path: Path) -> None:
         raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"{key} is {str(path)!r}, but you may not write to {there}: name another folder.")
+
+
+def check_file(option: str, path: Path, endings: Sequence[str]) -> None:
+    """Raise UserError where `path`, the value of an option, is no place for a file with one of `endings`; creates nothing.
+
+    The ending keeps an option from replacing a file of another kind, such as the result that it is about.
+    """
+    try:
+        odd = not stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        odd = False
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option} is {shown_path(path)} ({why_not(error, path)}): name another file.") from error
+    if path.suffix not in endings or odd:
+        what = "is a folder or no plain file" if odd else "has another ending"
+        raise UserError(
+            f"{option} is {shown_path(path)}, which {what}: name a file that ends in {' or '.join(endings)}."
+        )
+    if not path.parent.is_dir():
+        raise UserError(f"There is no folder {path.parent} for {option} {path}: make it, or name another file.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{option} is {shown_path(path)}, but you may not write to {path.parent}: name another file.")
 
 
 @contextmanager

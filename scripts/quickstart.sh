@@ -22,7 +22,7 @@ while [ $# -gt 0 ]; do
     word=$1
     shift
     case $word in
-        --redo | --fail-under | --launch)
+        --redo | --fail-under | --junit | --launch)
             [ $# -gt 0 ] || die "$word needs a value."
             word="$word=$1"
             shift
@@ -31,7 +31,7 @@ while [ $# -gt 0 ]; do
     case $word in
         --redo=answers | --redo=features) extract+=("$word") medusa+=(--redo=train) ;;
         --redo=train) medusa+=("$word") eagle3+=("$word") ;;
-        --redo=evaluate | --redo=export | --fail-under=*) run+=("$word") ;;
+        --redo=evaluate | --redo=export | --fail-under=* | --junit=*) run+=("$word") ;;
         --redo=*) extract+=("$word") ;; # it refuses a stage that does not exist or is not made here
         --launch=*) eagle3+=("$word") ;;
         *)

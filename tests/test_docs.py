@@ -121,7 +121,7 @@ def make_workplace(folder: Path) -> None:
     small = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
     small.save_pretrained(folder / "models" / "my-small-model")
     tokenizer.save_pretrained(folder / "models" / "my-small-model")
-    for name, count in (("conversations", 48), ("prompts", 4)):
+    for name, count in (("conversations", 48), ("prompts", 12)):
         rows = [
             {
                 "id": f"{name}-{i}",
@@ -145,6 +145,7 @@ def write_files(page: Path, folder: Path) -> None:
             if "draft_vocab_size" in content.get("head", {}):
                 content["head"]["draft_vocab_size"] = DRAFT_VOCAB
             text = yaml.safe_dump(content)
+        (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
         (folder / block.file).write_text(text, encoding="utf-8")
 
 
@@ -191,6 +192,8 @@ def check_marked(line: str) -> None:
         return
     own, rest = take_options(rest, COMMANDS[command].options)
     parse_thresholds(getattr(own, "fail_under", []))
+    if command == "compare":
+        assert len(rest) == 2, "OLD NEW"
     if command == "export":
         assert own.gguf or not (own.gguf_type or own.gguf_pre)
     if COMMANDS[command].takes_recipe:
@@ -238,6 +241,23 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
             told += text
             expected = 0 if left else block.exit_code
             assert code == expected, f"{where}: {line} ended with {code}:\n{text[-3000:]}"
+
+
+@pytest.mark.parametrize("name", [".github/workflows/draft-head.yml", ".gitlab-ci.yml"])
+def test_a_workflow_for_ci_runs_the_commands_of_its_page(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those run in the tests, for a miniature target."""
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs" / "ci.md"
+    write_files(page, tmp_path)
+    ran = [line for block in blocks_of(page) if block.language == "bash" for line in block.commands]
+    found = re.findall(r"draftsmith (?:evaluate|compare) .+", (tmp_path / name).read_text(encoding="utf-8"))
+    assert [line.split()[1] for line in found] == ["evaluate", "compare"]
+    for line in found:
+        line = line.removesuffix(" || failed=$?").replace('"$TARGET"', "models/my-model-v2")
+        assert line.removesuffix(" --fail-if-worse") in ran
+    assert "--fail-if-worse" in [option.name for option in COMMANDS["compare"].options]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")

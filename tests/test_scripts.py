@@ -324,6 +324,7 @@ BOTH += " --evaluate.drafts [{tree: chain}, {tree: medusa_63, heads: [medusa]}]"
         (["--train.lr", "-1 2"], " --train.lr -1 2", "", " --train.lr -1 2", " --train.lr -1 2"),
         (["--data.limit", "9", "--head.x=1"], *[f" --data.limit 9{more}" for more in (" --head.x=1", "")], None, None),
         (["--redo", "train", "--fail-under", "tau=9"], "", " --redo=train", " --redo=train", " --fail-under=tau=9"),
+        (["--fail-under=tau=9", "--junit", "gate.xml"], "", "", "", " --fail-under=tau=9 --junit=gate.xml"),
         (["--redo=answers", "--redo", "export"], " --redo=answers", " --redo=train", "", " --redo=export"),
         (["--redo", "typo", "--launch", "cpu.yaml"], " --redo=typo", "", " --launch=cpu.yaml", ""),
     ],

@@ -9,11 +9,14 @@ from rich.console import Console
 
 from draftsmith.cli import launching
 from draftsmith.cli.commands import COMMANDS, REDO
+from draftsmith.cli.gating import judge_comparison, read_gate
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.gate import parse_thresholds
+from draftsmith.eval.measure.compare import compare_results
 from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.report.comparison import comparison_json, comparison_markdown, comparison_text
 from draftsmith.eval.report.report import headline_table, write_report
+from draftsmith.files import check_file, write_json, write_text
 from draftsmith.plan import plan as planning
 from draftsmith.plan.figures import find_device
 from draftsmith.recipe.options import require_recipe, take_options
@@ -21,11 +24,11 @@ from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import samples_at_hand
-from draftsmith.stages.evaluation import costs_table, gate
+from draftsmith.stages.evaluation import costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
-from draftsmith.stages.preflight import check_thresholds, preflight
+from draftsmith.stages.preflight import preflight
 from draftsmith.stages.run import check_redo
 from draftsmith.stages.session import Session
 from draftsmith.stages.tree_search import search_tree
@@ -34,10 +37,10 @@ from draftsmith.train.stopping import LAUNCHED
 
 def run(own: Namespace, words: list[str]) -> int:
     """Make all stages."""
-    thresholds = parse_thresholds(own.fail_under)
+    gate = read_gate(own)
     session = _session("run", words, own.redo)
     launch = launching.check_launching(session, own.launch)
-    check_thresholds(session, thresholds, preflight(session, "run"), decode=True)
+    gate.check_names(session, preflight(session, "run"), decode=True)
     if launch and not launching.train(session, launch, words):
         return 0
     made = make_stages(session, "run", show=_show)
@@ -46,7 +49,7 @@ def run(own: Namespace, words: list[str]) -> int:
     for path in made.results:
         print(f"result  {path}")
     print(f"export  {made.export or 'none: no layout holds such heads'}")
-    return gate(made.results, thresholds)
+    return gate.judge(made.results)
 
 
 def regenerate(own: Namespace, words: list[str]) -> int:
@@ -85,13 +88,13 @@ def train(own: Namespace, words: list[str]) -> int:
 
 def evaluate(own: Namespace, words: list[str]) -> int:
     """Measure the head, in comparison with the target alone."""
-    thresholds, made = parse_thresholds(own.fail_under), "evaluate --no-decode" if own.no_decode else "evaluate"
+    gate, made = read_gate(own), "evaluate --no-decode" if own.no_decode else "evaluate"
     session = _session("evaluate", words, own.redo, own.head, made)
-    check_thresholds(session, thresholds, preflight(session, "evaluate"), decode=not own.no_decode)
+    gate.check_names(session, preflight(session, "evaluate"), decode=not own.no_decode)
     results = make_stages(session, made, show=_show).results
     for path in results:
         print(path)
-    return gate(results, thresholds)
+    return gate.judge(results)
 
 
 def chat(own: Namespace, words: list[str]) -> int:
@@ -139,7 +142,7 @@ def export(own: Namespace, words: list[str]) -> int:
 
 def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
-    output, thresholds = own.output, parse_thresholds(own.fail_under)
+    output, gate = own.output, read_gate(own)
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
@@ -157,7 +160,33 @@ def report(own: Namespace, words: list[str]) -> int:
     decision = None if table is None else plan_stage(results, table, folder, price_per_hour=own.price_per_hour)
     write_report(results, folder, decision)
     print(folder / "report.html")
-    return gate(paths, thresholds)
+    return gate.judge(paths)
+
+
+def compare(own: Namespace, words: list[str]) -> int:
+    """Say what changed from one result to another."""
+    options = [word for word in words if word.startswith("-")]
+    if options or len(words) != 2:
+        wrong = f"there is no option {options[0]}" if options else f"{len(words)} files are named"
+        raise UserError(
+            f"compare takes two files, OLD.json NEW.json, but {wrong}: `draftsmith compare --help` shows the options."
+        )
+    old, new = (Path(word) for word in words)
+    if own.output is not None:
+        check_file("--output", own.output, (".md", ".json"))
+        if own.output.exists() and any(path.exists() and own.output.samefile(path) for path in (old, new)):
+            raise UserError(f"--output {own.output} is one of the results: name another file.")
+    found = compare_results(read_result(old), read_result(new), (words[0], words[1]), own.drafter)
+    if own.fail_if_worse:
+        found.require_intervals()
+    if own.output is not None and own.output.suffix == ".json":
+        write_json(own.output, comparison_json(found))
+    elif own.output is not None:
+        write_text(own.output, comparison_markdown(found))
+    Console().print(comparison_text(found))
+    if own.output is not None:
+        print(own.output)
+    return judge_comparison(found) if own.fail_if_worse else 0
 
 
 def inspect(own: Namespace, words: list[str]) -> int:

@@ -66,6 +66,10 @@ _FAIL_UNDER = option(
     help="Exit with code 3 where a number is below its threshold, written "
     "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: tau=2.5,code.tau.low@T0=3.",
 )
+_JUNIT = option(
+    "--junit", type=Path, metavar="FILE", help="Write the checks of --fail-under there as well, as JUnit XML for CI."
+)
+_GATE = (_FAIL_UNDER, _JUNIT)
 _HEAD = option("--head", type=Path, metavar="FOLDER", help="This head instead of the run's best.")
 _NO_DECODE = option("--no-decode", action="store_true", help="Simulate only.")
 
@@ -134,6 +138,19 @@ _COSTS = (
         "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="The table; costs.json if left out."
     ),
 )
+_COMPARE = (
+    option(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="Compare this drafter, or OLD=NEW of different names; all of the same name if left out.",
+    ),
+    option(
+        "--output", type=Path, metavar="FILE", help="Keep the whole comparison, in a file that ends in .md or .json."
+    ),
+    option("--fail-if-worse", action="store_true", help="Exit with code 3 where a number is worse beyond noise."),
+)
 _COUNT = option(
     "--count",
     type=whole_number("--count", "a number of conversations, at least 1"),
@@ -168,7 +185,7 @@ COMMANDS: dict[str, Command] = {
     "run": Command(
         "all stages of a recipe: answers, features, training, evaluation, export, report",
         "actions:run",
-        (REDO, _LAUNCH, _FAIL_UNDER),
+        (REDO, _LAUNCH, *_GATE),
     ),
     "regenerate": Command("let the target answer the prompts of the data", "actions:regenerate", (REDO,)),
     "extract": Command("store the target's hidden states", "actions:extract", (REDO,)),
@@ -176,7 +193,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command(
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
         "actions:evaluate",
-        (_NO_DECODE, _HEAD, REDO, _FAIL_UNDER),
+        (_NO_DECODE, _HEAD, REDO, *_GATE),
     ),
     "chat": Command(
         "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
@@ -195,7 +212,13 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         "render report.html and report.md from result.json files (those named, or those of a recipe's run)",
         "actions:report",
-        (*_REPORT, REDO, _FAIL_UNDER),
+        (*_REPORT, REDO, *_GATE),
+    ),
+    "compare": Command(
+        "say what changed from one result.json to another, with intervals: compare OLD.json NEW.json",
+        "actions:compare",
+        _COMPARE,
+        takes_recipe=False,
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
     "plan": Command(

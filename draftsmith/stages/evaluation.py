@@ -1,6 +1,5 @@
 """The stage that evaluates a trained head: decode or simulate its prompts, and write result.json and the reports."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +10,6 @@ from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.gate import Threshold, check_results
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
@@ -27,8 +25,6 @@ from draftsmith.stages.planning import COSTS, costs_of_run, keep_costs, measure_
 from draftsmith.stages.session import Session, say
 
 _PLANNING = ("plan_batches", "plan_contexts", "price_per_hour")
-MISSED = 3
-"""Exit code where a number is below its threshold."""
 
 
 def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
@@ -194,14 +190,3 @@ def _lossless(
     alone = target if compared is None else session.load_target("float32", compared.path)
     say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
     return check_lossless(alone, drafters, requests, greedy)
-
-
-def gate(paths: Sequence[Path], thresholds: Sequence[Threshold]) -> int:
-    """Compare written results with the thresholds of --fail-under: print a line for each one missed, return the exit code."""
-    checks = check_results({str(path): read_result(path) for path in paths}, thresholds)
-    missed = [check for check in checks if not check.passed]
-    for check in missed:
-        print(f"draftsmith: {check.message}", file=sys.stderr)
-    if checks and not missed:
-        print(f"gate: passed (checks: {len(checks)})", file=sys.stderr)
-    return MISSED if missed else 0

@@ -16,7 +16,7 @@ from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.bootstrap import Text, is_looping
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import plain
@@ -43,6 +43,7 @@ from draftsmith.eval.measure.result import (
     environment,
 )
 from draftsmith.eval.planner.plan import round_cost
+from draftsmith.files import fingerprint
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
@@ -214,6 +215,9 @@ class Evaluator:
                 prompts=len({generations[i].request.sample_id for i in places}),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
+                tau_simulated_interval=bootstrap_tau(
+                    (generations[i].request.sample_id, tallies[i][c.num_speculative_tokens - 1]) for i in places
+                ),
                 acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
@@ -255,6 +259,7 @@ class Evaluator:
                 repeats=repeats,
                 min_p=sampling.min_p or None,
                 repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
+                prompts=self._prompts_digest(),
             ),
             drafters=drafters,
             supplement={
@@ -263,6 +268,12 @@ class Evaluator:
             }
             | {f"{WARNING} {number}": text for number, text in enumerate(self.session.warnings, 1)},
         )
+
+    def _prompts_digest(self) -> str:
+        """Identify the prompts as they were given, so that it stays the same where a new target reads them as other tokens."""
+        chosen, limits = [self.conversations[r.sample_id] for r in self.requests], self.spec.max_new_tokens_by_slice
+        asked = [(c.id, c.slice, c.prompt(), c.tools, limits.get(c.slice, self.spec.max_new_tokens)) for c in chosen]
+        return fingerprint(asked)
 
     def _examples(self, name: str, texts: Sequence[Text]) -> list[Example]:
         """Return the first answer of each slice, token by token, with the draft position that each token came from."""

@@ -1,12 +1,9 @@
 """Checks before a command spends hours of work: mistakes in the recipe, and what does not fit together."""
 
-from collections.abc import Sequence
-
 import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.gate import Threshold, check_names
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
@@ -145,20 +142,3 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
                 raise
             say(f"warning: such heads can be trained and measured, but not exported: {error}")
     return head
-
-
-def check_thresholds(
-    session: Session, thresholds: Sequence[Threshold], drafters: Sequence[SystemUnderTest], *, decode: bool
-) -> None:
-    """Refuse thresholds of --fail-under on what the recipe does not measure, or does not measure without decoding."""
-    measured = [c.name for c in drafters if decode or c.simulate is not None]
-    for threshold in thresholds:
-        if threshold.drafter is not None and threshold.drafter in {c.name for c in drafters} - set(measured):
-            raise UserError(
-                f"--fail-under {threshold.text}: {threshold.drafter} cannot be simulated, so --no-decode leaves it out; name "
-                "another drafter, or drop --no-decode."
-            )
-    if thresholds:
-        slices = list(dict.fromkeys(c.slice for c in evaluation_conversations(session)))
-        temperatures = session.recipe.evaluate.temperatures
-        check_names(thresholds, slices=slices, temperatures=temperatures, drafters=measured, decode=decode)

@@ -4,12 +4,15 @@ Shapes: K speculative tokens.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from draftsmith.eval.decode.answers import Generation, Tally
+
+FEWEST_PROMPTS = 10
+"""No interval over prompts is given of fewer: resampling them says little about prompts that are not among them."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,11 @@ class Text:
     decoded: Tally
     simulated: list[Tally]
 
+    @property
+    def prompt(self) -> str:
+        """The id of the prompt that it answers."""
+        return self.generation.request.sample_id
+
 
 def mean_tau(texts: Sequence[Text]) -> float | None:
     """Return the mean of the answers' own tau, each answer weighing the same."""
@@ -27,13 +35,16 @@ def mean_tau(texts: Sequence[Text]) -> float | None:
     return sum(ratios) / len(ratios) if ratios else None
 
 
-def bootstrap_tau(texts: Sequence[Text], draws: int = 1000) -> "tuple[float, float] | None":
-    """Return the 95% interval of tau by resampling prompts (all answers to one prompt stay together)."""
+def bootstrap_tau(answers: Iterable[tuple[str, Tally]], draws: int = 1000) -> "tuple[float, float] | None":
+    """Return the 95% interval of tau by resampling prompts, None where there are fewer than FEWEST_PROMPTS.
+
+    answers: the prompt's id and the tally, decoded or simulated, of each; all answers to one prompt stay together.
+    """
     by_prompt: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
-    for text in texts:
-        by_prompt[text.generation.request.sample_id] += (text.decoded.tokens, text.decoded.rounds)
+    for prompt, tally in answers:
+        by_prompt[prompt] += (tally.tokens, tally.rounds)
     pairs = np.array([pair for pair in by_prompt.values() if pair[1] > 0])
-    if len(pairs) < 2:
+    if len(pairs) < FEWEST_PROMPTS:
         return None
     picks = np.random.default_rng(0).integers(0, len(pairs), (draws, len(pairs)))
     sums = pairs[picks].sum(1)

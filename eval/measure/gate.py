@@ -5,8 +5,8 @@
 
 A threshold is [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER. What is left out is not narrowed down: without a
 drafter it applies to every drafter, without @T to every sampling setting; without a slice it applies to the sum over
-all slices. `.low` is the lower end of the metric's interval: 95% over prompts for tau, over the repeats for what is
-timed. A threshold that names nothing, that nothing measured, or that nothing could miss is refused: a gate must never
+all slices. `.low` is the lower end of the metric's interval: 95% over prompts for tau and tau_simulated, over the repeats
+for what is timed. A threshold that names nothing, that nothing measured, or that nothing could miss is refused: a gate must never
 pass because it looked at nothing. Pure: results and thresholds in, checks out.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS
 from draftsmith.eval.measure.result import Measures, Result
 
 OVERALL = "overall"
@@ -24,6 +25,7 @@ _METRICS: dict[str, Callable[[Measures], float | None]] = {
     "tau": lambda m: m.tau,
     "tau.low": lambda m: m.tau_interval and m.tau_interval[0],
     "tau_simulated": lambda m: m.tau_simulated,
+    "tau_simulated.low": lambda m: m.tau_simulated_interval and m.tau_simulated_interval[0],
     "speedup": lambda m: m.speedup,
     "speedup.low": lambda m: m.speedup_spread and m.speedup_spread[0],
     "acceptance_rate": lambda m: m.acceptance_rate,
@@ -31,9 +33,10 @@ _METRICS: dict[str, Callable[[Measures], float | None]] = {
     "decode_tok_s.low": lambda m: m.decode_tok_s_spread and m.decode_tok_s_spread[0],
 }
 #: The metrics that exist without decoding (`--no-decode`).
-SIMULATED_METRICS = ("tau_simulated", "acceptance_rate")
+SIMULATED_METRICS = ("tau_simulated", "tau_simulated.low", "acceptance_rate")
+_OVER_PROMPTS = ("tau.low", "tau_simulated.low")
 # Every round emits at least one token; the others have no such floor but 0.
-_FLOORS = {"tau": 1.0, "tau.low": 1.0, "tau_simulated": 1.0}
+_FLOORS = {"tau": 1.0, "tau.low": 1.0, "tau_simulated": 1.0, "tau_simulated.low": 1.0}
 _FORM = "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER, such as tau=2.5 or eagle3:code.tau.low@T0=3"
 _TEMPERATURE = re.compile(r"(.*)@[tT]=?(\d+(?:\.\d+)?)")
 
@@ -62,6 +65,7 @@ class ThresholdCheck:
 
     threshold: Threshold
     drafter: str
+    temperature: float
     setting: str
     source: str
     measured: float
@@ -89,22 +93,28 @@ def parse_thresholds(texts: Sequence[str]) -> list[Threshold]:
 def check_names(
     thresholds: Sequence[Threshold],
     *,
-    slices: Collection[str],
+    slices: Mapping[str, int],
     temperatures: Collection[float],
     drafters: Collection[str],
     decode: bool = True,
 ) -> None:
     """Refuse, before any work, thresholds that an evaluation of these slices, temperatures and drafters cannot meet.
 
-    decode: False where nothing will be decoded, only simulated.
+    slices: their numbers of prompts. decode: False where nothing will be decoded, only simulated.
     """
     for threshold in thresholds:
         if not decode and threshold.metric not in SIMULATED_METRICS:
             raise UserError(
                 f"--fail-under {threshold.text}: {threshold.metric} needs decoding, which --no-decode leaves out; use "
-                "tau_simulated, or drop --no-decode."
+                "tau_simulated (or tau_simulated.low), or drop --no-decode."
             )
         _expect(threshold, "slice", threshold.slice, [OVERALL, *slices])
+        count = sum(slices.values()) if threshold.slice == OVERALL else slices[threshold.slice]
+        if threshold.metric in _OVER_PROMPTS and count < FEWEST_PROMPTS:
+            raise UserError(
+                f"--fail-under {threshold.text}: {threshold.slice} has {count} prompts, and there is no interval over fewer than "
+                f"{FEWEST_PROMPTS}: give more, or leave .low out."
+            )
         _expect(threshold, "temperature", threshold.temperature, temperatures)
         _expect(threshold, "drafter", threshold.drafter, drafters)
 
@@ -129,7 +139,9 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
                     f"--fail-under {threshold.text}: {threshold.name} was not measured for {drafter} at "
                     f"{_setting(result)} ({source}){_instead(threshold, measures)}."
                 )
-            checks.append(ThresholdCheck(threshold, drafter, _setting(result), source, measured))
+            checks.append(
+                ThresholdCheck(threshold, drafter, result.settings.temperature, _setting(result), source, measured)
+            )
     return checks
 
 
@@ -214,9 +226,13 @@ def _setting(result: Result) -> str:
 
 
 def _instead(threshold: Threshold, measures: Measures) -> str:
-    simulated_only = threshold.metric in ("tau", "tau.low") and measures.tau_simulated is not None
-    if simulated_only:
+    if threshold.metric in ("tau", "tau.low") and measures.tau is None and measures.tau_simulated is not None:
         return ": it was only simulated, so use tau_simulated"
-    if threshold.metric == "tau_simulated" and measures.tau is not None:
+    whole = _METRICS[threshold.metric.removesuffix(".low")](measures)
+    if threshold.metric in _OVER_PROMPTS and whole is not None:
+        few = measures.prompts < FEWEST_PROMPTS
+        why = f"over {measures.prompts} prompts there is no interval" if few else "an earlier version wrote no interval"
+        return f": {why}, so leave .low out, or evaluate {'more prompts' if few else 'again'}"
+    if threshold.metric.startswith("tau_simulated") and measures.tau is not None:
         return ": it was only decoded, so use tau, or name the drafters that have it"
     return ": leave the threshold out, or name the drafters and settings that have it"

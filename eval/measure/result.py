@@ -113,10 +113,12 @@ class Measures:
     tau: float | None = None
     #: The same over the prompts' own ratios, equally weighted.
     tau_mean_over_prompts: float | None = None
-    #: 95% bootstrap interval of tau over prompts.
+    #: 95% bootstrap interval of tau over prompts; none below 10 prompts.
     tau_interval: tuple[float, float] | None = None
     #: Accepted length, exact, from one teacher-forced pass over the target's answers.
     tau_simulated: float | None = None
+    #: 95% bootstrap interval of tau_simulated over prompts.
+    tau_simulated_interval: tuple[float, float] | None = None
     #: Standard error of tau - tau_simulated: the sampling error of acceptance on the same texts (0 when greedy).
     tau_difference_se: float | None = None
     #: Accepted / drafted tokens.
@@ -244,7 +246,8 @@ class Settings:
     """The sampling setting and how it was run.
 
     temperature 0 is greedy. top_k, top_p, min_p, repetition_penalty: null = off. num_speculative_tokens: K of the decoded
-    run. batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system.
+    run. batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system. prompts: identifies
+    the prompts by ids, slices, messages and the most tokens of their answers, whatever tokenizer and template make of them.
     """
 
     temperature: float
@@ -257,6 +260,7 @@ class Settings:
     repeats: int
     min_p: float | None = None
     repetition_penalty: float | None = None
+    prompts: str | None = None
 
     @property
     def filters(self) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
 """Read result.json files of earlier versions: what they did not measure becomes null."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -8,8 +8,11 @@ _ADDED = {
     2: ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes"),
     4: ("agreement", "kl"),
     5: ("baseline_vs_generate",),
+    6: ("tau_simulated_interval",),
 }
 """The measures that came with a version."""
+_ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
+"""The settings that came with a version."""
 
 
 def upgrade(value: Any) -> Any:
@@ -17,8 +20,8 @@ def upgrade(value: Any) -> Any:
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
-    target alone over transformers' `generate`; version 6 what was timed to check a plan, the clocks, and which layers a head
-    reads. What is malformed stays so, for the reader to name.
+    target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
+    to check a plan, the clocks, and which layers a head reads. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
     if version not in (1, 2, 3, 4, 5):
@@ -27,8 +30,8 @@ def upgrade(value: Any) -> Any:
     if version == 1 and isinstance(value.get("costs"), dict):
         value["costs"].setdefault("nodes", {})
     if isinstance(value.get("settings"), dict):
-        value["settings"] = {"min_p": None, "repetition_penalty": None, **value["settings"]}
-    missing = dict.fromkeys(name for later, names in _ADDED.items() if version < later for name in names)
+        value["settings"] = _missing(_ADDED_SETTINGS, version) | value["settings"]
+    missing = _missing(_ADDED, version)
     for drafter, measures in _drafters(value):
         if version == 1:
             drafter.setdefault("draft", None)
@@ -37,6 +40,11 @@ def upgrade(value: Any) -> Any:
         for one in measures:
             one.update({**missing, **one})
     return {"picks": [], "clocks": None, **value, "schema_version": 6}
+
+
+def _missing(added: Mapping[int, Sequence[str]], version: int) -> dict[str, None]:
+    """Return null for every name that came after a version."""
+    return dict.fromkeys(name for later, names in added.items() if version < later for name in names)
 
 
 def _drafters(value: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:

@@ -10,12 +10,12 @@ from draftsmith.eval.measure.result import read_result
 from tests.bad_inputs.cases import Case, Table, cut, edit_json, link, nested, pipe, remove, replace_by_folder, write
 
 FILE = "result.json"
-_GOOD = Path(__file__).parents[2] / "docs" / "results" / "decoder" / "trees" / "t0" / FILE
+RESULT = Path(__file__).parents[2] / "docs" / "results" / "decoder" / "trees" / "t0" / FILE
 
 
 def make(folder: Path) -> None:
     """Copy a committed result."""
-    shutil.copy(_GOOD, folder / FILE)
+    shutil.copy(RESULT, folder / FILE)
 
 
 def result(name: str, **changes: Any) -> Case:

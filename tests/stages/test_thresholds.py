@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Options that evaluate an untrained head on two slices of two prompts."""
+    """Options that evaluate an untrained head on two slices of five prompts."""
     folder = tmp_path_factory.mktemp("gating")
     tokenizer = tiny_tokenizer()
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "target")
@@ -34,7 +35,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = [
         {"id": f"{name}{i}", "slice": name, "messages": [{"role": "user", "content": f"{name} {i}?"}]}
         for name in ("chat", "code")
-        for i in range(2)
+        for i in range(5)
     ]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {
@@ -62,6 +63,10 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         (["--fail-under", "tau@T1=2"], "no temperature 1; there is 0"),
         (["--fail-under", "tau=2", "--no-decode"], "use tau_simulated"),
         (["--fail-under", "tau=two"], "not a number"),
+        (["--fail-under", "chat.tau.low=2"], "chat has 5 prompts, and there is no interval over fewer than 10"),
+        (["--junit", "checks.xml"], "--junit checks.xml holds the checks of --fail-under"),
+        (["--fail-under", "tau=2", "--junit", "nowhere/checks.xml"], "There is no folder nowhere for --junit"),
+        (["--fail-under", "tau=2", "--junit", "checks.json"], "has another ending: name a file that ends in .xml"),
         (["--fail-under"], "--fail-under needs a value"),
     ],
 )
@@ -114,5 +119,16 @@ def test_decoded_and_simulated_results_are_written_before_the_gate(
     assert (run / "evaluation" / "report.html").exists()
     assert main([*words, "--fail-under", "speedup=0.001"]) == 0
     assert "gate: passed (checks: 1)" in capsys.readouterr().err
-    assert main([*words, "--no-decode", "--fail-under", "code.tau_simulated=7.5"]) == 3
-    assert (run / "simulation" / "t0" / "result.json").exists()
+    checks, gates = run.parent / "checks.xml", "code.tau_simulated=7.5,tau_simulated.low=1.000001"
+    assert main([*words, "--no-decode", "--fail-under", gates, "--junit", str(checks)]) == 3
+    result = read_result(run / "simulation" / "t0" / "result.json")
+    simulated = result.drafters["eagle3"]
+    assert simulated.overall.tau_simulated_interval is not None
+    low, high = simulated.overall.tau_simulated_interval
+    assert low <= simulated.overall.tau_simulated <= high
+    assert simulated.slices["code"].tau_simulated_interval is None, "five prompts"
+    decoded = read_result(run / "evaluation" / "t0" / "result.json")
+    assert result.settings.prompts == decoded.settings.prompts, "the same prompts"
+    cases = ElementTree.parse(checks).getroot().findall("testsuite/testcase")
+    named = [("code.tau_simulated@T0", 1), ("tau_simulated.low@T0", low < 1.000001)]
+    assert [(case.get("name"), len(case)) for case in cases] == named

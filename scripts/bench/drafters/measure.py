@@ -187,6 +187,9 @@ def _by_slice(
     slices = sorted({g.request.slice for g in answers})
     scopes = {OVERALL: texts} | {name: [t for t in texts if t.generation.request.slice == name] for name in slices}
     return {
-        name: {"value": total((t.decoded for t in some), k).tau, "interval": bootstrap_tau(some)}
+        name: {
+            "value": total((t.decoded for t in some), k).tau,
+            "interval": bootstrap_tau((t.prompt, t.decoded) for t in some),
+        }
         for name, some in scopes.items()
     }

@@ -17,6 +17,7 @@ def measures(tau: float, /, **changes: Any) -> Measures:
         "tau": tau,
         "tau_interval": (tau - 0.25, tau + 0.25),
         "tau_simulated": tau + 0.5,
+        "tau_simulated_interval": (tau + 0.25, tau + 0.75),
         "speedup": tau / 2,
         "speedup_spread": (tau / 2 - 0.125, tau / 2 + 0.125),
         "acceptance_rate": 0.5,
@@ -80,6 +81,7 @@ def test_a_bare_threshold_applies_to_every_drafter_at_every_setting() -> None:
         ),
         ("eagle3:code.v2.tau@T=1=3.51", [("b", "eagle3", 3.5, False)]),
         ("eagle3:overall.tau_simulated@t1.0=3", [("b", "eagle3", 3.0, True)]),
+        ("eagle3:tau_simulated.low@T1=3", [("b", "eagle3", 2.75, False)]),
         ("eagle3:speedup.low@T0=1.7", [("a", "eagle3", 1.625, False)]),
         ("eagle3:chat.speedup@T0=1.25", [("a", "eagle3", 1.25, True)]),
         ("eagle3:decode_tok_s@T0=350", [("a", "eagle3", 350.0, True)]),
@@ -123,7 +125,8 @@ def test_a_message_says_who_where_what_and_how_much() -> None:
         ("tua=2", "no metric"),
         ("code.=2", "no metric"),
         ("codetau=2", "no metric"),
-        ("tau_simulated.low=2", "'tau_simulated.low' ends in no metric"),
+        ("acceptance_rate.low=0.2", "'acceptance_rate.low' ends in no metric"),
+        ("tau_simulated.low=1", "nothing could miss it, as tau_simulated.low is never below 1"),
         ("tau.high=2", "no metric"),
         ("tau@1=2", "no metric"),
         ("tau=1", "nothing could miss it, as tau is never below 1"),
@@ -167,6 +170,18 @@ def test_what_was_not_measured_is_refused(metric: str) -> None:
     assert run("tau_simulated=2", results={"s": simulated})[0].passed
 
 
+@pytest.mark.parametrize(
+    ("prompts", "said"), [(4, "over 4 prompts there is no interval"), (40, "an earlier version wrote no interval")]
+)
+def test_a_number_without_an_interval_has_no_lower_end(prompts: int, said: str) -> None:
+    bare = result(0.0, {"eagle3": 3.0}, tau_interval=None, tau_simulated_interval=None)
+    (name, drafter), *_ = bare.drafters.items()
+    bare = replace(bare, drafters={name: replace(drafter, overall=replace(drafter.overall, prompts=prompts))})
+    for metric in ("tau.low", "tau_simulated.low"):
+        with pytest.raises(UserError, match=f"{metric} was not measured for eagle3 at T=0.*{said}"):
+            run(f"{metric}=2", results={"s": bare})
+
+
 def test_no_drafter_is_no_pass() -> None:
     with pytest.raises(UserError, match="no drafter"):
         run("tau=2", results={"e": replace(RESULTS["a"], drafters={})})
@@ -174,17 +189,24 @@ def test_no_drafter_is_no_pass() -> None:
 
 def test_names_are_checked_before_work() -> None:
     def check(text: str, **changes: Any) -> None:
-        known: dict[str, Any] = {"slices": ["code"], "temperatures": [0.0, 1.0], "drafters": ["eagle3"]}
+        known: dict[str, Any] = {"slices": {"code": 10}, "temperatures": [0.0, 1.0], "drafters": ["eagle3"]}
         check_names(parse_thresholds([text]), **{**known, **changes})
 
     check("eagle3:code.tau@T1=2")
-    check("tau_simulated=2,code.acceptance_rate=0.4", decode=False)
+    check("tau_simulated=2,code.acceptance_rate=0.4,tau_simulated.low=2", decode=False)
+    check("tau.low=2", slices={"code": 4, "chat": 6})
     for text, changes, said in (
         ("chat.tau=2", {}, "no slice chat; there are overall, code"),
         ("tau@T2=2", {}, "no temperature 2"),
         ("eagle:tau=2", {}, "no drafter eagle; there is eagle3"),
         ("tau=2", {"decode": False}, "use tau_simulated"),
         ("code.speedup.low=2", {"decode": False}, "needs decoding"),
+        (
+            "tau.low=2",
+            {"slices": {"code": 4, "chat": 5}},
+            "overall has 9 prompts, and there is no interval over fewer than 10",
+        ),
+        ("code.tau_simulated.low=2", {"slices": {"code": 4, "chat": 6}}, "code has 4 prompts"),
     ):
         with pytest.raises(UserError, match=said):
             check(text, **changes)

@@ -118,11 +118,13 @@ def test_what_was_not_measured_is_null() -> None:
 
 def test_intervals_and_sampling_error() -> None:
     texts = [text(answer(str(i), "a", [2] if i % 2 else [0, 0, 0])) for i in range(40)]
-    low, high = bootstrap_tau(texts) or (0, 0)
+    low, high = bootstrap_tau((t.prompt, t.decoded) for t in texts) or (0, 0)
     assert low < 1.5 < high
     assert high - low < 0.6
     assert mean_tau(texts) == pytest.approx(2.0)
-    assert bootstrap_tau(texts[:1]) is None
+    simulated = (("one prompt" if i < 31 else t.prompt, t.simulated[0]) for i, t in enumerate(texts))
+    assert bootstrap_tau(simulated) is not None, "ten prompts"
+    assert bootstrap_tau(("one prompt" if i < 32 else t.prompt, t.decoded) for i, t in enumerate(texts)) is None
     assert sampling_error(texts, 2) == 0
     off = [
         Text(t.generation, t.decoded, [Tally(1, 3, 1.5, 2, t.decoded.accepted_K, t.decoded.reached_K)] * 2)
@@ -131,6 +133,16 @@ def test_intervals_and_sampling_error() -> None:
     rounds = sum(t.decoded.rounds for t in off)
     expected = 120 / rounds**2 * sum((t.decoded.rounds - 1.5) ** 2 for t in off) ** 0.5
     assert sampling_error(off, 2) == pytest.approx(expected)
+
+
+def test_both_taus_have_intervals_over_prompts() -> None:
+    texts = [text(answer(str(i), "ab"[i % 2], [2] if i % 3 else [0, 0, 0])) for i in range(18)]
+    texts = [replace(t, simulated=[t.simulated[0], tally_generation(answer("", "", [1]), 2)]) for t in texts]
+    timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
+    found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
+    assert found.overall.tau_interval == bootstrap_tau((t.prompt, t.decoded) for t in texts)
+    assert found.overall.tau_simulated_interval == (2.0, 2.0), "all answers are alike at K = 2"
+    assert found.slices["a"].tau_interval is None, "9 prompts"
 
 
 def test_loops_are_a_six_gram_four_times() -> None:

@@ -89,7 +89,9 @@ def test_the_names_of_the_schema() -> None:
     assert value["schema_version"] == 6
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
-    settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats"
+    settings = (
+        "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats prompts"
+    )
     assert set(settings.split()) == set(value["settings"])
     measures = (
         "prompts tokens rounds tau tau_simulated acceptance_rate acceptance_at alpha_at k_sweep decode_tok_s "
@@ -229,6 +231,19 @@ def test_results_of_version_4_did_not_time_the_target_alone_beside_generate() ->
             del measures["baseline_vs_generate"]
     assert from_json(old) == full_result()
     assert "baseline_vs_generate" not in old["drafters"]["eagle3"]["overall"], "what was read is not changed"
+
+
+def test_results_of_version_5_do_not_identify_their_prompts_and_have_no_interval_of_simulated_tau() -> None:
+    old = to_json(full_result()) | {"schema_version": 5}
+    del old["settings"]["prompts"]
+    for drafter in old["drafters"].values():
+        for measures in (drafter["overall"], *drafter["slices"].values()):
+            del measures["tau_simulated_interval"]
+    assert from_json(old) == full_result()
+    assert "prompts" not in old["settings"], "what was read is not changed"
+    del old["settings"]["min_p"]  # which version 3 had
+    with pytest.raises(UserError, match=r"settings\.min_p"):
+        from_json(old)
 
 
 def test_integers_count_as_numbers_and_become_floats() -> None:

@@ -1,0 +1,73 @@
+"""What lets CI fail: --fail-under and --junit of run, evaluate and report, and --fail-if-worse of compare."""
+
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.measure.compare import Comparison
+from draftsmith.eval.measure.gate import Threshold, check_names, check_results, parse_thresholds
+from draftsmith.eval.measure.junit import write_junit
+from draftsmith.eval.measure.result import read_result
+from draftsmith.files import check_file
+from draftsmith.stages.evaluation import evaluation_conversations
+from draftsmith.stages.session import Session
+
+MISSED = 3
+"""Exit code where a number is below its threshold, or worse than it was."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Thresholds that results must reach. junit: the file that the checks are written to as well, None for no file."""
+
+    thresholds: Sequence[Threshold]
+    junit: Path | None
+
+    def judge(self, paths: Sequence[Path]) -> int:
+        """Compare written results with the thresholds: print a line for each one missed, return the exit code."""
+        checks = check_results({str(path): read_result(path) for path in paths}, self.thresholds)
+        if self.junit is not None:
+            write_junit(self.junit, checks)
+        missed = [check for check in checks if not check.passed]
+        for check in missed:
+            print(f"draftsmith: {check.message}", file=sys.stderr)
+        if checks and not missed:
+            print(f"gate: passed (checks: {len(checks)})", file=sys.stderr)
+        return MISSED if missed else 0
+
+    def check_names(self, session: Session, drafters: Sequence[SystemUnderTest], *, decode: bool) -> None:
+        """Refuse thresholds on what the recipe does not measure, or does not measure without decoding."""
+        measured = [c.name for c in drafters if decode or c.simulate is not None]
+        for threshold in self.thresholds:
+            if threshold.drafter is not None and threshold.drafter in {c.name for c in drafters} - set(measured):
+                raise UserError(
+                    f"--fail-under {threshold.text}: {threshold.drafter} cannot be simulated, so --no-decode leaves it out; name "
+                    "another drafter, or drop --no-decode."
+                )
+        if self.thresholds:
+            slices = Counter(c.slice for c in evaluation_conversations(session))
+            temperatures = session.recipe.evaluate.temperatures
+            check_names(self.thresholds, slices=slices, temperatures=temperatures, drafters=measured, decode=decode)
+
+
+def read_gate(own: Namespace) -> Gate:
+    """Return the gate that the options of a command ask for. Raises UserError for thresholds that are none, and for a file that
+    cannot be written or that nothing would be written to."""
+    thresholds = parse_thresholds(own.fail_under)
+    if own.junit is not None:
+        if not thresholds:
+            raise UserError(f"--junit {own.junit} holds the checks of --fail-under: give a threshold, or leave it out.")
+        check_file("--junit", own.junit, (".xml",))
+    return Gate(thresholds, own.junit)
+
+
+def judge_comparison(comparison: Comparison) -> int:
+    """Print a line for every number that is worse beyond noise, return the exit code."""
+    for sentence in comparison.worse:
+        print(f"draftsmith: {sentence}", file=sys.stderr)
+    return MISSED if comparison.worse else 0

@@ -1,0 +1,90 @@
+"""Print a comparison of two results: for the terminal, as Markdown, and as JSON. Pure."""
+
+import re
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.eval.measure.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
+from draftsmith.eval.report.page_model import DASH, OVERALL
+from draftsmith.eval.report.report import markdown_cell
+
+COLUMNS = ("slice", "metric", "old", "new", "change", "interval", "verdict")
+
+_LABELS = {
+    "tau": ("tau", 2),
+    "tau_simulated": ("tau simulated", 2),
+    "speedup": ("speedup", 2),
+    "decode_tok_s": ("tok/s", 1),
+    "baseline_tok_s": ("target tok/s", 1),
+    "ttft_s": ("TTFT ms", 1),
+    "looping": ("looping", 3),
+    "differing": ("unequal fp32", 0),
+    "differing_timed": ("unequal timed", 0),
+}
+"""The names of metrics in print, and their digits after the point."""
+_STYLES = {BETTER: "green", WORSE: "bold red", CHANGED: "yellow"}
+
+
+def comparison_text(comparison: Comparison) -> Group:
+    """Return what a terminal shows: everything over all slices; of a slice tau, the speedup and what is beyond noise."""
+    parts: list[Text | Table] = [Text(f"old  {comparison.old}"), Text(f"new  {comparison.new}")]
+    parts += [Text(f"- {note}") for note in comparison.notes]
+    for one in comparison.drafters:
+        table = Table(title=f"\n{escape(one.name)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in COLUMNS:
+            number = name in COLUMNS[2:6]
+            table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
+        shown = [d for d in one.differences if _is_brief(d, one)]
+        for d in shown:
+            table.add_row(*map(escape, _cells(d)), style=_STYLES.get(d.verdict or ""))
+        parts.append(table)
+    return Group(*parts, Text(_summary(comparison)))
+
+
+def comparison_markdown(comparison: Comparison) -> str:
+    """Return the whole comparison as Markdown."""
+    lines = ["# Comparison", "", f"- old: `{comparison.old}`", f"- new: `{comparison.new}`"]
+    lines += [f"- {markdown_cell(note)}" for note in comparison.notes]
+    for one in comparison.drafters:
+        rows = [_cells(d) for d in one.differences]
+        lines += ["", f"## {markdown_cell(one.name)}", ""]
+        table = (COLUMNS, ("---", "---", *["---:"] * 4, "---"), *rows)
+        lines += [f"| {' | '.join(map(markdown_cell, row))} |" for row in table]
+    return "\n".join([*lines, "", _summary(comparison), ""])
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the whole comparison as JSON, in the units of result.json."""
+    return asdict(comparison)
+
+
+def _is_brief(d: Difference, one: DrafterComparison) -> bool:
+    """Whether a terminal shows a difference."""
+    tau = "tau" if any(d.metric == "tau" for d in one.differences) else "tau_simulated"
+    return d.slice == OVERALL or d.metric in (tau, "speedup") or d.verdict in _STYLES
+
+
+def _cells(d: Difference) -> tuple[str, ...]:
+    """Return the cells of a row; seconds as milliseconds."""
+    position = re.fullmatch(r"acceptance_at\[(\d+)\]", d.metric)
+    label, digits = (f"position {int(position[1]) + 1}", 3) if position else _LABELS[d.metric]
+    scale = 1000 if d.metric == "ttft_s" else 1
+
+    def signed(value: float) -> str:
+        return f"{round(scale * value, digits) + 0.0:+,.{digits}f}"  # + 0.0 turns -0.0 into 0.0
+
+    numbers = (f"{scale * d.old:,.{digits}f}", f"{scale * d.new:,.{digits}f}", signed(d.change))
+    interval = DASH if d.interval is None else f"{signed(d.interval[0])} to {signed(d.interval[1])}"
+    return d.slice, label, *numbers, interval, d.verdict or ""
+
+
+def _summary(comparison: Comparison) -> str:
+    verdicts = [d.verdict for one in comparison.drafters for d in one.differences if d.verdict is not None]
+    worse, better = verdicts.count(WORSE), verdicts.count(BETTER)
+    return f"Of {len(verdicts)} numbers with an interval, {worse} are worse beyond noise and {better} better."

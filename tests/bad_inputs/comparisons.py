@@ -1,0 +1,79 @@
+"""Bad pairs of results: what `draftsmith compare` is asked to compare."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.measure.compare import compare_results
+from draftsmith.eval.measure.result import read_result
+from tests.bad_inputs.cases import Case, Table, cut, edit_json, remove, replace_by_folder, write
+from tests.bad_inputs.results import RESULT
+
+OLD, NEW = "old.json", "new.json"
+
+
+def make(folder: Path) -> None:
+    """Copy a committed result twice."""
+    for file in (OLD, NEW):
+        shutil.copy(RESULT, folder / file)
+
+
+def compare(folder: Path) -> None:
+    """Compare them as the command does."""
+    files = str(folder / OLD), str(folder / NEW)
+    compare_results(read_result(files[0]), read_result(files[1]), files)
+
+
+def settings(*words: str, **changes: Any) -> Case:
+    """Return the case of a new result that was measured with other settings, as the older schema has them."""
+    value = json.loads(RESULT.read_text(encoding="utf-8"))["settings"]
+    return Case("-".join(changes), edit_json(NEW, settings=value | changes), (OLD, NEW, *words))
+
+
+def drafters(name: str, change: Callable[[dict[str, Any]], object], *words: str) -> Case:
+    """Return the case of a new result whose drafters are changed."""
+    value = json.loads(RESULT.read_text(encoding="utf-8"))["drafters"]
+    change(value)
+    return Case(name, edit_json(NEW, drafters=value), (OLD, NEW, *words))
+
+
+def _rename(value: dict[str, Any]) -> None:
+    for name in list(value):
+        value[f"other {name}"] = value.pop(name)
+
+
+def _each(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any]], object]:
+    return lambda value: [change(drafter) for drafter in value.values()]
+
+
+TABLE = Table(
+    "comparisons",
+    make,
+    compare,
+    (
+        Case("new-missing", remove(NEW), (NEW,)),
+        Case("old-missing", remove(OLD), (OLD,)),
+        Case("folder", replace_by_folder(NEW), (NEW,)),
+        Case("empty", write(NEW, ""), (NEW,)),
+        Case("no-json", write(OLD, "tau=2"), (OLD,)),
+        Case("binary", write(NEW, b"\xff\x80" * 9), (NEW,)),
+        Case("cut", cut(OLD, 0.5), (OLD,)),
+        Case("list", write(NEW, "[]"), (NEW,)),
+        Case("schema-next", edit_json(NEW, schema_version=99), (NEW, "99")),
+        Case("schema-missing", edit_json(OLD, schema_version=...), (OLD,)),
+        Case("settings-null", edit_json(NEW, settings=None), (NEW,)),
+        settings("temperature", temperature=0.7),
+        settings("top-k", top_k=40),
+        settings("top-p", top_p=0.5),
+        settings("dtype", "float16", dtype="float16"),
+        settings("K", num_speculative_tokens=7),
+        settings("temperature", "top-p", "dtype", temperature=0.7, top_p=0.5, dtype="float16"),
+        drafters("no-drafters", dict.clear, "prompts"),
+        drafters("other-names", _rename, "--drafter"),
+        drafters("fewer-slices", _each(lambda one: one["slices"].popitem()), "prompts"),
+        drafters("fewer-prompts", _each(lambda one: one["slices"]["chat"].update(prompts=1)), "prompts", "chat"),
+        drafters("longer-drafts", _each(lambda one: one["draft"].update(num_speculative_tokens=9)), "tokens"),
+    ),
+)

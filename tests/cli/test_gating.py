@@ -1,0 +1,120 @@
+"""What lets CI fail, through the command line: --junit beside --fail-under, and compare."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from draftsmith.cli.main import main
+from draftsmith.eval.measure.result import Result, write_result
+from tests.eval.measure.test_compare import decoded, scaled
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an old result and a new one whose tau is lower, which is the working folder."""
+    monkeypatch.chdir(tmp_path)
+    write(Path("old.json"), decoded())
+    write(Path("new.json"), scaled(decoded(), 0.8))
+    return tmp_path
+
+
+def write(path: Path, result: Result) -> None:
+    write_result(path, result)
+
+
+def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail with one sentence and write nothing; return it."""
+    before = {path: path.lstat().st_mtime_ns for path in Path().rglob("*")}
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert {path: path.lstat().st_mtime_ns for path in Path().rglob("*")} == before
+    return line
+
+
+def test_junit_is_written_where_the_gate_is_passed_and_where_it_is_missed(files: Path) -> None:
+    report = ["report", "old.json", "new.json", "--output", "report", "--junit", "checks.xml"]
+    for threshold, missed in (("tau=1.5", 0), ("tau=2.9", 1), ("tau=9", 2)):
+        assert main([*report, "--fail-under", threshold]) == (3 if missed else 0)
+        root = ElementTree.parse("checks.xml").getroot()
+        assert (root.get("tests"), root.get("failures")) == ("2", str(missed))
+        assert [suite.get("name") for suite in root] == ["new.json", "old.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--junit", "checks.xml"], "--junit checks.xml holds the checks of --fail-under"),
+        (["--fail-under", "tau=2", "--junit", "checks"], "--junit is checks, which has another ending"),
+        (["--fail-under", "tau=2", "--junit", "old.json"], "which has another ending: name a file that ends in .xml"),
+        (
+            ["--fail-under", "tau=2", "--junit", "folder.xml"],
+            "--junit is folder.xml, which is a folder or no plain file",
+        ),
+        (["--fail-under", "tau=2", "--junit", "pipe.xml"], "--junit is pipe.xml, which is a folder or no plain file"),
+        (
+            ["--fail-under", "tau=2", "--junit", "none/checks.xml"],
+            "There is no folder none for --junit none/checks.xml",
+        ),
+        (["--fail-under", "tau=2", "--junit", "old.json/checks.xml"], "There is no folder old.json for --junit"),
+        (["--fail-under", "tau=2", "--junit", "x" * 300 + ".xml"], "its name is too long"),
+        (["--fail-under", "tau=2", "--junit", "a\0b.xml"], "NUL character"),
+        (["--fail-under", "tau=2", "--junit"], "--junit needs a value"),
+    ],
+)
+def test_a_file_for_junit_is_refused_before_any_work(
+    words: list[str], said: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "folder.xml").mkdir()
+    os.mkfifo(files / "pipe.xml")
+    for command in (["report", "old.json", "--output", "report"], ["evaluate", "--target.path", "nowhere"], ["run"]):
+        assert said in fails([*command, *words], capsys)
+
+
+def test_compare_prints_keeps_and_judges(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "old.json", "new.json", "--output", "changes.md"]) == 0
+    said = capsys.readouterr()
+    assert "worse" in said.out
+    assert said.out.splitlines()[-1] == "changes.md"
+    assert said.err == ""
+    assert "| overall | tau |" in (files / "changes.md").read_text()
+    assert main(["compare", "old.json", "new.json", "--fail-if-worse", "--output=changes.json"]) == 3
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first.startswith("draftsmith: eagle3: tau 2.4 is worse than 3 beyond noise (")
+    kept = json.loads((files / "changes.json").read_text())
+    assert (kept["old"], kept["new"]) == ("old.json", "new.json")
+    assert kept["drafters"][0]["differences"][0]["verdict"] == "worse"
+    assert main(["compare", "new.json", "old.json", "--fail-if-worse"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "compare takes two files, OLD.json NEW.json, but 0 files are named"),
+        (["old.json"], "but 1 files are named"),
+        (["old.json", "new.json", "old.json"], "but 3 files are named"),
+        (["old.json", "new.json", "--fail-under", "tau=2"], "there is no option --fail-under"),
+        (["old.json", "none.json"], "none.json"),
+        (["old.json", "hot.json"], "temperature 0 and 1"),
+        (["old.json", "new.json", "--drafter", "eagle3=medusa"], "names no drafter of each result"),
+        (["old.json", "new.json", "--output", "changes.txt"], "name a file that ends in .md or .json"),
+        (["old.json", "new.json", "--output", "old.json"], "--output old.json is one of the results"),
+        (["old.json", "new.json", "--output", "./new.json"], "--output new.json is one of the results"),
+        (["old.json", "new.json", "--output", "none/changes.md"], "There is no folder none for --output"),
+        (["old.json", "few.json", "--fail-if-worse"], "on other prompts (chat: 12 and 4"),
+        (["few.json", "few.json", "--fail-if-worse"], "has no interval in both"),
+        (["old.json", "new.json", "--fail-if-worse=1"], "--fail-if-worse is a switch"),
+    ],
+)
+def test_compare_refuses_in_one_sentence(
+    words: list[str], said: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(Path("hot.json"), replace(decoded(), settings=replace(decoded().settings, temperature=1.0)))
+    write(Path("few.json"), decoded(prompts=4))
+    assert said in fails(["compare", *words], capsys)

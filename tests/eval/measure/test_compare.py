@@ -1,0 +1,266 @@
+"""What changed between two results: the interval of a difference, what is called noise, and what is not compared."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.compare import Comparison, Difference, compare_results, difference_interval, wilson
+from draftsmith.eval.measure.result import DrafterResult, Hardware, Lossless, Measures, Result, Settings, TargetInfo
+
+
+def measures(tau: float, /, prompts: int = 12, **changes: Any) -> Measures:
+    values: dict[str, Any] = {
+        "tau": tau,
+        "tau_interval": (tau - 0.1, tau + 0.2),
+        "tau_simulated": tau,
+        "tau_simulated_interval": (tau - 0.1, tau + 0.1),
+        "acceptance_at": (0.8, 0.5),
+        "acceptance_at_simulated": (0.9, 0.6),
+        "speedup": tau / 2,
+        "speedup_spread": (tau / 2 - 0.1, tau / 2 + 0.1),
+        "decode_tok_s": 100.0,
+        "decode_tok_s_spread": (90.0, 110.0),
+        "baseline_tok_s": 50.0,
+        "baseline_tok_s_spread": (49.0, 51.0),
+        "ttft_s": 0.02,
+        "looping": 0.0,
+        "lossless": Lossless("float32", prompts, prompts),
+        "lossless_timed": Lossless("bfloat16", prompts, prompts - 1),
+    }
+    return Measures(prompts=prompts, **{**values, **changes})
+
+
+def decoded(tau: float = 3.0, /, prompts: int = 12, **changes: Any) -> Result:
+    """A result of one drafter on the slices chat and code of `prompts` prompts each."""
+    return Result(
+        command="draftsmith evaluate",
+        commit=None,
+        date="",
+        hardware=Hardware("invented", 4, 2, 1.0, None),
+        versions={"torch": "2.13.0"},
+        recipe=None,
+        target=TargetInfo("models/old", "abcdefgh1234"),
+        settings=Settings(0.0, None, None, 5, 1, "bfloat16", 0, 3, prompts=f"digest of {prompts}"),
+        drafters={
+            "eagle3": DrafterResult(
+                measures(tau, 2 * prompts, **changes),
+                {name: measures(tau, prompts, **changes) for name in ("chat", "code")},
+                DraftInfo("eagle3", 5, 5),
+            )
+        },
+    )
+
+
+def scaled(result: Result, factor: float) -> Result:
+    """The same result with another tau."""
+    tau = factor * (result.drafters["eagle3"].overall.tau or 0)
+    other = decoded(tau).drafters["eagle3"]
+    return replace(result, drafters={"eagle3": other})
+
+
+def set_in(result: Result, **settings: Any) -> Result:
+    return replace(result, settings=replace(result.settings, **settings))
+
+
+def of(comparison: Comparison, metric: str, slice_name: str = "overall") -> Difference:
+    (found,) = [d for d in comparison.drafters[0].differences if (d.metric, d.slice) == (metric, slice_name)]
+    return found
+
+
+def test_distances_to_the_ends_are_added_in_squares() -> None:
+    low, high = difference_interval(3.0, 2.5, (2.7, 3.4), (2.2, 2.9)) or (0, 0)
+    assert low == pytest.approx(-0.5 - (0.3**2 + 0.4**2) ** 0.5)
+    assert high == pytest.approx(-0.5 + (0.4**2 + 0.3**2) ** 0.5)
+    assert difference_interval(3.0, 2.5, None, (2.2, 2.9)) is None
+    assert difference_interval(3.0, 2.5, (2.2, 2.9), None) is None
+
+
+def test_the_interval_of_a_difference_holds_it_in_95_of_100_cases() -> None:
+    """Of independent numbers whose intervals are 95%."""
+    draws = np.random.default_rng(0).normal((3.0, 2.8), (0.1, 0.2), (4000, 2))
+    held = 0
+    for a, b in draws:
+        low, high = difference_interval(a, b, (a - 0.196, a + 0.196), (b - 0.392, b + 0.392)) or (0, 0)
+        held += low <= -0.2 <= high
+    assert 0.94 < held / len(draws) < 0.96
+
+
+def test_wilsons_interval() -> None:
+    """Newcombe, Statistics in Medicine 17 (1998) 857, table I, method 3: 81/263, 15/148, 0/20 and 1/29."""
+    for hits, count, low, high in (
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+    ):
+        assert wilson(hits / count, count) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_shares_are_compared_by_newcombes_method() -> None:
+    """Newcombe, Statistics in Medicine 17 (1998) 873, table II, method 10: 56/70 less 48/80 is 0.2, from 0.0524 to 0.3339."""
+    found = difference_interval(48 / 80, 56 / 70, wilson(48 / 80, 80), wilson(56 / 70, 70))
+    assert found == pytest.approx((0.0524, 0.3339), abs=5e-5)
+
+
+def test_what_is_said_of_every_metric() -> None:
+    slower = {"baseline_tok_s": 40.0, "baseline_tok_s_spread": (39.0, 41.0)}
+    new = decoded(2.6, **slower, decode_tok_s=140.0, decode_tok_s_spread=(130.0, 150.0), ttft_s=0.03)
+    found = compare_results(decoded(), new)
+    tau = of(found, "tau")
+    assert (tau.old, tau.new, tau.verdict) == (3.0, 2.6, "worse")
+    assert tau.interval == pytest.approx((-0.4 - (0.1**2 + 0.2**2) ** 0.5, -0.4 + (0.2**2 + 0.1**2) ** 0.5))
+    verdicts = {d.metric: d.verdict for d in found.drafters[0].differences if d.slice == "overall"}
+    assert verdicts == {
+        "tau": "worse",
+        "tau_simulated": "worse",
+        "speedup": "worse",
+        "decode_tok_s": "better",
+        "baseline_tok_s": "changed",
+        "ttft_s": None,
+        "looping": "same",
+        "differing": "same",
+        "differing_timed": "same",
+        "acceptance_at[0]": None,
+        "acceptance_at[1]": None,
+    }
+    assert {d.slice for d in found.drafters[0].differences} == {"overall", "chat", "code"}
+    assert len(found.worse) == 9
+    assert found.worse[0] == "eagle3: tau 2.6 is worse than 3 beyond noise (-0.624 to -0.176)."
+    assert any(text.startswith("eagle3: code.tau 2.6 is worse") for text in found.worse)
+    assert not compare_results(new, new).worse
+
+
+def test_less_is_better_where_it_is() -> None:
+    old, new = decoded(looping=0.0), decoded(looping=0.75)
+    assert of(compare_results(old, new), "looping").verdict == "worse"
+    assert of(compare_results(new, old), "looping").verdict == "better"
+
+
+def test_a_single_greedy_answer_that_differs_in_float32_is_worse() -> None:
+    one = decoded(lossless=Lossless("float32", 12, 11), lossless_timed=Lossless("bfloat16", 12, 10))
+    found = compare_results(decoded(), one)
+    assert (of(found, "differing").change, of(found, "differing").verdict) == (1, "worse")
+    assert of(found, "differing_timed", "code").verdict == "noise"
+
+
+def test_a_small_change_is_noise() -> None:
+    assert of(compare_results(decoded(), decoded(2.9)), "tau").verdict == "noise"
+
+
+def test_no_interval_of_few_prompts_or_a_single_repeat() -> None:
+    few, once = decoded(prompts=9), set_in(decoded(), repeats=1)
+    assert of(compare_results(few, few), "tau", "chat").interval is None
+    assert of(compare_results(few, few), "tau").interval is not None, "18 prompts in all"
+    assert "fewer than 10 prompts, so without an interval: chat, code" in compare_results(few, few).notes
+    assert of(compare_results(once, decoded()), "speedup").interval is None
+    assert of(compare_results(once, decoded()), "tau").interval is not None
+
+
+def test_what_only_one_result_has_is_left_out() -> None:
+    nulls = ("tau", "tau_interval", "acceptance_at", "speedup", "decode_tok_s", "baseline_tok_s", "ttft_s", "lossless")
+    simulated = decoded(**dict.fromkeys((*nulls, "lossless_timed")), acceptance_at_simulated=(0.95, 0.5))
+    found = compare_results(decoded(), set_in(simulated, batch=32))
+    assert {d.metric for d in found.drafters[0].differences} == {
+        *("tau_simulated", "looping", "acceptance_at[0]", "acceptance_at[1]")
+    }
+    assert of(found, "acceptance_at[0]").change == pytest.approx(0.05), "both as simulated"
+    assert not [note for note in found.notes if "speeds" in note]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: replace(r, hardware=replace(r.hardware, threads=1)),
+        lambda r: replace(r, hardware=replace(r.hardware, gpu="H100")),
+        lambda r: set_in(r, batch=8),
+    ],
+)
+def test_speeds_of_another_machine_or_batch_are_left_out_with_a_sentence(change: Any) -> None:
+    found = compare_results(decoded(), change(decoded(2.0)))
+    assert {d.metric for d in found.drafters[0].differences}.isdisjoint({"speedup", "decode_tok_s", "ttft_s"})
+    assert of(found, "tau").verdict == "worse"
+    (note,) = [note for note in found.notes if "speeds are left out" in note]
+    assert "invented, 4 cores, 2 threads, batch 1; " in note
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temperature": 1.0}, "temperature 0 and 1"),
+        ({"top_k": 50}, "top-k off and 50"),
+        ({"top_p": 0.9}, "top-p off and 0.9"),
+        ({"min_p": 0.1}, "min-p off and 0.1"),
+        ({"repetition_penalty": 1.1}, "repetition penalty off and 1.1"),
+        ({"dtype": "float32"}, "dtype bfloat16 and float32"),
+        ({"num_speculative_tokens": 4}, "K 5 and 4"),
+        ({"temperature": 0.5, "dtype": "float16"}, "temperature 0 and 0.5, dtype bfloat16 and float16"),
+        ({"prompts": "others"}, "on other prompts: evaluate both with the same evaluate.prompts"),
+    ],
+)
+def test_unlike_settings_are_named(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=f"a and b .*{said}"):
+        compare_results(decoded(), set_in(decoded(), **settings), ("a", "b"))
+
+
+def test_seeds_and_repeats_may_differ() -> None:
+    compare_results(decoded(), set_in(decoded(), seed=5, repeats=1))
+
+
+def test_prompts_of_earlier_results_are_compared_by_slice_and_number() -> None:
+    earlier = set_in(decoded(), prompts=None)
+    assert any("by slice and number only" in note for note in compare_results(earlier, decoded()).notes)
+    assert not any("by slice and number only" in note for note in compare_results(decoded(), decoded()).notes)
+    with pytest.raises(UserError, match=r"on other prompts \(chat: 12 and 4; code: 12 and 4\)"):
+        compare_results(earlier, decoded(prompts=4))
+    drafter = earlier.drafters["eagle3"]
+    renamed = replace(drafter, slices={"chat": drafter.slices["chat"], "math": drafter.slices["code"]})
+    with pytest.raises(UserError, match=r"\(code: 12 and 0; math: 0 and 12\)"):
+        compare_results(earlier, replace(earlier, drafters={"eagle3": renamed}))
+
+
+def test_another_target_is_what_is_compared() -> None:
+    assert "the same target: models/old" in compare_results(decoded(), decoded()).notes
+    new = replace(decoded(), target=TargetInfo("models/new", "xyz"), versions={"torch": "2.14.0"})
+    new = replace(new, supplement={"warning 1": "the head was made for models/old."})
+    notes = compare_results(decoded(), new, ("a", "b")).notes
+    assert "the target changed: models/old (abcdefgh) -> models/new (xyz)" in notes
+    assert "versions changed: torch 2.13.0 -> 2.14.0" in notes
+    assert "warning in the new result: the head was made for models/old" in notes
+
+
+def test_drafters_are_matched_by_name_or_as_asked() -> None:
+    both = replace(decoded(), drafters={"a=b": decoded().drafters["eagle3"], "eagle3": decoded(2.0).drafters["eagle3"]})
+    assert [one.name for one in compare_results(both, both).drafters] == ["a=b", "eagle3"]
+    found = compare_results(both, both, ("x", "y"), ["a=b=eagle3", "eagle3", "eagle3"])
+    assert [one.name for one in found.drafters] == ["a=b -> eagle3", "eagle3"]
+    assert of(found, "tau").change == pytest.approx(-1)
+    assert "not compared, in the new result: a=b" in found.notes
+    alone = compare_results(both, decoded(), ("x", "y"))
+    assert [one.name for one in alone.drafters] == ["eagle3"]
+    assert "not compared, in the old result: a=b" in alone.notes
+    with pytest.raises(UserError, match=r"'medusa=eagle3' names no drafter of each result.*x has a=b, eagle3"):
+        compare_results(both, both, ("x", "y"), ["medusa=eagle3"])
+    other = replace(decoded(), drafters={"medusa": decoded().drafters["eagle3"]})
+    with pytest.raises(UserError, match="No drafter has the same name in both: x has medusa and y has eagle3"):
+        compare_results(other, decoded(), ("x", "y"))
+
+
+def test_drafts_of_another_length_are_refused() -> None:
+    drafter = decoded().drafters["eagle3"]
+    shorter = replace(decoded(), drafters={"eagle3": replace(drafter, draft=DraftInfo("eagle3", 3, 3))})
+    with pytest.raises(UserError, match="eagle3 drafts 5 tokens in a and eagle3 3 in b"):
+        compare_results(decoded(), shorter, ("a", "b"))
+    unknown = replace(decoded(), drafters={"eagle3": replace(drafter, draft=None)})
+    assert compare_results(unknown, decoded()).drafters
+
+
+def test_a_gate_on_nothing_is_refused() -> None:
+    compare_results(decoded(), decoded()).require_intervals()
+    bare = decoded(tau_interval=None, tau_simulated_interval=None)
+    with pytest.raises(UserError, match="tau of eagle3 has no interval in both a and b"):
+        compare_results(bare, decoded(), ("a", "b")).require_intervals()
+    compare_results(decoded(tau_interval=None), decoded()).require_intervals()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from draftsmith.eval.decode.answers import Generation, Request, Tally
     from draftsmith.eval.decode.sampling import Sampling
     from draftsmith.eval.drafters.system import SystemUnderTest
+    from draftsmith.eval.planner.routing import read_rules, route
     from draftsmith.heads.base import DraftHead
     from draftsmith.heads.formats.recognise import load_head
     from draftsmith.heads.registry import Method
@@ -37,6 +38,8 @@ __all__ = [
     "load_head",
     "load_recipe",
     "load_target",
+    "read_rules",
+    "route",
     "simulate",
 ]
 
@@ -51,6 +54,8 @@ _MODULES = {
     "Target": "heads.target.target",
     "UserError": "errors",
     "load_head": "heads.formats.recognise",
+    "read_rules": "eval.planner.routing",
+    "route": "eval.planner.routing",
 }
 """Where names of `__all__` are that are not defined here: they are imported when they are used."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, shown_path
-from draftsmith.eval.measure.forecast import FEWEST, LEVEL
+from draftsmith.eval.measure.forecast import FEWEST
 from draftsmith.eval.measure.history import read_history
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
@@ -110,7 +110,7 @@ def foresee(plan: Plan, pilot: Path | None) -> list[str]:
         return [
             f"held-out tau: no forecast from the {seen}: at least {FEWEST} in the first half of its steps are needed"
         ]
-    return [f"held-out tau: {found} ({LEVEL:.0%}) at {_count(found.tokens)} tokens, forecast from the {seen}"]
+    return [f"held-out tau: about {found} at {_count(found.tokens)} tokens, forecast from the {seen}"]
 
 
 def comment(plan: Plan, width: int = 116) -> str:

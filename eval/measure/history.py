@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.forecast import LEVEL, Forecast, Point, forecast
+from draftsmith.eval.measure.forecast import Forecast, Point, forecast
 from draftsmith.foreign.files import read_lines
 from draftsmith.foreign.json import parse_json, read_object
 from draftsmith.foreign.typed import read_dataclass
@@ -68,7 +68,8 @@ class History:
         known.
 
         In a longer training the learning rate falls later. So for more tokens than this one's schedule has, only its first half
-        counts, where the rate had hardly fallen; and more data are not taken to make a worse head.
+        counts, where the rate had hardly fallen; and more data are not taken to make a worse head. Such a forecast is cautious: this
+        training repeats its answers where one with more data reads new ones (docs/train-a-head.md has the figures).
         """
         k, points, least = self.num_speculative_tokens, self.points, 1.0
         end = self.tokens if self.finished else tokens if self.forecast is None else self.forecast.tokens
@@ -135,8 +136,10 @@ def tell(past: History) -> list[str]:
     if past.learned_nothing:
         lines.append(f"warning: {untaught(past)}")
     elif past.finished and (more := past.twice) is not None:
-        worth = f"from {best.tau:.2f}" if more.tau >= best.tau * (1 + _LITTLE) else "so more of the same brings little"
-        lines.append(f"with twice the data tau would be {more} ({LEVEL:.0%}), {worth}")
+        worth = (
+            f"after {best.tau:.2f}" if more.tau >= best.tau * (1 + _LITTLE) else "so more of the same may bring little"
+        )
+        lines.append(f"with twice the data tau would be about {more} by this curve, {worth}")
     return lines
 
 

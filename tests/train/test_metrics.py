@@ -31,7 +31,9 @@ def test_a_resumed_run_foretells_what_one_that_was_never_cut_does(tmp_path: Path
         for step, tau in ((10, 1.4), (20, 1.7), (30, 1.9), (40, 2.0)):
             record = {"step": step, "tokens": 100 * step, "tau": {"overall": tau, "slices": {}}}
             found = tracker.foresee(record, 40, 5)
-            assert (found is None) is (step in (10, 40)), "one evaluation is too few, and at the end there is nothing to foretell"
+            assert (found is None) is (step in (10, 40)), (
+                "one evaluation is too few, and at the end there is nothing to foretell"
+            )
             assert ("forecast" in record) is (found is not None)
             tracker.log(record)
             if step == cut:
@@ -83,7 +85,9 @@ def test_a_resumed_run_foretells_what_one_that_was_never_cut_does(tmp_path: Path
         for step, tau in ((10, 1.4), (20, 1.7), (30, 1.9), (40, 2.0)):
             record = {"step": step, "tokens": 100 * step, "tau": {"overall": tau, "slices": {}}}
             found = tracker.foresee(record, 40, 5)
-            assert (found is None) is (step in (10, 40)), "one evaluation is too few, and at the end there is nothing to foretell"
+            assert (found is None) is (step in (10, 40)), (
+                "one evaluation is too few, and at the end there is nothing to foretell"
+            )
             assert ("forecast" in record) is (found is not None)
             tracker.log(record)
             if step == cut:

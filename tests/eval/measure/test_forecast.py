@@ -10,8 +10,9 @@ from draftsmith.eval.measure.forecast import Forecast, Point, forecast
 from tests.eval.measure.curves import Curve, committed_curves
 
 DRIFTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-SHARES = {0.2: 0.8, 0.25: 0.55, 0.5: 0.3}
-"""How much of a run is known -> the largest median width of the intervals; at a fifth most curves have two evaluations."""
+SHARES = {0.2: (0.7, 1.7), 0.25: (0.4, 1.3), 0.5: (0.25, 0.5)}
+"""How much of a run is known -> the largest median width of the intervals on the real-text target and on the embedded one, where tau
+rises by more. At a fifth, the curves of the first have two evaluations."""
 
 
 def foresee(curve: Curve, share: float) -> Forecast:
@@ -34,25 +35,26 @@ def held(curves: list[Curve], share: float) -> float:
 @pytest.mark.parametrize("share", SHARES)
 def test_intervals_hold_the_end_of_four_curves_in_five_and_are_narrow(share: float) -> None:
     curves = list(committed_curves())
-    assert len(curves) >= 9
+    assert len(curves) >= 20
     assert held(curves, share) >= 0.8
-    ends = [foresee(curve, share) for curve in curves]
-    assert median(end.high - end.low for end in ends) <= SHARES[share]
-    # Better than saying that tau stays as it is.
-    missed = [abs(end.tau - curve.points[-1].tau) for end, curve in zip(ends, curves, strict=True)]
+    for embedded, widest in zip((False, True), SHARES[share], strict=True):
+        ends = [foresee(curve, share) for curve in curves if (curve.set == "embedded") is embedded]
+        assert median(end.high - end.low for end in ends) <= widest
+    # Far better than saying that tau stays as it is.
+    missed = [abs(foresee(curve, share).tau - curve.points[-1].tau) for curve in curves]
     stays = [curve.points[-1].tau - curve.until(share)[-1].tau for curve in curves]
-    assert median(missed) < 0.6 * median(stays)
+    assert median(missed) < 0.4 * median(stays)
 
 
 def test_a_drift_chosen_without_a_set_holds_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave one set out: the least drift with which nine in ten of the other sets' forecasts hold, at a fifth and at a quarter,
-    holds for four in five of all the curves that it was not chosen from."""
+    """Leave one set out: the least drift with which four in five of the other sets' forecasts hold, at a fifth and at a quarter,
+    holds for four in five of the curves that it was not chosen from."""
     curves = list(committed_curves())
 
     def least(known: list[Curve]) -> float:
         for drift in DRIFTS:
             monkeypatch.setattr(module, "DRIFT", drift)
-            if min(held(known, share) for share in (0.2, 0.25)) >= 0.9:
+            if min(held(known, share) for share in (0.2, 0.25)) >= 0.8:
                 return drift
         return DRIFTS[-1]
 
@@ -77,7 +79,7 @@ def test_a_curve_that_follows_the_law_is_foretold() -> None:
         found = forecast(points, tokens, 5)
         assert found is not None
         assert found.low < law(tokens) < found.high
-        assert found.tau == pytest.approx(law(tokens), abs=0.05)
+        assert found.tau == pytest.approx(law(tokens), abs=0.1)
         assert found.tokens == tokens
     assert str(Forecast(7, 2.0, 1.954, 2.1)) == "2.00 [1.95, 2.10]"
 

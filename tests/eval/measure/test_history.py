@@ -87,6 +87,26 @@ def test_a_longer_training_is_foretold_from_where_the_rate_had_not_fallen(tmp_pa
     assert replace(past, num_speculative_tokens=None).twice is None
 
 
+def test_trainings_with_more_data_end_in_the_interval_or_above_it() -> None:
+    """The embedded target's, whose pilots take a dozen steps to a hundred: half of the forecasts for twice to five times the data
+    hold, and whatever misses them is better than they say."""
+    runs = json.loads((RESULTS / "starts" / "embedded.json").read_text())["runs"]
+    above = within = 0
+    for pilot, whole in (
+        (a, b) for a in runs for b in runs if (a["drafter"], a["rates"]) == (b["drafter"], b["rates"])
+    ):
+        if 1.9 < whole["answers"] / pilot["answers"] < 6:
+            points = tuple(Point(x["step"], x["tokens"], x["heldout_tau"]) for x in pilot["evaluations"])
+            past = History(None, None, None, None, None, points, None, None, pilot["k"], None, True, None)
+            found = past.at(whole["evaluations"][-1]["tokens"])
+            assert found is not None
+            tau = whole["evaluations"][-1]["heldout_tau"]
+            assert tau >= found.low
+            within, above = within + (tau <= found.high), above + (tau > found.high)
+    assert within + above >= 10
+    assert within >= 0.5 * (within + above)
+
+
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     past = read(make_run(tmp_path / "run", done=False))
     assert not past.finished

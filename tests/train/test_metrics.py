@@ -78,23 +78,6 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     assert files[0].stat().st_size > 0
 
 
-def test_a_resumed_run_foretells_what_one_that_was_never_cut_does(tmp_path: Path) -> None:
-    for name, cut in (("whole", None), ("cut", 20)):
-        (tmp_path / name).mkdir()
-        tracker = Tracker(tmp_path / name, TrackingSpec(), "x", {}, 0)
-        for step, tau in ((10, 1.4), (20, 1.7), (30, 1.9), (40, 2.0)):
-            record = {"step": step, "tokens": 100 * step, "tau": {"overall": tau, "slices": {}}}
-            found = tracker.foresee(record, 40, 5)
-            assert (found is None) is (step in (10, 40)), (
-                "one evaluation is too few, and at the end there is nothing to foretell"
-            )
-            assert ("forecast" in record) is (found is not None)
-            tracker.log(record)
-            if step == cut:
-                tracker = Tracker(tmp_path / name, TrackingSpec(), "x", {}, cut)
-    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
-
-
 def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
     run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: None)

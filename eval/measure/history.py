@@ -181,10 +181,10 @@ def _evaluations(path: Path) -> list[tuple[Point, dict[str, Any]]]:
 def _stage(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return inputs and facts of the training in run.json, empty where it is not recorded."""
     stage = read_object(path, _REMEDY).get("train", {}) if path.exists() else {}
-    parts = [stage.get(name, {}) if isinstance(stage, dict) else None for name in ("inputs", "facts")]
-    if not all(isinstance(part, dict) for part in parts):
+    inputs, facts = (stage.get(name, {}) if isinstance(stage, dict) else None for name in ("inputs", "facts"))
+    if not isinstance(inputs, dict) or not isinstance(facts, dict):
         raise UserError(f"{path} is no record of a run (its 'train' has no inputs and facts): {_REMEDY}.")
-    return parts[0], parts[1]
+    return inputs, facts
 
 
 def _number(values: Mapping[str, Any], name: str) -> int | None:

@@ -3,7 +3,8 @@
 Shapes: V target vocab, W draft vocab, L tokens of a sample.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -86,6 +87,29 @@ def check_draft_vocab(draft_vocab: Tensor, vocab_size: int, file: Path) -> None:
         raise UserError(f"{file}: the draft vocabulary {wrong}: restore the head, fetch it again or train it again.")
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """The share of the tokens to learn that a draft vocabulary holds.
+
+    training: in the answers that train the head, which it is usually chosen from, so that this share flatters. heldout,
+    heldout_by_slice: in the answers kept out of training, which says what traffic will meet.
+    """
+
+    training: float
+    heldout: float
+    heldout_by_slice: dict[str, float]
+
+
+def measure_coverage(draft_vocab: Tensor, training: Iterable[Sample], heldout: Iterable[Sample], size: int) -> Coverage:
+    """Return what `draft_vocab` [W] covers of training and held-out answers; `size` is V."""
+    by_slice = count_by_slice(heldout, size)
+    return Coverage(
+        coverage(count_tokens(training, size), draft_vocab),
+        coverage(sum(by_slice.values(), torch.zeros(size, dtype=torch.int64)), draft_vocab),
+        {name: coverage(counts, draft_vocab) for name, counts in by_slice.items()},
+    )
+
+
 def coverage(counts: Tensor, draft_vocab: Tensor) -> float:
     """Return the share of the tokens counted in `counts` [V] that the draft vocabulary holds; 1.0 where none is
     counted."""
@@ -93,15 +117,14 @@ def coverage(counts: Tensor, draft_vocab: Tensor) -> float:
     return int(counts[draft_vocab].sum()) / total if total else 1.0
 
 
-def coverage_warnings(counts_by_slice: Mapping[str, Tensor], draft_vocab: Tensor, fix: str) -> list[str]:
-    """Return a sentence, ending in the `fix`, for all answers together and for each slice where coverage is below
-    95%."""
-    everything = {"all answers": sum(counts_by_slice.values(), torch.zeros(1, dtype=torch.int64))}
-    named = everything | {f"slice {name}": counts for name, counts in counts_by_slice.items()}
-    shares = {name: coverage(counts, draft_vocab) for name, counts in named.items() if counts.numel() > 1}
+def coverage_warnings(covered: Coverage, size: int, fix: str) -> list[str]:
+    """Return a sentence, ending in the `fix`, for all held-out answers together and for each slice of them where a draft
+    vocabulary of `size` tokens covers less than 95%."""
+    shares = {"held-out answers": covered.heldout}
+    shares |= {f"held-out answers of slice {name}": share for name, share in covered.heldout_by_slice.items()}
     return [
-        f"The draft vocabulary of {len(draft_vocab)} tokens covers only {share:.1%} of the tokens to learn in {name}: "
-        f"every other token is a certain rejection; {fix}."
+        f"The draft vocabulary of {size} tokens covers only {share:.1%} of the tokens in the {name}: every other token is a "
+        f"certain rejection; {fix}."
         for name, share in shares.items()
         if share < LOW_COVERAGE
     ]

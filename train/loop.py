@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.decode.noise import row_key
+from draftsmith.eval.measure.forecast import Forecast
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
@@ -96,6 +97,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.spec = self.recipe.train
         self.train_steps = self.head.trains.steps
+        self.draft_length = self.head.clamp_draft_length(self.recipe.evaluate.num_speculative_tokens)
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(self.schedule.epoch(e)) // self.schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)
@@ -141,9 +143,11 @@ class _Run:
             record: dict[str, Any] = {"step": 0, "tokens": 0, "epoch": 0.0}
             progress = self._evaluate(record, progress)
             if tracker:
+                tracker.foresee(record, self.total, self.draft_length)
                 tracker.log(record)
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
         self.pace = Pace(progress.tokens)
+        foreseen: Forecast | None = None
         stopping = 0  # the signal, as all processes agreed, so that none leaves another waiting
         with bar, Interrupt() as interrupt:
             while progress.step < self.total and not self._stale(progress) and not stopping:
@@ -153,11 +157,12 @@ class _Run:
                     self.pace.seconds += time.perf_counter() - before
                     if progress.step in self.eval_steps:
                         progress = self._evaluate(record, progress)
+                        foreseen = tracker.foresee(record, self.total, self.draft_length) if tracker else None
                     speed = self.pace.speed(progress.tokens)
                     if tracker:
                         tracker.log(record, {"tokens_per_second": speed})
                     bar.update()
-                    bar.set_postfix_str(_postfix(record, progress, speed), refresh=False)
+                    bar.set_postfix_str(_postfix(record, progress, foreseen, speed), refresh=False)
                     stopping = self._maybe_checkpoint(progress, interrupt)
                     before = time.perf_counter()  # the next step begins with reading its batches
                     if progress.step >= self.total or self._stale(progress) or stopping:
@@ -317,6 +322,7 @@ class _Run:
             "heldout_loss": held.loss,
             "heldout_loss_by_slice": held.loss_by_slice,
             "heldout_accuracy": held.accuracy,
+            "heldout_chance": held.chance,
             "heldout_acceptance": held.acceptance,
             "tau": {"overall": held.tau, "slices": held.tau_by_slice},
             **{f"heldout_{name}": figures for name, figures in held.tuned.items()},
@@ -331,7 +337,8 @@ class _Run:
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
 
 
-def _postfix(record: dict[str, Any], progress: Progress, speed: float) -> str:
-    tau = f"tau {progress.best_tau:.2f} " if progress.best_tau else ""
+def _postfix(record: dict[str, Any], progress: Progress, foreseen: Forecast | None, speed: float) -> str:
+    tau = f"tau {progress.best_tau:.2f}" if progress.best_tau else ""
+    tau += f", forecast {foreseen} at the end " if foreseen else " " if tau else ""
     learned = f"loss {record['loss']:.3f} acc {record['accuracy'][0]:.2f} " if "loss" in record else ""
     return f"{learned}{tau}{speed:.0f} tok/s"

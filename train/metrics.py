@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.forecast import Forecast, Point, forecast
+from draftsmith.eval.measure.history import point_of
 from draftsmith.files import explain_os_error, write_text
 from draftsmith.foreign.files import read_lines
 from draftsmith.foreign.json import parse_json
@@ -95,13 +97,14 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
 class Tracker:
     """Append one JSON object per line to metrics.jsonl and mirror it to W&B, whose run ends as the training does.
 
-    The file holds no clock times, so that an interrupted and resumed run leaves the same file.
+    curve: the evaluations so far, also those before an interruption. The file holds no clock times, so that an interrupted and resumed run leaves the same file.
     """
 
     def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
         self.path = folder / "metrics.jsonl"
         # A run that starts over evaluates its initial head again, as step 0.
         kept = self._cut_after(resume_step or -1)
+        self.curve = [point for record in kept if (point := point_of(record, str(self.path)))]
         self._run: Any = None
         if spec.wandb == "disabled":
             return
@@ -169,6 +172,18 @@ class Tracker:
             records.append(record)
         write_text(self.path, b"".join(kept).decode())
         return records
+
+    def foresee(self, record: dict[str, Any], total: int, num_speculative_tokens: int) -> Forecast | None:
+        """Add the evaluation in `record` to the curve, and the forecast of tau after `total` steps to the record; return it,
+        None where none can be made or the training ends here."""
+        point = Point(record["step"], record["tokens"], record["tau"]["overall"])
+        self.curve.append(point)
+        if not 0 < point.step < total:
+            return None
+        found = forecast(self.curve, round(point.tokens * total / point.step), num_speculative_tokens)
+        if found is not None:
+            record["forecast"] = asdict(found)
+        return found
 
     def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
         """Log one step; `extra` (speeds) goes to W&B only."""

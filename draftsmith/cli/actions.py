@@ -214,7 +214,8 @@ def plan(own: Namespace, words: list[str]) -> int:
     if own.comment:
         print(planning.comment(found))
         return 0
-    print("\n".join([f"plan of {recipe.name}", *planning.describe(found)]))
+    foreseen = planning.foresee(found, own.pilot)
+    print("\n".join([f"plan of {recipe.name}", *planning.describe(found), *foreseen]))
     if recipe.train.warm_start:
         print("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
     return 0

@@ -174,6 +174,13 @@ _PLAN = (
         metavar="SHARE",
         help="How much of its peak a GPU reaches.",
     ),
+    option(
+        "--pilot",
+        type=Path,
+        metavar="FOLDER",
+        help="A run, such as one with 5% of the data, whose held-out tau is forecast to this recipe's data; the recipe's own if "
+        "left out.",
+    ),
     option("--comment", action="store_true", help="Print the lines that open a recipe."),
 )
 _FIT = (

@@ -10,7 +10,9 @@ import textwrap
 from pathlib import Path
 
 from draftsmith.data.features.store import DTYPES, readable_bytes
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, shown_path
+from draftsmith.eval.measure.forecast import FEWEST
+from draftsmith.eval.measure.history import read_history
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
@@ -84,6 +86,31 @@ def describe(plan: Plan) -> list[str]:
         f"{_size(plan.evaluate_bytes)} in memory",
     ]
     return lines
+
+
+def foresee(plan: Plan, pilot: Path | None) -> list[str]:
+    """Return in a line the held-out tau that the recipe's data would bring, forecast from the run in the folder `pilot`.
+
+    pilot: None takes the recipe's own run, and returns no line where that was not trained. Raises UserError for a folder without
+    a training, and for one of another method.
+    """
+    folder, recipe = pilot or plan.recipe.run_dir, plan.recipe
+    past = read_history(folder)
+    if past is None:
+        if pilot is None:
+            return []
+        raise UserError(f"--pilot: {shown_path(pilot)} has no evaluation of a training: name the folder of a run.")
+    if past.method not in (None, recipe.method):
+        raise UserError(
+            f"--pilot: {folder} trained {past.method}, and the recipe {recipe.method}: name a run of the same method."
+        )
+    found = past.at(plan.seen_tokens)
+    seen = f"{len(past.points)} evaluations of {folder}, the last at {_count(past.tokens)} tokens with {past.points[-1].tau:.2f}"
+    if found is None:
+        return [
+            f"held-out tau: no forecast from the {seen}: at least {FEWEST} in the first half of its steps are needed"
+        ]
+    return [f"held-out tau: about {found} at {_count(found.tokens)} tokens, forecast from the {seen}"]
 
 
 def comment(plan: Plan, width: int = 116) -> str:

@@ -13,9 +13,8 @@ from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.run import COMMAND_STAGES
 from draftsmith.stages.session import Session
-from draftsmith.stages.training import prepare_training, train_stage
+from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.meeting import meeting
-from draftsmith.train.schedule import TrainData
 
 
 @dataclass
@@ -51,9 +50,9 @@ def make_stages(session: Session, command: str, show: Callable[[list[Path]], Non
             start = prepare_training(session, made.samples) if "train" in stages else None
             made.features = features_stage(session, made.samples)
     if start is not None and made.features is not None:
-        untrained, train, heldout = start
-        made.head = train_stage(session, untrained, TrainData(made.features, train, heldout))
+        made.head = train_stage(session, start, made.features)
     if "evaluate" in stages or "simulate" in stages:
+        warn_of_untaught(session)
         made.results = evaluate_stage(session, decode="evaluate" in stages)
         show(made.results)
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):

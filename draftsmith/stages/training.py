@@ -1,6 +1,7 @@
 """The stage that trains the head: its initial weights, the split of the samples, and the settings it depends on."""
 
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +10,22 @@ from torch import Tensor
 
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.features.store import FeatureSource
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.files import fingerprint_directory
-from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, coverage, coverage_warnings
+from draftsmith.heads.vocab import (
+    LOW_COVERAGE,
+    Coverage,
+    choose_draft_vocab,
+    count_tokens,
+    coverage_warnings,
+    measure_coverage,
+)
 from draftsmith.heads.warm_start import restart
 from draftsmith.stages.data import answer_inputs, head_layers
 from draftsmith.stages.device import main_process_first
@@ -28,17 +38,37 @@ from draftsmith.train.meeting import meeting
 from draftsmith.train.schedule import TrainData
 
 
-def prepare_training(session: Session, samples: list[Tokenized]) -> tuple[DraftHead, list[int], list[int]]:
-    """Split the samples, choose the draft vocabulary and make the head; return it and the numbers of the samples that train
-    it and that are held out. Raises UserError for what cannot be trained."""
+@dataclass(frozen=True)
+class Start:
+    """What a training starts from: the head, the numbers of the samples that train it and that are held out, and what its draft
+    vocabulary covers, None where it drafts the whole one."""
+
+    head: DraftHead
+    train: list[int]
+    heldout: list[int]
+    coverage: Coverage | None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what run.json keeps of it."""
+        covered = None if self.coverage is None else asdict(self.coverage)
+        return {"answers": len(self.train), "heldout_answers": len(self.heldout), "coverage": covered}
+
+
+def prepare_training(session: Session, samples: list[Tokenized]) -> Start:
+    """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
     vocab = pick_draft_vocab(session, samples, train, None if warm is None else warm.draft_vocab)
+    covered = None
+    if vocab is not None:
+        size = session.target.vocab_size
+        covered = measure_coverage(vocab, [samples[i] for i in train], [samples[i] for i in heldout], size)
+        _say_coverage(covered, len(vocab), size, chosen=warm is None)
     torch.manual_seed(session.recipe.seed)
-    return initial_head(session, warm, vocab, samples), train, heldout
+    return Start(initial_head(session, warm, vocab, samples), train, heldout, covered)
 
 
-def train_stage(session: Session, head: DraftHead, data: TrainData) -> Path:
+def train_stage(session: Session, start: Start, features: FeatureSource) -> Path:
     """Train the head of `prepare_training`; return the folder of the best one."""
     folder, inputs = session.recipe.run_dir / "train", train_inputs(session)
     if met := meeting():
@@ -47,10 +77,24 @@ def train_stage(session: Session, head: DraftHead, data: TrainData) -> Path:
     with main_process_first(session.device) as main:
         done = session.begin("train", _with_equal_batch(session, inputs, folder))
     if not done:
-        loop.train(session.recipe, session.target, head, data, folder)
+        loop.train(session.recipe, session.target, start.head, TrainData(features, start.train, start.heldout), folder)
         if main:
-            session.finish("train", read_object(folder / "summary.json", "add --redo train"))
+            session.finish("train", read_object(folder / "summary.json", "add --redo train") | start.facts())
+            past = read_history(session.recipe.run_dir)
+            for line in () if past is None else tell(past):
+                say(f"training: {line}")
     return folder / "best"
+
+
+def warn_of_untaught(session: Session) -> None:
+    """Warn, before hours of decoding, of a head that has learned nothing, as far as its run says so."""
+    try:
+        past = read_history(session.named_head or session.recipe.run_dir)
+    except UserError as error:  # a damaged log is no reason to measure nothing
+        say(f"warning: {error}")
+        return
+    if past is not None and past.learned_nothing:
+        session.warn(untaught(past))
 
 
 def _with_equal_batch(session: Session, inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -118,23 +162,31 @@ def always_drafted(session: Session) -> list[int]:
 def pick_draft_vocab(
     session: Session, samples: list[Tokenized], train: list[int], given: Tensor | None = None
 ) -> Tensor | None:
-    """Choose the draft vocabulary [W] from the training answers, unless one is `given`; warn where it covers too little."""
+    """Choose the draft vocabulary [W] from the training answers, unless one is `given`; None for the whole vocabulary."""
     size = draft_vocab_size_of(session.head_options)
     vocab_size = session.target.vocab_size
     if size is None or size >= vocab_size:
         return None
-    always = always_drafted(session)
-    by_slice = count_by_slice([samples[i] for i in train], vocab_size)
-    counts = torch.stack(list(by_slice.values())).sum(0)
-    vocab = choose_draft_vocab(counts, size, always) if given is None else given.cpu()
-    shares = ", ".join(f"{name} {coverage(part, vocab):.1%}" for name, part in by_slice.items())
+    if given is not None:
+        return given.cpu()
+    counts = count_tokens([samples[i] for i in train], vocab_size)
+    return choose_draft_vocab(counts, size, always_drafted(session))
+
+
+def _say_coverage(covered: Coverage, size: int, vocab_size: int, *, chosen: bool) -> None:
+    """Say what a draft vocabulary covers, and warn where that is too little. chosen: from the answers that train the head."""
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in covered.heldout_by_slice.items())
     say(
-        f"draft vocab: {size} of {vocab_size} tokens cover {coverage(counts, vocab):.2%} of the tokens to learn ({shares})"
+        f"draft vocab: {size} of {vocab_size} tokens cover {covered.heldout:.2%} of the held-out answers ({shares}), and "
+        f"{covered.training:.2%} of those to learn from"
     )
-    fix = "raise head.draft_vocab_size" if given is None else "train a new head, as that of train.warm_start stays so"
-    for warning in coverage_warnings(by_slice, vocab, fix):
+    fix = "raise head.draft_vocab_size"
+    if not chosen:
+        fix = "train a new head, as that of train.warm_start stays so"
+    elif covered.training >= LOW_COVERAGE:
+        fix += ", or let it be chosen from more answers"
+    for warning in coverage_warnings(covered, size, fix):
         say(f"warning: {warning}")
-    return vocab
 
 
 def initial_head(

@@ -1,7 +1,7 @@
 """Counting supervised tokens and choosing those a head can draft."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,7 +9,14 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.heads import vocab
-from draftsmith.heads.vocab import choose_draft_vocab, count_by_slice, count_tokens, coverage, coverage_warnings
+from draftsmith.heads.vocab import (
+    Coverage,
+    choose_draft_vocab,
+    count_by_slice,
+    count_tokens,
+    coverage_warnings,
+    measure_coverage,
+)
 
 
 @dataclass(frozen=True)
@@ -66,19 +73,24 @@ def test_ties_go_to_the_lower_id_in_a_large_vocabulary_too():
     assert choose_draft_vocab(counts, 9_000).tolist() == expected
 
 
-def test_coverage_and_its_warnings():
-    by_slice = {"chat": torch.tensor([99, 1, 0]), "code": torch.tensor([1, 1, 2]), "none": torch.zeros(3).long()}
-    chosen = torch.tensor([0, 1])
-    assert coverage(by_slice["chat"], chosen) == 1.0
-    assert coverage(by_slice["code"], chosen) == 0.5
-    assert coverage(by_slice["none"], chosen) == 1.0
-    (warning,) = coverage_warnings(by_slice, chosen, "raise it")
-    assert "slice code" in warning
-    assert "50.0%" in warning
-    low = coverage_warnings(by_slice, torch.tensor([1]), "raise it")
-    assert len(low) == 3
-    assert "all answers" in low[0]
-    assert coverage_warnings({}, chosen, "raise it") == []
+def test_coverage_is_that_of_answers_outside_the_sample_and_so_are_its_warnings():
+    """What was chosen from answers covers them, whatever it covers of others."""
+
+    def sample(ids: list[int], slice: str) -> Sample:
+        return Sample(torch.tensor(ids), torch.ones(len(ids)), slice)
+
+    training = [sample([0] * 9 + [1], "chat")]
+    heldout = [sample([0] * 20, "chat"), sample([0, 2], "code")]
+    covered = measure_coverage(torch.tensor([0, 1]), training, heldout, 3)
+    assert covered == Coverage(1.0, 21 / 22, {"chat": 1.0, "code": 0.5})
+    (warning,) = coverage_warnings(covered, 2, "raise it")
+    assert "only 50.0% of the tokens in the held-out answers of slice code" in warning
+    low = coverage_warnings(replace(covered, heldout=0.94), 2, "raise it")
+    assert len(low) == 2
+    assert "94.0% of the tokens in the held-out answers:" in low[0]
+    nothing = measure_coverage(torch.tensor([0]), training, [], 3)
+    assert nothing == Coverage(0.9, 1.0, {})
+    assert coverage_warnings(nothing, 1, "raise it") == []
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """`draftsmith plan`: its figures against stores, caches, models and schedules, and what it says to mistakes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,43 @@ def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsy
     path.write_text(f"{row}\n" * 3)
     assert main(["plan", *words[:2], "--data.sources", f"[{path}]", "--data.heldout", "1"]) == 0
     assert "assumed: 3 conversations" in capsys.readouterr().out
+
+
+def make_pilot(folder: Path, method: str = "eagle3", evaluations: int = 8) -> Path:
+    """Write what a training of 8000 tokens leaves of its evaluations."""
+    (folder / "train").mkdir(parents=True)
+    taus = [(1000 * i, 3 - i**-0.5) for i in range(1, evaluations + 1)]
+    lines = [{"step": n // 100, "tokens": n, "tau": {"overall": tau, "slices": {}}} for n, tau in taus]
+    (folder / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "train" / "summary.json").write_text("{}")
+    record = {"train": {"inputs": {"num_speculative_tokens": 5, "method": method}, "facts": {}}}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_a_pilot_foretells_tau(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The pilot that is named, else the recipe's own run, else nothing."""
+
+    def line(*more: str) -> list[str]:
+        assert main(["plan", *words, "--output_dir", str(tmp_path / "own"), *more]) == 0
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out tau")]
+
+    assert line() == []
+    pilot = make_pilot(tmp_path / "pilot")
+    (said,) = line("--pilot", str(pilot))
+    assert re.fullmatch(
+        r"held-out tau: about 2\.\d\d \[2\.\d\d, \d\.\d\d\] at .*k tokens, forecast from the 8 evaluations .*", said
+    )
+    make_pilot(tmp_path / "own", evaluations=1)
+    (said,) = line()
+    assert "no forecast from the 1 evaluations" in said
+
+
+def test_pilots_that_are_none(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pilot = make_pilot(tmp_path / "pilot", method="medusa")
+    for folder, said in ((pilot, "trained medusa, and the recipe eagle3"), (tmp_path / "x", "has no evaluation")):
+        assert main(["plan", *words, "--pilot", str(folder)]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.forecast import Point, forecast
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats.recognise import load_head
@@ -19,7 +20,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.train import loop
-from draftsmith.train.checkpoints import latest_checkpoint
+from draftsmith.train.checkpoints import Progress, latest_checkpoint
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
 from tests.models import tiny_model
@@ -76,6 +77,26 @@ def test_training_learns_and_keeps_the_best_head(target: Target, tmp_path: Path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["best_tau"] == max(taus)
     assert load_head(best, target).reads.layer_ids == LAYERS
+
+
+def test_evaluations_foretell_the_end(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second on, in metrics.jsonl and on the progress line; not at the end. Tokens seen stand for steps."""
+    taus = iter((1.5, 1.8, 1.95, 2.05))
+    real = loop.evaluate_heldout
+    monkeypatch.setattr(loop, "evaluate_heldout", lambda *args: replace(real(*args), tau=next(taus)))
+    train(make_recipe(evaluations=4), target, make_head(target), make_data(target), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line for line in lines if "tau" in line]
+    assert ["forecast" in line for line in evaluations] == [False, True, True, False]
+    points = [Point(line["step"], line["tokens"], line["tau"]["overall"]) for line in evaluations]
+    for count in (2, 3):
+        end = round(points[count - 1].tokens * lines[-1]["step"] / points[count - 1].step)
+        found = forecast(points[:count], end, 3)
+        assert found is not None
+        assert evaluations[count - 1]["forecast"] == asdict(found)
+        assert f"tau 1.80, forecast {found} at the end" in loop._postfix({}, Progress(best_tau=1.8), found, 9.0)
+    assert end == pytest.approx(points[-1].tokens, rel=0.05)
+    assert loop._postfix({}, Progress(best_tau=1.8), None, 9.0) == "tau 1.80 9 tok/s"
 
 
 def test_patience_stops_early(target: Target, tmp_path: Path) -> None:

@@ -24,6 +24,23 @@ def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -
     assert lines[-1]["loss"] == 0.5
 
 
+def test_a_resumed_run_foretells_what_one_that_was_never_cut_does(tmp_path: Path) -> None:
+    for name, cut in (("whole", None), ("cut", 20)):
+        (tmp_path / name).mkdir()
+        tracker = Tracker(tmp_path / name, TrackingSpec(), "x", {}, 0)
+        for step, tau in ((10, 1.4), (20, 1.7), (30, 1.9), (40, 2.0)):
+            record = {"step": step, "tokens": 100 * step, "tau": {"overall": tau, "slices": {}}}
+            found = tracker.foresee(record, 40, 5)
+            assert (found is None) is (step in (10, 40)), (
+                "one evaluation is too few, and at the end there is nothing to foretell"
+            )
+            assert ("forecast" in record) is (found is not None)
+            tracker.log(record)
+            if step == cut:
+                tracker = Tracker(tmp_path / name, TrackingSpec(), "x", {}, cut)
+    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+
+
 def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
     for _ in range(2):
         Tracker(tmp_path, TrackingSpec(), "x", {}, 0).log({"step": 0, "tau": 2.0})

@@ -13,6 +13,7 @@ from draftsmith.cli.gating import judge_comparison, read_gate
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.compare import compare_results
+from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.comparison import comparison_json, comparison_markdown, comparison_text
 from draftsmith.eval.report.report import headline_table, write_report
@@ -157,8 +158,12 @@ def report(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
         )
-    decision = None if table is None else plan_stage(results, table, folder, price_per_hour=own.price_per_hour)
-    write_report(results, folder, decision)
+    run = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
+    own_head = (run / "train").is_dir() and not any("--head" in result.command.split() for result in results)
+    past, decision = read_history(run) if own_head else None, None
+    if table is not None:
+        decision = plan_stage(results, table, folder, price_per_hour=own.price_per_hour, history=past)
+    write_report(results, folder, decision, past)
     print(folder / "report.html")
     return gate.judge(paths)
 

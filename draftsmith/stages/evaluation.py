@@ -10,6 +10,7 @@ from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
@@ -82,10 +83,11 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
                 write_result(path, made)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS
+    past = read_history(recipe.run_dir) if session.named_head is None else None
     decision = None
     if costs.is_file():
-        decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour)
-    write_report(results, folder, decision)
+        decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
+    write_report(results, folder, decision, past)
     return paths
 
 

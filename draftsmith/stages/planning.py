@@ -11,6 +11,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
+from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.machine import hardware
 from draftsmith.eval.measure.result import Result, TargetInfo
 from draftsmith.eval.planner.decision import Decision, make_decision, write_decision
@@ -115,11 +116,19 @@ def keep_costs(path: Path, table: CostTable) -> None:
 
 
 def plan_stage(
-    results: Sequence[Result], table_path: Path, folder: Path, *, price_per_hour: float | None = None
+    results: Sequence[Result],
+    table_path: Path,
+    folder: Path,
+    *,
+    price_per_hour: float | None = None,
+    history: History | None = None,
 ) -> Decision | None:
     """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
-    where no draft of the table was simulated."""
-    decision = make_decision(results, read_cost_table(table_path), str(table_path), price_per_hour=price_per_hour)
+    where no draft of the table was simulated. history: of the head, which tells a weak head from one that still learns."""
+    more = None if history is None else history.twice
+    rising = None if history is None or more is None else more.tau - history.best.tau
+    table = read_cost_table(table_path)
+    decision = make_decision(results, table, str(table_path), price_per_hour=price_per_hour, rising=rising)
     if decision is None:
         return None
     write_decision(folder, decision)

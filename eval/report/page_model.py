@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.result import DrafterResult, Measures, Piece, Result
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report.plots import swatch
@@ -101,13 +102,14 @@ class Section:
 @dataclass(frozen=True)
 class View:
     """The results as the report shows them. labels: one per result. slices: OVERALL first, then as they appear. decision: what they
-    come to, where costs are known."""
+    come to, where costs are known; history: of the run's head."""
 
     results: tuple[Result, ...]
     labels: tuple[str, ...]
     systems: tuple[System, ...]
     slices: tuple[str, ...]
     decision: Decision | None = None
+    history: History | None = None
 
     def measured(self, slice_name: str) -> list[tuple[System, Measures]]:
         """Return the systems that have a slice, with their measures there."""
@@ -128,7 +130,7 @@ class View:
         return tuple((swatch(s.index), s.label) for s in self.systems) if len(self.systems) > 1 else ()
 
 
-def view_of(results: Sequence[Result], decision: Decision | None = None) -> View:
+def view_of(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:
     """Label every drafter of every result by what distinguishes them."""
     labels = setting_labels(results)
     pairs = [(i, label, name) for i, label in enumerate(labels) for name in results[i].drafters]
@@ -137,7 +139,7 @@ def view_of(results: Sequence[Result], decision: Decision | None = None) -> View
         for index, (i, label, name) in enumerate(pairs)
     )
     slices = (OVERALL, *dict.fromkeys(name for system in systems for name in system.drafter.slices))
-    return View(tuple(results), tuple(labels), systems, slices, decision)
+    return View(tuple(results), tuple(labels), systems, slices, decision, history)
 
 
 def setting_labels(results: Sequence[Result]) -> list[str]:

@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.table import Table as TerminalTable
 
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.result import Result
 from draftsmith.eval.planner.decision import Decision
-from draftsmith.eval.report import analysis, appendix, summary
+from draftsmith.eval.report import analysis, appendix, summary, training
 from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.page_model import OVERALL, Sample, System, View, number, significant, tau_of, times, view_of
 from draftsmith.files import write_text
@@ -35,6 +36,7 @@ _SECTIONS = (
     appendix.losslessness,
     appendix.looping,
     appendix.examples,
+    training.section,
     appendix.method,
 )
 
@@ -48,20 +50,28 @@ class Card:
     text: str
 
 
-def render_html(results: Sequence[Result], decision: Decision | None = None) -> str:
+def render_html(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> str:
     """Return the report as one self-contained HTML page."""
-    return _render("report.html.jinja", results, decision)
+    return _render("report.html.jinja", results, decision, history)
 
 
-def render_markdown(results: Sequence[Result], decision: Decision | None = None) -> str:
+def render_markdown(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> str:
     """Return the report as Markdown: the same text and tables, without the pictures."""
-    return _render("report.md.jinja", results, decision)
+    return _render("report.md.jinja", results, decision, history)
 
 
-def write_report(results: Sequence[Result], folder: str | Path, decision: Decision | None = None) -> None:
-    """Write report.html and report.md into `folder`, each atomically. decision: what the results and costs come to, if known."""
-    write_text(Path(folder) / "report.html", render_html(results, decision))
-    write_text(Path(folder) / "report.md", render_markdown(results, decision))
+def write_report(
+    results: Sequence[Result],
+    folder: str | Path,
+    decision: Decision | None = None,
+    history: History | None = None,
+) -> None:
+    """Write report.html and report.md into `folder`, each atomically.
+
+    decision: what the results and costs come to; history: how the head came to be; None where that is not known.
+    """
+    write_text(Path(folder) / "report.html", render_html(results, decision, history))
+    write_text(Path(folder) / "report.md", render_markdown(results, decision, history))
 
 
 HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/s", "target alone tok/s")
@@ -108,14 +118,14 @@ def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) 
     return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
 
 
-def _view(results: Sequence[Result], decision: Decision | None = None) -> View:
+def _view(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:
     if not results:
         raise UserError("A report needs at least one result.json; run the evaluation first.")
-    return view_of(results, decision)
+    return view_of(results, decision, history)
 
 
-def _render(template: str, results: Sequence[Result], decision: Decision | None) -> str:
-    view = _view(results, decision)
+def _render(template: str, results: Sequence[Result], decision: Decision | None, history: History | None) -> str:
+    view = _view(results, decision, history)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
     context: dict[str, Any] = {
         "title": ", ".join(targets),

@@ -6,6 +6,7 @@ was run with is what was measured, and the pages say of all this what the record
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.export.export import _check_split, convert_head, export_head
 from draftsmith.heads.export.readme import fenced
 from draftsmith.heads.formats.contracts import ModelFiles
-from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obstacle
+from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obstacle, start_sglang, start_vllm
 from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.heads.target.target import Target
@@ -395,6 +396,30 @@ def test_every_method_can_be_exported_and_started():
     for layout in layouts().values():
         for engine in layout.engines:
             assert layout.engines[engine].start(Serving("draft", "target", 3, layer_ids=(1, 2, 3), heads=3))
+
+
+def test_engines_that_change_the_draft_length_with_the_batch_are_given_the_table():
+    """vLLM's ranges begin at 1, follow each other and stay within the start's length; so do SGLang's candidate steps."""
+    steps = ((1, 4, 5), (5, 16, 3), (17, 64, 0))
+    planned = Serving("draft", "target", 5, layer_ids=(1, 2, 3), by_batch=steps)
+    (line,) = start_vllm("eagle3")(planned)
+    config = json.loads(shlex.split(line.text.replace("\\\n", " "))[-1])
+    assert config["num_speculative_tokens_per_batch_size"] == [list(step) for step in steps]
+    assert config["num_speculative_tokens"] == max(k for *_, k in steps)
+    (line,) = start_vllm("medusa")(planned)
+    assert "per_batch_size" not in line.text, "vLLM was not read to change the length of such drafts"
+    table, line = start_sglang("EAGLE3")(planned)
+    assert (table.language, table.file) == ("json", "adaptive.json")
+    assert json.loads(table.text) == {
+        "1": {"candidate_steps": [5]},
+        "5": {"candidate_steps": [3]},
+        "17": {"candidate_steps": [0]},
+    }
+    assert "--speculative-adaptive-config adaptive.json" in line.text
+    assert "--speculative-num-steps 5" in line.text
+    one = replace(planned, by_batch=((1, 64, 5),))
+    for start in (start_vllm("eagle3"), start_sglang("EAGLE3")):
+        assert start(one) == start(replace(planned, by_batch=())), "one length for all batches needs no table"
 
 
 if __name__ == "__main__":

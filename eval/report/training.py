@@ -1,0 +1,53 @@
+"""Build the section on how the head came to be: what it learned from, its held-out curve, and what more data would bring.
+
+Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
+"""
+
+from draftsmith.eval.measure.history import tell
+from draftsmith.eval.report.page_model import Figure, Row, Section, Table, View, number, percent
+from draftsmith.eval.report.plots import Series, line_panel
+
+_LABELS = 6
+"""Evaluations whose tokens stand under the curve: as many as have room."""
+
+
+def section(view: View) -> Section:
+    """The training of the run's head."""
+    past = view.history
+    title, about = (
+        "How the head came to be",
+        (
+            "Held-out tau is the simulated accepted length on answers that the head did not learn from. While it rises, more data or more "
+            "epochs still help."
+        ),
+    )
+    if past is None:
+        return Section("training", title, about, missing="The training of this head is not in the run.")
+    points = past.points
+    every = -(-len(points) // _LABELS)
+    labels = [f"{p.tokens / 1e6:.2g}M" if (len(points) - 1 - i) % every == 0 else "" for i, p in enumerate(points)]
+    taus = tuple(p.tau for p in points)
+    k = "" if past.num_speculative_tokens is None else f", K = {past.num_speculative_tokens}"
+    panel = line_panel(
+        f"held-out tau{k}",
+        labels,
+        [Series("tau", 0, taus)],
+        x_title="tokens read",
+        show=number,
+        y_range=(1.0, max(2.0, *taus)),
+    )
+    rows = tuple(Row((f"{p.step}", f"{p.tokens:,}", number(p.tau)), p == past.best) for p in points)
+    tables = [Table("Held-out evaluations", ("step", "tokens", "τ"), rows, folded=True)]
+    if past.coverage is not None and past.coverage.heldout_by_slice:
+        found = tuple(Row((name, percent(share))) for name, share in past.coverage.heldout_by_slice.items())
+        tables.append(
+            Table("Tokens of held-out answers that the draft vocabulary has", ("slice", "covered"), found, folded=True)
+        )
+    return Section(
+        "training",
+        title,
+        about,
+        (Figure("Held-out tau over the training; the best head is kept.", (panel,)),),
+        tuple(tables),
+        tuple(line[0].upper() + line[1:] + "." for line in tell(past)),
+    )

@@ -1,19 +1,15 @@
 """The bench: a sample of mutants of the core, each held against the tests nearest to it.
 
-Works in a copy of the checkout. Libraries are imported once, and every mutant is a forked process that imports the product
-and runs pytest. A mutant that no test notices is a survivor; EQUIVALENT names those that change nothing that can be noticed, each
-with its reason.
+Works in a copy of the checkout's last commit, on one core. A mutant that no test notices is a survivor; EQUIVALENT names those
+that change nothing that can be noticed, each with its reason.
 """
 
 import argparse
-import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 
 from tqdm import tqdm
@@ -21,8 +17,8 @@ from tqdm import tqdm
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from scripts.bench.mutants.mutate import Mutant, mutants
+from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
 
-ROOT = Path(__file__).resolve().parents[3]
 CORE: dict[str, tuple[str, ...]] = {
     "eval/decode/verify.py": ("tests/eval/decode/test_verify.py", "tests/eval/decode/test_verify_distributions.py"),
     "eval/decode/cache.py": ("tests/eval/decode/test_cache.py", "tests/eval/decode/test_loop.py"),
@@ -41,52 +37,8 @@ CORE: dict[str, tuple[str, ...]] = {
     "train/schedule.py": ("tests/train/test_schedule.py", "tests/train/test_loop.py"),
 }
 """The core's files, and the tests nearest to each."""
-EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
-"""Mutants that nobody can notice, by file, line of code, text and substitute: why that is so."""
-PRELOADED = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "pytest",
-    "hypothesis",
-    "safetensors.torch",
-    "yaml",
-    "rich.console",
-)
-SECONDS = 240
-
-
-def test_mutant(copy: Path, file: str, mutant: Mutant) -> str:
-    """Return what the tests say of a mutant: "killed", "survived" or "too slow", which is killed as well."""
-    path = copy / file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(mutant.apply(text), encoding="utf-8")
-    try:
-        code = _run_tests(copy, CORE[file])
-    finally:
-        path.write_text(text, encoding="utf-8")
-    return {0: "survived", -signal.SIGALRM: "too slow"}.get(code, "killed")
-
-
-def _run_tests(copy: Path, tests: tuple[str, ...]) -> int:
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(SECONDS)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        os.chdir(copy)
-        # The product anew, from the copy, as no mutant may see another's modules.
-        for name in [name for name in sys.modules if name.split(".")[0] in ("draftsmith", "scripts", "tests")]:
-            del sys.modules[name]
-        sys.path[:] = [str(copy), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
-        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
-        os._exit(int(import_module("pytest").main([*options, *tests])))
-    finally:
-        os._exit(70)
+EQUIVALENT: dict[tuple[str, str, str], str] = {}
+"""Mutants that nobody can notice, by file and line of code, without and with the fault: why that is so."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -100,12 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     copy = Path("runs/mutants").absolute()
     shutil.rmtree(copy, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True)
-    for name in PRELOADED:
-        import_module(name)
+    load_libraries()
     files = own.file or list(CORE)
-    broken = [file for file in files if _run_tests(copy, CORE[file])]
-    if broken:
-        print(f"the tests of {', '.join(broken)} fail without a mutant", file=sys.stderr)
+    surveys = {file: survey(copy, file, CORE[file]) for file in tqdm(files, desc="tests without a mutant", unit="file")}
+    if broken := [file for file, known in surveys.items() if known is None]:
+        print(f"The tests of {', '.join(broken)} fail without a mutant.", file=sys.stderr)
         return 2
     drawn: list[tuple[str, Mutant]] = []
     draw, share = random.Random(own.seed), -(-own.count // len(files))
@@ -115,15 +66,16 @@ def main(argv: list[str] | None = None) -> int:
     counts: Counter[str] = Counter()
     survivors = []
     for file, mutant in tqdm(drawn, desc="mutants", unit="mutant"):
-        reason = EQUIVALENT.get((file, _line(copy / file, mutant), mutant.before, mutant.after))
-        verdict = "equivalent" if reason else test_mutant(copy, file, mutant)
-        counts[verdict] += 1
-        if verdict == "survived":
-            survivors.append(f"{file}, {mutant}: {_line(copy / file, mutant)}")
+        lines, known = mutant.lines((copy / file).read_text(encoding="utf-8")), surveys[file]
+        assert known is not None
+        says = "equivalent" if (file, *lines) in EQUIVALENT else verdict(copy, file, mutant, CORE[file], known)
+        counts[says] += 1
+        if says == "survived":
+            survivors.append(f"{file}:{mutant.line}: {lines[0]} -> {lines[1]}")
             tqdm.write(survivors[-1])
     killed = counts["killed"] + counts["too slow"]
     score = killed / max(1, len(drawn) - counts["equivalent"])
-    found = {
+    figures = {
         "drawn_from": {file: len(every) for file, every in of_file.items()},
         "counts": dict(counts),
         "score": score,
@@ -131,11 +83,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     write_json(
         own.output,
-        {**environment(), "command": f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"} | found,
+        {**environment(), "command": f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"}
+        | figures,
     )
     print(f"{killed} of {len(drawn) - counts['equivalent']} mutants are noticed ({score:.0%})")
     return int(score < 0.95)
-
-
-def _line(path: Path, mutant: Mutant) -> str:
-    return path.read_text(encoding="utf-8").splitlines()[mutant.line - 1].strip()

@@ -54,12 +54,14 @@ class Mutant:
         """Return the file's text with the fault."""
         return text[: self.start] + self.after + text[self.start + len(self.before) :]
 
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.before} -> {self.after}"
+    def lines(self, text: str) -> tuple[str, str]:
+        """Return the line that changes (the first of several), without and with the fault."""
+        before, after = text.splitlines()[self.line - 1], self.apply(text).splitlines()[self.line - 1]
+        return before.strip(), after.strip()
 
 
 def mutants(text: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its text."""
+    """Return every mutant of a file, in the order of its text; none inside the text of a message."""
     lines = text.splitlines(keepends=True)
     begins = [0]
     for line in lines:
@@ -70,10 +72,17 @@ def mutants(text: str) -> list[Mutant]:
         return begins[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     found: dict[tuple[int, str], Mutant] = {}
-    for node in ast.walk(ast.parse(text)):
+    for node in _walk(ast.parse(text)):
         for start, end, after in _changes(node, text, place):
             found[start, after] = Mutant(text.count("\n", 0, start) + 1, start, text[start:end], after)
     return [found[key] for key in sorted(found)]
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    if not isinstance(node, ast.JoinedStr):
+        for child in ast.iter_child_nodes(node):
+            yield from _walk(child)
 
 
 def _changes(node: ast.AST, text: str, place) -> Iterator[tuple[int, int, str]]:  # type: ignore[no-untyped-def]

@@ -34,7 +34,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "data/features/store.py": ("tests/data/features",),
     "data/conversations/masks.py": ("tests/data/conversations",),
     "data/conversations/spans.py": ("tests/data/conversations",),
-    "train/schedule.py": ("tests/train/test_schedule.py", "tests/train/test_loop.py"),
+    "train/schedule.py": ("tests/train/test_schedule.py",),
 }
 """The core's files, and the tests nearest to each."""
 EQUIVALENT: dict[tuple[str, str, str], str] = {}

@@ -20,7 +20,7 @@ from scripts.bench.mutants.mutate import Mutant
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARIES = (
     *("torch", "transformers", "accelerate", "peft", "datasets", "safetensors.torch", "wandb", "jsonargparse"),
-    *("pytest", "hypothesis", "yaml", "rich.console", "scipy.stats"),
+    *("pytest", "hypothesis", "yaml", "rich.console"),
 )
 _COLLECT_SECONDS = 90
 _PATIENCE = 10

@@ -1,6 +1,7 @@
 """Extraction is held against the plain model, against itself online, and against kill -9."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,8 +137,8 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
     lengths = [len(sample.ids) for sample in make_samples(200)]
-    for batch in (batches := plan_passes(lengths, 64)):
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
+    batches = plan_passes(lengths, 64)
+    assert max(len(batch) * max(lengths[i] for i in batch) for batch in batches if len(batch) > 1) <= 64
     assert sorted(i for batch in batches for i in batch) == list(range(200))
     chunks = plan_chunks(lengths, 64)
     assert [w.start for w in chunks] == [0, *(w.end for w in chunks[:-1])]
@@ -221,7 +222,7 @@ def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -
     captured = capsys.readouterr()
     assert captured.err.startswith("Features of 10 samples, ")
     assert "KB" in captured.err
-    assert "tok/s" in captured.err or "ktok" in captured.err
+    assert re.search(r"\dk?tok/s", captured.err)
 
 
 # Bad input: one sentence each, nothing written.

@@ -21,9 +21,9 @@ from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
 
 CORE: dict[str, tuple[str, ...]] = {
     "eval/decode/verify.py": ("tests/eval/decode/test_verify.py", "tests/eval/decode/test_verify_distributions.py"),
-    "eval/decode/cache.py": ("tests/eval/decode/test_cache.py", "tests/eval/decode/test_loop.py"),
+    "eval/decode/cache.py": ("tests/eval/decode/test_cache.py",),
     "eval/decode/loop.py": ("tests/eval/decode/test_loop.py", "tests/eval/decode/test_decode.py"),
-    "eval/decode/growth.py": ("tests/eval/decode/test_growth.py", "tests/eval/decode/test_loop.py"),
+    "eval/decode/growth.py": ("tests/eval/decode/test_growth.py",),
     "eval/decode/sampling.py": ("tests/eval/decode/test_sampling.py", "tests/eval/decode/test_penalty.py"),
     "eval/decode/trees.py": ("tests/eval/decode/test_trees.py",),
     "eval/simulate/acceptance.py": ("tests/eval/simulate",),

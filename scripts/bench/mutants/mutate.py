@@ -39,6 +39,8 @@ NAMES |= {
     "cumsum": "cumprod",
 }
 NAMES |= {"minimum": "maximum", "maximum": "minimum", "floor": "ceil", "ceil": "floor"}
+GUARDS = ("frozen", "strict", "maxsize")
+"""Arguments that refuse what no caller does, or that decide speed alone: `dataclass(frozen=...)`, `zip(strict=...)`, caches."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Mutant:
 
 
 def mutants(text: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its text; none inside the text of a message."""
+    """Return every mutant of a file, in the order of its text: none in assertions, guards and the texts of messages."""
     lines = text.splitlines(keepends=True)
     begins = [0]
     for line in lines:
@@ -80,8 +82,8 @@ def mutants(text: str) -> list[Mutant]:
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     yield node
-    if not isinstance(node, ast.JoinedStr):
-        for child in ast.iter_child_nodes(node):
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.JoinedStr | ast.Assert) and getattr(child, "arg", None) not in GUARDS:
             yield from _walk(child)
 
 

@@ -52,6 +52,10 @@ class _Recorder:
         return self.line
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
+        # What an earlier test had the product remember, this one must reach itself.
+        for name in [name for name in sys.modules if name.startswith("draftsmith.")]:
+            for remembers in [value for value in vars(sys.modules[name]).values() if hasattr(value, "cache_clear")]:
+                remembers.cache_clear()
         self.reached, self.began = set(), time.perf_counter()
         sys.settrace(self.trace)
         threading.settrace(self.trace)
@@ -67,14 +71,17 @@ class _Recorder:
 
 
 class _Nearest:
-    """A plugin for pytest: tests that reach the mutant's line first, the quickest of them first, each with a time limit."""
+    """A plugin for pytest that keeps the tests which reach the mutant's line, the quickest first, each with a time limit.
+
+    It keeps all where none does: lines that run as the module is imported.
+    """
 
     def __init__(self, survey: Survey, line: int) -> None:
         self.survey, self.near = survey, {test for test, lines in survey.lines.items() if line in lines}
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        near = self.near
-        items.sort(key=lambda item: (item.nodeid not in near, self.survey.seconds[item.nodeid] * (item.nodeid in near)))
+        items.sort(key=lambda item: self.survey.seconds[item.nodeid])
+        items[:] = [item for item in items if item.nodeid in self.near] or items
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         signal.alarm(int(_PATIENCE * (1 + self.survey.seconds[nodeid])))

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.full
 TEXT = '''
 def f(a, b=1):
     """Add 1 < 2."""
-    c = f"{1 + 2} {any(b)}"
+    assert a != b
+    c = f"{1 + 2} {any(b)}", zip(a, b, strict=True)
     if not a and b < 2:
         a += torch.where(a, -b, b.min())
     return a is None
@@ -38,7 +39,7 @@ def test_every_kind_of_change() -> None:
 def test_mutants_of_the_core_are_python(file: str) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     found = mutants(text)
-    assert len(found) > 10
+    assert len(found) >= 10
     for one in found[::9]:
         assert one.apply(text) != text
         ast.parse(one.apply(text))

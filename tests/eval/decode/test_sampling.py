@@ -45,6 +45,7 @@ ALL = Sampling(0.8, 9, 0.9, 0.1, 1.5)
     "sampling",
     [
         Sampling(0.7),
+        Sampling(2.0),
         Sampling(1.0, top_k=4),
         Sampling(1.2, top_p=0.8),
         Sampling(0.9, min_p=0.15),

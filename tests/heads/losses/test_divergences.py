@@ -106,6 +106,16 @@ def test_gradients_are_those_of_differences(spec, inside):
         assert torch.autograd.gradcheck(lambda x: loss(x.log_softmax(-1), teacher), logits.requires_grad_())
 
 
+@pytest.mark.parametrize("count", [1, 3, W, W + 5])
+def test_the_most_likely_tokens_are_each_rows_own(count):
+    p, logits, tokens = draft_probs()
+    log_q = logits.log_softmax(-1)
+    found = divergences.top_k_ce(log_q, teacher_of(p, tokens), count)
+    for row in range(R):
+        best = sorted(range(W), key=lambda token: -float(p[row, token]))[:count]
+        assert float(found[row]) == pytest.approx(-sum(float(p[row, t] * log_q[row, t]) for t in best))
+
+
 def gradient(kind: str, logits: Tensor, teacher: Teacher, **options: float) -> Tensor:
     logits = logits.detach().requires_grad_()
     row_loss(LossSpec(kind=kind, **options))(logits.log_softmax(-1), teacher).sum().backward()

@@ -22,7 +22,7 @@ from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
 CORE: dict[str, tuple[str, ...]] = {
     "eval/decode/verify.py": ("tests/eval/decode/test_verify.py", "tests/eval/decode/test_verify_distributions.py"),
     "eval/decode/cache.py": ("tests/eval/decode/test_cache.py",),
-    "eval/decode/loop.py": ("tests/eval/decode/test_loop.py", "tests/eval/decode/test_decode.py"),
+    "eval/decode/loop.py": ("tests/eval/decode/test_loop.py",),
     "eval/decode/growth.py": ("tests/eval/decode/test_growth.py",),
     "eval/decode/sampling.py": ("tests/eval/decode/test_sampling.py", "tests/eval/decode/test_penalty.py"),
     "eval/decode/trees.py": ("tests/eval/decode/test_trees.py",),
@@ -37,7 +37,58 @@ CORE: dict[str, tuple[str, ...]] = {
     "train/schedule.py": ("tests/train/test_schedule.py",),
 }
 """The core's files, and the tests nearest to each."""
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "eval/decode/verify.py",
+        "open_B = (child_B < 0) & (node_B >= 0)",
+        "open_B = (child_B < 0) & (node_B > 0)",
+    ): "node 0 is the root, which is no child",
+    (
+        "eval/decode/verify.py",
+        "return Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)",
+        "return Children(node_BC.masked_fill(padding_BC, -2), token_BC, uniform_BC)",
+    ): "any number below 0 is padding",
+    (
+        "eval/decode/sampling.py",
+        "_BLOCK = 64",
+        "_BLOCK = 65",
+    ): "the size of a block decides speed alone",
+    (
+        "eval/decode/sampling.py",
+        "return torch.where(logits < 0, logits * penalty, logits / penalty)",
+        "return torch.where(logits <= 0, logits * penalty, logits / penalty)",
+    ): "0 is 0 either way",
+    (
+        "eval/decode/growth.py",
+        "uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)",
+        "uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 2) * children)",
+    ): "each number is a hash of its own index, and those past the last node are not read",
+    (
+        "eval/simulate/acceptance.py",
+        "np.add.at(visits_ST, (index_S, end_S), np.where(left_S > 0, arrive_S, 0.0))",
+        "np.add.at(visits_ST, (index_S, end_S), np.where(left_S >= 0, arrive_S, 0.0))",
+    ): "nothing arrives where no token is left",
+    (
+        "data/packing.py",
+        "at = bisect_left(space, (lengths[sample], -1))",
+        "at = bisect_left(space, (lengths[sample], -2))",
+    ): "both are below every row's number",
+    (
+        "data/features/store.py",
+        "SHARD_BYTES = 512 * 2**20",
+        "SHARD_BYTES = 512 + 2**20",
+    ): "a default that recipes may change: a store is right with shards of any size",
+    (
+        "data/features/store.py",
+        'aux=torch.cat(streams, dim=-1) if streams else part["last"][:, :0],',
+        'aux=torch.cat(streams, dim=1) if streams else part["last"][:, :0],',
+    ): "the last of two dimensions",
+    (
+        "data/conversations/spans.py",
+        "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)",
+        "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=True)",
+    ): "the text is searched for white space and think marks alone, which the cleaning leaves as they are",
+}
 """Mutants that nobody can notice, by file and line of code, without and with the fault: why that is so."""
 
 

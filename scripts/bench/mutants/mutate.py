@@ -63,7 +63,7 @@ class Mutant:
 
 
 def mutants(text: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its text: none in assertions, guards and the texts of messages."""
+    """Return every mutant of a file, in the order of its text: none in types, assertions, guards and the texts of messages."""
     lines = text.splitlines(keepends=True)
     begins = [0]
     for line in lines:
@@ -82,8 +82,13 @@ def mutants(text: str) -> list[Mutant]:
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     yield node
+    types = (getattr(node, "annotation", None), getattr(node, "returns", None))
     for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.JoinedStr | ast.Assert) and getattr(child, "arg", None) not in GUARDS:
+        if (
+            child not in types
+            and not isinstance(child, ast.JoinedStr | ast.Assert)
+            and getattr(child, "arg", None) not in GUARDS
+        ):
             yield from _walk(child)
 
 

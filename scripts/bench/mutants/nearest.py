@@ -23,8 +23,8 @@ LIBRARIES = (
     *("pytest", "hypothesis", "yaml", "rich.console"),
 )
 _COLLECT_SECONDS = 90
-_PATIENCE = 10
-"""A test may take this many times as long as without a mutant, and as many seconds more."""
+_PATIENCE, _MORE_SECONDS = 10, 30
+"""A test may take this many times as long as without a mutant, and these seconds more."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _Nearest:
         items[:] = [item for item in items if item.nodeid in self.near] or items
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        signal.alarm(int(_PATIENCE * (1 + self.survey.seconds[nodeid])))
+        signal.alarm(int(_MORE_SECONDS + _PATIENCE * self.survey.seconds[nodeid]))
 
 
 def load_libraries() -> None:

@@ -11,7 +11,7 @@ from scripts.bench.mutants.nearest import ROOT
 pytestmark = pytest.mark.full
 
 TEXT = '''
-def f(a, b=1):
+def f(a: int | None, b=1) -> int | None:
     """Add 1 < 2."""
     assert a != b
     c = f"{1 + 2} {any(b)}", zip(a, b, strict=True)

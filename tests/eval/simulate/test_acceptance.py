@@ -410,15 +410,16 @@ def test_trees_follow_the_text(sampling: Sampling, vocab: list[int] | None) -> N
         depths.append(sum(value for (row, _), value in expected.items() if row == t))
     assert {0, 1, 2} <= {int(depth) for depth in depths}
     check(acceptance(output, batch, head, None if vocab is None else tokens, sampling, tree=tree), expected)
-    found = token_ranks(output, batch, None if vocab is None else tokens, 3).flatten(0, 1)
-    for t, k in itertools.product(range(24), range(STEPS)):
+    draft_vocab = None if vocab is None else tokens
+    found = {most: token_ranks(output, batch, draft_vocab, most).flatten(0, 1) for most in (3, 99)}
+    for most, t, k in itertools.product(found, range(24), range(STEPS)):
         step = output.steps[k]
         if (r := (step.rows == t).nonzero()).numel():
-            order = tokens[step.logits[int(r)].argsort(descending=True)].tolist()[:3]
+            order = tokens[step.logits[int(r)].argsort(descending=True)].tolist()[:most]
             token = int(ids[t + 2 + k])
-            assert int(found[t, k]) == (order.index(token) if token in order else 3)
+            assert int(found[most][t, k]) == (order.index(token) if token in order else most)
         else:
-            assert int(found[t, k]) == -1
+            assert int(found[most][t, k]) == -1
 
 
 @pytest.mark.parametrize("greedy_drafts", [False, True])

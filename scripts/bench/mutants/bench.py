@@ -69,6 +69,11 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "np.add.at(visits_ST, (index_S, end_S), np.where(left_S >= 0, arrive_S, 0.0))",
     ): "nothing arrives where no token is left",
     (
+        "eval/simulate/acceptance.py",
+        "c_STK = np.zeros((len(answers), max(int(tokens_S.max()), 1), num_speculative_tokens))",
+        "c_STK = np.zeros((len(answers), max(int(tokens_S.max()), 2), num_speculative_tokens))",
+    ): "places past an answer's end are not read",
+    (
         "data/packing.py",
         "at = bisect_left(space, (lengths[sample], -1))",
         "at = bisect_left(space, (lengths[sample], -2))",

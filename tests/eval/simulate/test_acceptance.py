@@ -465,13 +465,13 @@ def test_a_token_at_the_edge_of_the_settings_keeps_its_share(
     """Decoding rounds differently: within the margin a token that falls out of the top two has what it had inside."""
     head = TargetHead(torch.eye(4, dtype=dtype))
     sampling = Sampling(temperature, top_k=2, repetition_penalty=penalty)
-    draft = torch.tensor([[3.0, 0.0, 1.0, 0.0]])
-    output = HeadOutput((StepOutput(0, torch.tensor([0]), draft),))
+    draft = torch.tensor([[3.0, 0.0, 1.0, 0.0], [1.0, 3.0, 0.0, 0.0]])
+    output = HeadOutput((StepOutput(0, torch.tensor([0, 1]), draft),))
 
     def found(gap: float) -> Acceptance:
-        # The text's token 2 is the third most likely one, by `gap`; the text holds no likely one before it.
-        last = torch.tensor([[0.0, 0, 0, 0], [4.0, 3.0, 3.0 - gap, 0], [4.0, 3.0, 1.0, 0]]).to(dtype)
-        batch = _batch([3, 3, 2], [0, 1, 1], [0] * 3, last, head)
+        # The text's token 2 is the third most likely one, by `gap`, its last the likeliest; none was there before.
+        last = torch.tensor([[0.0, 0, 0, 0], [4.0, 3.0, 3.0 - gap, 0], [4.0, 3.0, -9.0, 0], [0.0, 0, 0, 0]]).to(dtype)
+        batch = _batch([3, 3, 2, 0], [0, 1, 1, 1], [0] * 4, last, head)
         return chain_acceptance(output, batch, head, None, sampling)
 
     inside = found(0.75 * margin)
@@ -479,6 +479,8 @@ def test_a_token_at_the_edge_of_the_settings_keeps_its_share(
     share = weights[2] / (weights[0] + weights[1])
     q = (draft[0, [0, 2]] / temperature).softmax(-1)[1]
     assert inside.off_text == 1
+    p, beside = (x.softmax(-1)[0] for x in (torch.tensor([4.0, 3.0]) / temperature, draft[1, :2] / temperature))
+    assert float(inside.c_BLK[0, 1, 0]) == pytest.approx(float(beside / p), rel=1e-5)
     assert float(inside.c_BLK[0, 0, 0]) == pytest.approx(float(q / share), rel=1e-5)
     with pytest.raises(UserError, match="probability 0"):
         found(1.5 * margin)

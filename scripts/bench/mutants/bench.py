@@ -105,6 +105,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--file", action="append", choices=CORE, help="only mutants of this file; again for more")
     parser.add_argument("--output", type=Path, default=Path("docs/results/mutants.json"))
     own = parser.parse_args(argv)
+    command = f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"
+    command += "".join(f" --file {file}" for file in own.file or ())
+    started = environment() | {"command": command}
     copy = Path("runs/mutants").absolute()
     shutil.rmtree(copy, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True)
@@ -137,10 +140,6 @@ def main(argv: list[str] | None = None) -> int:
         "score": score,
         "survivors": survivors,
     }
-    write_json(
-        own.output,
-        {**environment(), "command": f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"}
-        | figures,
-    )
+    write_json(own.output, started | figures)
     print(f"{killed} of {len(drawn) - counts['equivalent']} mutants are noticed ({score:.0%})")
     return int(score < 0.95)

@@ -245,6 +245,7 @@ def test_bad_samples_layers_and_dtype(tmp_path: Path) -> None:
         tmp_path, [*samples, Tokenized(torch.arange(300) % 160, torch.ones(300).bool(), "long", "chat")], "300", "256"
     )
     refused(tmp_path, [*samples, Tokenized(torch.tensor([5, 160]), torch.ones(2).bool(), "odd", "chat")], "odd", "160")
+    refused(tmp_path, [Tokenized(torch.tensor([5, -1, 3]), torch.ones(3).bool(), "odd", "chat")], "odd", "id -1,")
     refused(tmp_path, samples, "8", layer_ids=(2, 8))
     refused(tmp_path, samples, "int4", dtype="int4")
     with pytest.raises(UserError, match="int4"):

@@ -49,6 +49,21 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return Children(node_BC.masked_fill(padding_BC, -2), token_BC, uniform_BC)",
     ): "any number below 0 is padding",
     (
+        "eval/decode/cache.py",
+        "target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)",
+        "target.forward(torch.zeros(2, 1, dtype=torch.long, device=target.device), past_key_values=cache)",
+    ): "two rows have the shapes of one",
+    (
+        "eval/decode/cache.py",
+        "self.is_initialized = True",
+        "self.is_initialized = False",
+    ): "the buffers are there from the start, and no model asks",
+    (
+        "eval/decode/loop.py",
+        "ids_bL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)",
+        "ids_bL = torch.tensor([[*p, *[1] * (longest - len(p))] for p in prompts], device=device)",
+    ): "what stands in the padding of a prompt is read by no token that counts",
+    (
         "eval/decode/sampling.py",
         "_BLOCK = 64",
         "_BLOCK = 65",

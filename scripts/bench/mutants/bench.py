@@ -64,6 +64,16 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "ids_bL = torch.tensor([[*p, *[1] * (longest - len(p))] for p in prompts], device=device)",
     ): "what stands in the padding of a prompt is read by no token that counts",
     (
+        "eval/decode/growth.py",
+        "return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 1, zeros_B1, nothing_B10)",
+        "return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 2, zeros_B1, nothing_B10)",
+    ): "any number below 0 is the root",
+    (
+        "heads/layers/row_plan.py",
+        "place = torch.full((past + 1,), len(self.rows), device=device)",
+        "place = torch.full((past + 2,), len(self.rows), device=device)",
+    ): "a place more than is read",
+    (
         "eval/decode/sampling.py",
         "_BLOCK = 64",
         "_BLOCK = 65",

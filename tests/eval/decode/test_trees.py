@@ -89,6 +89,8 @@ def test_a_tree_may_be_as_large_as_the_limits_and_no_larger(tmp_path: Path, monk
         file.write_text(json.dumps(content))
         with pytest.raises(UserError, match=f"has {len(content)} nodes and {len(content[-1])} levels"):
             load_tree(str(file))
+    file.write_text("[[0]" + " " * 2**21 + "]")
+    assert load_tree(str(file)).choices == ((0,),)
     for content in ([[2**31]], [[0], [1.5]], [[0], 1], "x"):
         file.write_text(json.dumps(content))
         with pytest.raises(UserError, match="list of paths of whole numbers"):
@@ -108,6 +110,8 @@ def test_a_saved_tree_is_read_again_and_by_people(tmp_path: Path) -> None:
     assert lines[:3] == ["{", f'  "choices": {json.dumps([list(path) for path in BUSH.choices])},', '  "origin": {']
     assert lines[5] == "      1.0,", "a long list takes a line for each part"
     assert lines[-3:] == ['    "best": {"t": 1}', "  }", "}"], "a short one takes one line"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_tree(file, BUSH, {"tau": float("nan")})
     for text in ('{"origin": {"a": 1}}', '{"choices": [[0]], "origin": 3}', "[[0]]", "no JSON"):
         file.write_text(text)
         assert read_origin(file) is None

@@ -272,3 +272,11 @@ def test_without_an_answer_nothing_is_learnt():
     (rendering,) = render_conversation(tokenizer, talk("a?"))
     assert "a?" in tokenizer.decode(rendering.ids)
     assert rendering.mask == [False] * len(rendering.ids)
+
+
+@pytest.mark.parametrize("answer", ["hm\n</think>\n\nOne. ", "hm</think>One. "])
+def test_white_space_at_the_end_of_an_answer_is_learnt_once(answer):
+    drop = "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content }}"
+    tokenizer = tiny_tokenizer(with_prompt_end("<think>\n").replace("{{ m.content }}", drop))
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", f"<think>\n{answer}"))
+    assert learnt(tokenizer, sample) == [f"{answer}<|im_end|>"]

@@ -140,14 +140,15 @@ def main(argv: list[str] | None = None) -> int:
     command += "".join(f" --file {file}" for file in own.file or ())
     begun = environment() | {"hardware": asdict(hardware()), "command": command}
     if earlier is not None:
-        begun["command"] = f"{earlier['command']}; then its survivors, --again"
+        begun["command"] = f"{earlier['command'].partition(';')[0]}; then its survivors, --again"
         begun["first_commit"] = earlier.get("first_commit", earlier["commit"])
     copy = Path("runs/mutants").absolute()
     shutil.rmtree(copy, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True)
     every = {file: mutants((copy / file).read_text(encoding="utf-8")) for file in own.file or CORE}
     drawn = draw(every, own.count, own.seed) if earlier is None else survivors_of(earlier, every, copy)
-    counts: Counter[str] = Counter() if earlier is None else Counter(earlier["counts"]) - Counter(survived=len(drawn))
+    before = {} if earlier is None else earlier["counts"]
+    counts = Counter({says: count for says, count in before.items() if says != "survived"})
     alive = {
         file: [one for one in some if (file, *_lines(copy, file, one)) not in EQUIVALENT]
         for file, some in drawn.items()

@@ -134,9 +134,10 @@ def _bincount(pieces: list[Tensor], vocab_size: int) -> Tensor:
     if not pieces:
         return torch.zeros(vocab_size, dtype=torch.int64)
     ids = torch.cat(pieces)
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+    if low < 0 or high >= vocab_size:
         raise UserError(
-            f"The answers hold token id {int(ids.max())}, but the target has {vocab_size} tokens: they were made with "
+            f"The answers hold token id {low if low < 0 else high}, but the target has {vocab_size} tokens: they were made with "
             "another tokenizer; regenerate them with this target."
         )
     return torch.bincount(ids, minlength=vocab_size)

@@ -72,7 +72,7 @@ class MicroBatches(Dataset):
         micros: Sequence[Micro],
         layers: tuple[int, ...],
         row_tokens: int,
-        seed: int = 0,
+        seed: int,
     ) -> None:
         self.source, self.index, self.micros = source, index, micros
         self.layers, self.row_tokens, self.seed = layers, row_tokens, seed

@@ -63,7 +63,10 @@ def test_there_are_many() -> None:
 @pytest.mark.parametrize("table", TABLES, ids=[table.kind for table in TABLES])
 def test_the_good_input_is_good(table: Table, tmp_path: Path) -> None:
     table.make(tmp_path)
+    before = snapshot(tmp_path)
     table.read(tmp_path)
+    assert before
+    assert before.items() <= snapshot(tmp_path).items()
 
 
 @pytest.mark.parametrize(("table", "case"), CASES)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from draftsmith.data import packing
 from draftsmith.data.batch import Features
-from draftsmith.data.packing import _best_fit, collate, plan_batches
+from draftsmith.data.packing import CHUNK_BATCHES, _best_fit, collate, plan_batches, plan_chunks, plan_passes
 from draftsmith.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=120)
@@ -134,3 +134,33 @@ def test_collate_types_and_length():
     assert collate(rows, 64).ids.shape == (2, 64)
     with pytest.raises(AssertionError, match="a row of 9 tokens in a batch of 8"):
         collate(rows, 8)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, limit=st.integers(1, 90))
+def test_passes_against_one_sample_at_a_time(lengths, limit):
+    """The slow oracle: longest first, and a new batch where one more row of its longest would be too much."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * max(lengths[j] for j in batches[-1]) <= limit:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    assert plan_passes(lengths, limit) == [tuple(batch) for batch in batches]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, limit=st.integers(1, 30))
+def test_chunks_end_where_they_hold_enough_tokens(lengths, limit):
+    ends, tokens = [], 0
+    for i, length in enumerate(lengths):
+        tokens += length
+        if tokens >= CHUNK_BATCHES * limit or i == len(lengths) - 1:
+            ends.append(i + 1)
+            tokens = 0
+    chunks = plan_chunks(lengths, limit)
+    assert [chunk.end for chunk in chunks] == ends
+    assert [chunk.start for chunk in chunks] == [0, *ends][: len(ends)]
+    for chunk in chunks:
+        own = plan_passes(lengths[chunk.start : chunk.end], limit)
+        assert chunk.batches == tuple(tuple(chunk.start + i for i in batch) for batch in own)

@@ -102,6 +102,8 @@ def test_mistakes(size, always, words):
         choose_draft_vocab(torch.ones(5, dtype=torch.int64), size, always)
 
 
-def test_ids_of_another_tokenizer():
-    with pytest.raises(UserError, match="token id 9, but the target has 5 tokens"):
-        count_tokens([Sample(torch.tensor([1, 9]), torch.tensor([True, True]))], 5)
+@pytest.mark.parametrize("odd", [5, 9, -1])
+def test_ids_of_another_tokenizer(odd):
+    ids, mask = torch.tensor([1, odd, 4]), torch.ones(3).bool()
+    with pytest.raises(UserError, match=f"token id {odd}, but the target has 5 tokens"):
+        count_tokens([Sample(ids, mask)], 5)

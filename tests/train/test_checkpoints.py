@@ -50,8 +50,8 @@ def test_a_damaged_one_is_named_and_the_one_before_it_taken(
 ) -> None:
     spoil(folder / "step_3" / file, way)
     assert resume(folder) == (2, 2.0)
-    if (file, way) != ("DONE", "gone"):  # then it is no checkpoint at all
-        assert "step_3 is damaged" in capsys.readouterr().err
+    no_checkpoint_at_all = (file, way) == ("DONE", "gone")
+    assert ("step_3 is damaged" in capsys.readouterr().err) == (not no_checkpoint_at_all)
 
 
 def test_where_all_are_damaged_it_is_said(folder: Path) -> None:

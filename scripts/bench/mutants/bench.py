@@ -1,92 +1,129 @@
 """The bench: a sample of mutants of the core, each held against the tests nearest to it.
 
-Works in a copy of the checkout. Libraries are imported once, and every mutant is a forked process that imports the product
-and runs pytest. A mutant that no test notices is a survivor; EQUIVALENT names those that change nothing that can be noticed, each
-with its reason.
+Works in a copy of the checkout's last commit, on one core. A mutant that no test notices is a survivor; EQUIVALENT names those
+that change nothing that can be noticed, each with its reason.
 """
 
 import argparse
-import os
 import random
+import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections import Counter
-from importlib import import_module
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from draftsmith.eval.measure.machine import environment
+from draftsmith.eval.measure.machine import environment, hardware
 from draftsmith.files import write_json
+from draftsmith.foreign.json import read_object
 from scripts.bench.mutants.mutate import Mutant, mutants
+from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
 
-ROOT = Path(__file__).resolve().parents[3]
 CORE: dict[str, tuple[str, ...]] = {
     "eval/decode/verify.py": ("tests/eval/decode/test_verify.py", "tests/eval/decode/test_verify_distributions.py"),
-    "eval/decode/cache.py": ("tests/eval/decode/test_cache.py", "tests/eval/decode/test_loop.py"),
-    "eval/decode/loop.py": ("tests/eval/decode/test_loop.py", "tests/eval/decode/test_decode.py"),
-    "eval/decode/growth.py": ("tests/eval/decode/test_growth.py", "tests/eval/decode/test_loop.py"),
+    "eval/decode/cache.py": ("tests/eval/decode/test_cache.py",),
+    "eval/decode/loop.py": ("tests/eval/decode/test_loop.py",),
+    "eval/decode/growth.py": ("tests/eval/decode/test_growth.py",),
     "eval/decode/sampling.py": ("tests/eval/decode/test_sampling.py", "tests/eval/decode/test_penalty.py"),
     "eval/decode/trees.py": ("tests/eval/decode/test_trees.py",),
     "eval/simulate/acceptance.py": ("tests/eval/simulate",),
-    "heads/losses/divergences.py": ("tests/heads/losses",),
-    "heads/losses/head_loss.py": ("tests/heads/losses",),
-    "heads/layers/row_plan.py": ("tests/heads/layers",),
+    "heads/losses/divergences.py": ("tests/heads/losses/test_divergences.py",),
+    "heads/losses/head_loss.py": ("tests/heads/losses/test_head_loss.py", "tests/heads/losses/test_spec.py"),
+    "heads/layers/row_plan.py": ("tests/heads/layers/test_row_plan.py",),
     "data/packing.py": ("tests/data/test_packing.py",),
-    "data/features/store.py": ("tests/data/features",),
-    "data/conversations/masks.py": ("tests/data/conversations",),
-    "data/conversations/spans.py": ("tests/data/conversations",),
-    "train/schedule.py": ("tests/train/test_schedule.py", "tests/train/test_loop.py"),
+    "data/features/store.py": ("tests/data/features/test_store.py",),
+    "data/conversations/masks.py": ("tests/data/conversations/test_masks.py", "tests/data/conversations/test_spans.py"),
+    "data/conversations/spans.py": ("tests/data/conversations/test_spans.py",),
+    "train/schedule.py": ("tests/train/test_schedule.py",),
 }
 """The core's files, and the tests nearest to each."""
-EQUIVALENT: dict[tuple[str, str, str, str], str] = {}
-"""Mutants that nobody can notice, by file, line of code, text and substitute: why that is so."""
-PRELOADED = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "pytest",
-    "hypothesis",
-    "safetensors.torch",
-    "yaml",
-    "rich.console",
-)
-SECONDS = 240
-
-
-def test_mutant(copy: Path, file: str, mutant: Mutant) -> str:
-    """Return what the tests say of a mutant: "killed", "survived" or "too slow", which is killed as well."""
-    path = copy / file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(mutant.apply(text), encoding="utf-8")
-    try:
-        code = _run_tests(copy, CORE[file])
-    finally:
-        path.write_text(text, encoding="utf-8")
-    return {0: "survived", -signal.SIGALRM: "too slow"}.get(code, "killed")
-
-
-def _run_tests(copy: Path, tests: tuple[str, ...]) -> int:
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    signal.alarm(SECONDS)
-    try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        os.chdir(copy)
-        # The product anew, from the copy, as no mutant may see another's modules.
-        for name in [name for name in sys.modules if name.split(".")[0] in ("draftsmith", "scripts", "tests")]:
-            del sys.modules[name]
-        sys.path[:] = [str(copy), *(entry for entry in sys.path if Path(entry or ".").resolve() != ROOT)]
-        options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow"]
-        os._exit(int(import_module("pytest").main([*options, *tests])))
-    finally:
-        os._exit(70)
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "eval/decode/verify.py",
+        "open_B = (child_B < 0) & (node_B >= 0)",
+        "open_B = (child_B < 0) & (node_B > 0)",
+    ): "node 0 is the root, which is no child",
+    (
+        "eval/decode/verify.py",
+        "return Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)",
+        "return Children(node_BC.masked_fill(padding_BC, -2), token_BC, uniform_BC)",
+    ): "any number below 0 is padding",
+    (
+        "eval/decode/cache.py",
+        "target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)",
+        "target.forward(torch.zeros(2, 1, dtype=torch.long, device=target.device), past_key_values=cache)",
+    ): "two rows have the shapes of one",
+    (
+        "eval/decode/cache.py",
+        "self.is_initialized = True",
+        "self.is_initialized = False",
+    ): "the buffers are there from the start, and no model asks",
+    (
+        "eval/decode/loop.py",
+        "ids_bL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)",
+        "ids_bL = torch.tensor([[*p, *[1] * (longest - len(p))] for p in prompts], device=device)",
+    ): "what stands in the padding of a prompt is read by no token that counts",
+    (
+        "eval/decode/growth.py",
+        "return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 1, zeros_B1, nothing_B10)",
+        "return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 2, zeros_B1, nothing_B10)",
+    ): "any number below 0 is the root",
+    (
+        "heads/layers/row_plan.py",
+        "place = torch.full((past + 1,), len(self.rows), device=device)",
+        "place = torch.full((past + 2,), len(self.rows), device=device)",
+    ): "a place more than is read",
+    (
+        "eval/decode/sampling.py",
+        "_BLOCK = 64",
+        "_BLOCK = 65",
+    ): "the size of a block decides speed alone",
+    (
+        "eval/decode/sampling.py",
+        "return torch.where(logits < 0, logits * penalty, logits / penalty)",
+        "return torch.where(logits <= 0, logits * penalty, logits / penalty)",
+    ): "0 is 0 either way",
+    (
+        "eval/decode/growth.py",
+        "uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)",
+        "uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 2) * children)",
+    ): "each number is a hash of its own index, and those past the last node are not read",
+    (
+        "eval/simulate/acceptance.py",
+        "np.add.at(visits_ST, (index_S, end_S), np.where(left_S > 0, arrive_S, 0.0))",
+        "np.add.at(visits_ST, (index_S, end_S), np.where(left_S >= 0, arrive_S, 0.0))",
+    ): "nothing arrives where no token is left",
+    (
+        "eval/simulate/acceptance.py",
+        "c_STK = np.zeros((len(answers), max(int(tokens_S.max()), 1), num_speculative_tokens))",
+        "c_STK = np.zeros((len(answers), max(int(tokens_S.max()), 2), num_speculative_tokens))",
+    ): "places past an answer's end are not read",
+    (
+        "data/packing.py",
+        "at = bisect_left(space, (lengths[sample], -1))",
+        "at = bisect_left(space, (lengths[sample], -2))",
+    ): "both are below every row's number",
+    (
+        "data/features/store.py",
+        'aux=torch.cat(streams, dim=-1) if streams else part["last"][:, :0],',
+        'aux=torch.cat(streams, dim=1) if streams else part["last"][:, :0],',
+    ): "the last of two dimensions",
+    (
+        "data/conversations/spans.py",
+        "start += _count_forced(tokenizer, ids[start : min(end, start + 32)])",
+        "start += _count_forced(tokenizer, ids[start : max(end, start + 32)])",
+    ): "an empty think block is shorter than 32 tokens, and what follows an answer is none",
+    (
+        "data/conversations/spans.py",
+        "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)",
+        "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=True)",
+    ): "the text is searched for white space and think marks alone, which the cleaning leaves as they are",
+}
+"""Mutants that nobody can notice, by file and line of code, without and with the fault: why that is so."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,47 +132,77 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=150, help="mutants, as many of each file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--file", action="append", choices=CORE, help="only mutants of this file; again for more")
+    parser.add_argument("--again", type=Path, help="an earlier result: only its survivors, once tests are mended")
     parser.add_argument("--output", type=Path, default=Path("docs/results/mutants.json"))
     own = parser.parse_args(argv)
+    earlier = None if own.again is None else read_object(own.again, "name a result of this bench")
+    command = f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"
+    command += "".join(f" --file {file}" for file in own.file or ())
+    begun = environment() | {"hardware": asdict(hardware()), "command": command}
+    if earlier is not None:
+        begun["command"] = f"{earlier['command'].partition(';')[0]}; then its survivors, --again"
+        begun["first_commit"] = earlier.get("first_commit", earlier["commit"])
     copy = Path("runs/mutants").absolute()
     shutil.rmtree(copy, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True)
-    for name in PRELOADED:
-        import_module(name)
-    files = own.file or list(CORE)
-    broken = [file for file in files if _run_tests(copy, CORE[file])]
-    if broken:
-        print(f"the tests of {', '.join(broken)} fail without a mutant", file=sys.stderr)
-        return 2
-    drawn: list[tuple[str, Mutant]] = []
-    draw, share = random.Random(own.seed), -(-own.count // len(files))
-    of_file = {file: mutants((copy / file).read_text(encoding="utf-8")) for file in files}
-    for file, every in of_file.items():
-        drawn += [(file, one) for one in sorted(draw.sample(every, min(share, len(every))), key=lambda one: one.start)]
-    counts: Counter[str] = Counter()
-    survivors = []
-    for file, mutant in tqdm(drawn, desc="mutants", unit="mutant"):
-        reason = EQUIVALENT.get((file, _line(copy / file, mutant), mutant.before, mutant.after))
-        verdict = "equivalent" if reason else test_mutant(copy, file, mutant)
-        counts[verdict] += 1
-        if verdict == "survived":
-            survivors.append(f"{file}, {mutant}: {_line(copy / file, mutant)}")
-            tqdm.write(survivors[-1])
-    killed = counts["killed"] + counts["too slow"]
-    score = killed / max(1, len(drawn) - counts["equivalent"])
-    found = {
-        "drawn_from": {file: len(every) for file, every in of_file.items()},
-        "counts": dict(counts),
-        "score": score,
-        "survivors": survivors,
+    every = {file: mutants((copy / file).read_text(encoding="utf-8")) for file in own.file or CORE}
+    drawn = draw(every, own.count, own.seed) if earlier is None else survivors_of(earlier, every, copy)
+    before = {} if earlier is None else earlier["counts"]
+    counts = Counter({says: count for says, count in before.items() if says != "survived"})
+    alive = {
+        file: [one for one in some if (file, *_lines(copy, file, one)) not in EQUIVALENT]
+        for file, some in drawn.items()
     }
-    write_json(
-        own.output,
-        {**environment(), "command": f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"} | found,
+    counts["equivalent"] += sum(map(len, drawn.values())) - sum(map(len, alive.values()))
+    return _report(
+        copy, alive, counts, begun | {"drawn_from": {file: len(some) for file, some in every.items()}}, own.output
     )
-    print(f"{killed} of {len(drawn) - counts['equivalent']} mutants are noticed ({score:.0%})")
+
+
+def draw(every: dict[str, list[Mutant]], count: int, seed: int) -> dict[str, list[Mutant]]:
+    """Draw `count` mutants, as many of each file."""
+    random_order, share = random.Random(seed), -(-count // len(every))
+    drawn = {file: random_order.sample(some, min(share, len(some))) for file, some in every.items()}
+    return {file: sorted(some, key=lambda one: one.start) for file, some in drawn.items()}
+
+
+def survivors_of(earlier: dict[str, Any], every: dict[str, list[Mutant]], copy: Path) -> dict[str, list[Mutant]]:
+    """Find the survivors of an earlier result; their lines may have moved, but must be there."""
+    names = {re.sub(r":\d+: ", ": ", name, count=1) for name in earlier["survivors"]}
+    found = {
+        file: [one for one in some if f"{file}: {' -> '.join(_lines(copy, file, one))}" in names]
+        for file, some in every.items()
+    }
+    assert sum(map(len, found.values())) == len(names), "a survivor's line has changed: run the whole again"
+    return found
+
+
+def _report(
+    copy: Path, drawn: dict[str, list[Mutant]], counts: Counter[str], begun: dict[str, Any], output: Path
+) -> int:
+    """Run the tests of every mutant, write the result and return the exit code."""
+    load_libraries()
+    files = [file for file, some in drawn.items() if some]
+    surveys = {file: survey(copy, file, CORE[file]) for file in tqdm(files, desc="tests without a mutant", unit="file")}
+    if broken := [file for file, known in surveys.items() if known is None]:
+        print(f"The tests of {', '.join(broken)} fail without a mutant.", file=sys.stderr)
+        return 2
+    survivors = []
+    pairs = [(file, one) for file in files for one in drawn[file]]
+    for file, mutant in tqdm(pairs, desc="mutants", unit="mutant"):
+        known = surveys[file]
+        assert known is not None
+        says = verdict(copy, file, mutant, CORE[file], known)
+        counts[says] += 1
+        if says == "survived":
+            survivors.append(f"{file}:{mutant.line}: {' -> '.join(_lines(copy, file, mutant))}")
+            tqdm.write(survivors[-1])
+    killed, can_be = counts["killed"] + counts["too slow"], counts.total() - counts["equivalent"]
+    score = killed / max(1, can_be)
+    write_json(output, begun | {"counts": dict(counts), "score": score, "survivors": survivors})
+    print(f"{killed} of {can_be} mutants are noticed ({score:.0%})")
     return int(score < 0.95)
 
 
-def _line(path: Path, mutant: Mutant) -> str:
-    return path.read_text(encoding="utf-8").splitlines()[mutant.line - 1].strip()
+def _lines(copy: Path, file: str, mutant: Mutant) -> tuple[str, str]:
+    return mutant.lines((copy / file).read_text(encoding="utf-8"))

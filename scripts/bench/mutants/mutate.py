@@ -39,6 +39,8 @@ NAMES |= {
     "cumsum": "cumprod",
 }
 NAMES |= {"minimum": "maximum", "maximum": "minimum", "floor": "ceil", "ceil": "floor"}
+GUARDS = ("frozen", "strict", "maxsize")
+"""Arguments that refuse what no caller does, or that decide speed alone: `dataclass(frozen=...)`, `zip(strict=...)`, caches."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,14 @@ class Mutant:
         """Return the file's text with the fault."""
         return text[: self.start] + self.after + text[self.start + len(self.before) :]
 
-    def __str__(self) -> str:
-        return f"line {self.line}: {self.before} -> {self.after}"
+    def lines(self, text: str) -> tuple[str, str]:
+        """Return the line that changes (the first of several), without and with the fault."""
+        before, after = text.splitlines()[self.line - 1], self.apply(text).splitlines()[self.line - 1]
+        return before.strip(), after.strip()
 
 
 def mutants(text: str) -> list[Mutant]:
-    """Return every mutant of a file, in the order of its text."""
+    """Return every mutant of a file, in the order of its text: none in types, assertions, guards and the texts of messages."""
     lines = text.splitlines(keepends=True)
     begins = [0]
     for line in lines:
@@ -70,10 +74,22 @@ def mutants(text: str) -> list[Mutant]:
         return begins[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     found: dict[tuple[int, str], Mutant] = {}
-    for node in ast.walk(ast.parse(text)):
+    for node in _walk(ast.parse(text)):
         for start, end, after in _changes(node, text, place):
             found[start, after] = Mutant(text.count("\n", 0, start) + 1, start, text[start:end], after)
     return [found[key] for key in sorted(found)]
+
+
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    types = (getattr(node, "annotation", None), getattr(node, "returns", None))
+    for child in ast.iter_child_nodes(node):
+        if (
+            child not in types
+            and not isinstance(child, ast.JoinedStr | ast.Assert)
+            and getattr(child, "arg", None) not in GUARDS
+        ):
+            yield from _walk(child)
 
 
 def _changes(node: ast.AST, text: str, place) -> Iterator[tuple[int, int, str]]:  # type: ignore[no-untyped-def]

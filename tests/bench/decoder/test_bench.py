@@ -8,6 +8,7 @@ import torch
 
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.round_profile import FORWARDS, profile_rounds
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle.drafter import EagleDrafter
@@ -58,19 +59,22 @@ def test_every_system_is_measured_and_greedy_texts_agree(workplace: Path, capsys
         "transformers: generate, assisted",
         "transformers: generate, assisted at confidence 0.4",
     ]
+    profiled = set()
     for row in found["rows"]:
         assert row["equal"] == row["texts"] == 4
         assert row["tok_s_spread"][0] <= row["tok_s"] <= row["tok_s_spread"][1]
         if row["system"] == "target alone":
             assert row["speedup"] == row["tau"] == 1
         if (profile := row["profile"]) is not None:
+            profiled.add(row["system"].split()[0])
             assert profile["target"] > 0
             assert (profile["draft"] > 0) == (row["system"].split()[0] in ("eagle3", "draft"))
             assert 0 < profile["outside"] < profile["total"]
     text = (workplace / "out" / "bench.md").read_text()
     assert text == render(*read_bench(workplace / "out" / "bench.json"))
     assert text.count("| eagle3 dynamic 3x2, 8 tokens |") == 4
-    assert found["commit"] is None or len(found["commit"]) >= 7
+    assert {"target", "eagle3", "draft"} <= profiled
+    assert found["commit"] == environment()["commit"]
 
 
 def test_a_profile_counts_the_forwards_of_rounds_alone() -> None:

@@ -69,6 +69,20 @@ def test_data_set_with_nothing_to_learn():
     assert "2 without a token to learn left out" in str(found.stats)
 
 
+def test_what_was_left_out_is_said_and_progress_where_it_is_asked_for(capsys):
+    assert str(TokenizeStats(kept=3, supervised_tokens=20)) == "3 samples with 20 tokens to learn"
+    every = TokenizeStats(3, 1, 2, 4, supervised_tokens=20, cut_supervised_tokens=5)
+    said = (
+        "1 truncated; 2 dropped as too long; 5 tokens to learn lost to max_length; 4 without a token to learn left out"
+    )
+    assert str(every) == f"3 samples with 20 tokens to learn; {said}"
+    tokenizer = tiny_tokenizer()
+    tokenize_all(tokenizer, [THREE])
+    assert capsys.readouterr().err == ""
+    tokenize_all(tokenizer, [THREE], progress=True)
+    assert "tokenize: 100%" in capsys.readouterr().err
+
+
 def test_answers_keep_their_own_ids():
     row = {"id": "x", "slice": "math", "prompt_ids": [5, 6, 7], "output_ids": [8, 2]}
     [sample] = tokenize_answers([row]).samples

@@ -3,6 +3,7 @@ import torch
 
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_conversation
+from draftsmith.data.conversations.spans import render_conversation
 from draftsmith.data.conversations.templates import render_prompt
 from draftsmith.errors import UserError
 from tests import helpers
@@ -264,3 +265,18 @@ def test_opening_assistant_turn_is_context():
     conversation = talk("Hello!", "a?", "One.", roles=("assistant", "user", "assistant"))
     (sample,) = tokenize_conversation(tokenizer, conversation)
     assert learnt(tokenizer, sample) == ["One.<|im_end|>"]
+
+
+def test_without_an_answer_nothing_is_learnt():
+    tokenizer = tiny_tokenizer()
+    (rendering,) = render_conversation(tokenizer, talk("a?"))
+    assert "a?" in tokenizer.decode(rendering.ids)
+    assert rendering.mask == [False] * len(rendering.ids)
+
+
+@pytest.mark.parametrize("answer", ["hm\n</think>\n\nOne. ", "hm</think>One. "])
+def test_white_space_at_the_end_of_an_answer_is_learnt_once(answer):
+    drop = "{{ m.content.split('</think>')[-1].lstrip() if m.role == 'assistant' else m.content }}"
+    tokenizer = tiny_tokenizer(with_prompt_end("<think>\n").replace("{{ m.content }}", drop))
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", f"<think>\n{answer}"))
+    assert learnt(tokenizer, sample) == [f"{answer}<|im_end|>"]

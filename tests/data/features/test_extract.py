@@ -1,6 +1,7 @@
 """Extraction is held against the plain model, against itself online, and against kill -9."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,8 +137,8 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_batches_hold_every_sample_once_and_keep_to_the_limit() -> None:
     lengths = [len(sample.ids) for sample in make_samples(200)]
-    for batch in (batches := plan_passes(lengths, 64)):
-        assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= 64
+    batches = plan_passes(lengths, 64)
+    assert max(len(batch) * max(lengths[i] for i in batch) for batch in batches if len(batch) > 1) <= 64
     assert sorted(i for batch in batches for i in batch) == list(range(200))
     chunks = plan_chunks(lengths, 64)
     assert [w.start for w in chunks] == [0, *(w.end for w in chunks[:-1])]
@@ -221,7 +222,7 @@ def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -
     captured = capsys.readouterr()
     assert captured.err.startswith("Features of 10 samples, ")
     assert "KB" in captured.err
-    assert "tok/s" in captured.err or "ktok" in captured.err
+    assert re.search(r"\dk?tok/s", captured.err)
 
 
 # Bad input: one sentence each, nothing written.
@@ -244,6 +245,7 @@ def test_bad_samples_layers_and_dtype(tmp_path: Path) -> None:
         tmp_path, [*samples, Tokenized(torch.arange(300) % 160, torch.ones(300).bool(), "long", "chat")], "300", "256"
     )
     refused(tmp_path, [*samples, Tokenized(torch.tensor([5, 160]), torch.ones(2).bool(), "odd", "chat")], "odd", "160")
+    refused(tmp_path, [Tokenized(torch.tensor([5, -1, 3]), torch.ones(3).bool(), "odd", "chat")], "odd", "id -1,")
     refused(tmp_path, samples, "8", layer_ids=(2, 8))
     refused(tmp_path, samples, "int4", dtype="int4")
     with pytest.raises(UserError, match="int4"):

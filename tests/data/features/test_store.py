@@ -14,7 +14,14 @@ from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features import store as features
-from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec, check_disk_space, estimate_bytes
+from draftsmith.data.features.store import (
+    SHARD_BYTES,
+    FeatureStore,
+    FeatureWriter,
+    StoreSpec,
+    check_disk_space,
+    estimate_bytes,
+)
 from draftsmith.errors import UserError
 
 WIDTH, LAYERS = 6, (0, 2, 5)
@@ -194,6 +201,24 @@ def test_no_store_and_broken_index(tmp_path: Path) -> None:
     value["shards"][0]["lengths"].pop()
     index.write_text(json.dumps(value))
     refused(tmp_path, "do not add up", "shard-00000")
+    for dtype in ("int4", 3, ["float32"]):
+        index.write_text(json.dumps({**json.loads(text), "dtype": dtype}))
+        refused(tmp_path, "index.json", "which no store has")
+
+
+def test_a_shard_has_half_a_gibibyte_at_most() -> None:
+    assert SHARD_BYTES == 536_870_912
+
+
+def test_what_is_half_written_is_swept_in_the_stores_own_folder_alone(tmp_path: Path) -> None:
+    FeatureWriter(tmp_path, SPEC)
+    (tmp_path / "inside").mkdir()
+    own, others = (folder / ".x.draftsmith-0123456789ab.tmp" for folder in (tmp_path, tmp_path / "inside"))
+    own.touch()
+    others.touch()
+    FeatureWriter(tmp_path, SPEC)
+    assert not own.exists()
+    assert others.exists()
 
 
 def test_a_shard_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,8 @@ def test_eos_and_the_limit_are_exact() -> None:
         (Request("x", "a", (), 4), "empty"),
         (Request("x", "a", (1, 2), 0), "max_new_tokens is 0"),
         (Request("x", "a", (1, 999), 4), "outside the target's vocabulary"),
+        (Request("x", "a", (1, 160, 2), 4), "outside the target's vocabulary of 160"),
+        (Request("x", "a", (1, -1, 2), 4), "outside the target's vocabulary"),
         (Request("x", "a", (1,) * 250, 20), "context has 256"),
     ],
 )

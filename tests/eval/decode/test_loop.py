@@ -284,3 +284,42 @@ def test_drafts_of_one_row_are_those_of_two(tree: StaticTree | DynamicTree | Non
         draft_probs.append(torch.cat([x.flatten(0, -2) for x in seen]))
     assert len(draft_probs[0]) >= 4
     torch.testing.assert_close(draft_probs[0], draft_probs[1], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 2.0])
+def test_seen_tokens_are_those_of_each_rows_text(penalty: float) -> None:
+    target = make_target()
+    requests = [replace(r, max_new_tokens=n) for r, n in zip(make_requests(4), (5, 2, 7, 3), strict=True)]
+    run = Loop(target, known(target, requests, 0.6), requests, Sampling(repetition_penalty=penalty), None, 2)
+    checked = 0
+    while run.fill():
+        run.round()
+        assert (run.seen_BV is None) == (penalty == 1)
+        for row, answer in enumerate(run.rows):
+            if run.seen_BV is not None and not answer.finish_reason:
+                text = {*answer.request.prompt_ids, *answer.output_ids}
+                assert run.seen_BV[row].nonzero()[:, 0].tolist() == sorted(text)
+                checked += 1
+    assert (checked > 4) == (penalty != 1)
+
+
+class Laps:
+    """A stopwatch that notes which laps it is asked for."""
+
+    def __init__(self, device: torch.device, wait: bool) -> None:
+        self.names: list[str] = []
+        self.last = 0.0
+
+    def lap(self, name: str) -> None:
+        self.names.append(name)
+
+
+def test_every_part_of_a_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Stopwatch", Laps)
+    requests = [replace(r, max_new_tokens=n) for r, n in zip(make_requests(3), (9, 9, 2), strict=True)]
+    run = Loop(make_target(), TargetAlone(), requests, GREEDY, None, 3)
+    assert run.watch.names == ["ttft", "draft", "other"]
+    run.round()
+    assert run.watch.names[3:] == ["draft", "verify", "commit"]
+    assert run.fill()
+    assert run.watch.names[6:] == ["other"], "a row that is done has left"

@@ -45,6 +45,7 @@ ALL = Sampling(0.8, 9, 0.9, 0.1, 1.5)
     "sampling",
     [
         Sampling(0.7),
+        Sampling(2.0),
         Sampling(1.0, top_k=4),
         Sampling(1.2, top_p=0.8),
         Sampling(0.9, min_p=0.15),
@@ -91,7 +92,10 @@ def test_a_distribution_never_becomes_empty() -> None:
         found = probs(logits, tight)
         torch.testing.assert_close(found.sum(-1), torch.ones(50))
         assert torch.equal(found.argmax(-1), logits.argmax(-1))
-        assert tight.top_k == 99 or bool((found.amax(-1) == 1).all())
+        if tight.top_k == 99:
+            assert torch.equal(found, logits.softmax(-1))
+        else:
+            assert bool((found.amax(-1) == 1).all())
 
 
 def test_a_penalty_moves_both_signs_down_and_nothing_else() -> None:
@@ -207,3 +211,16 @@ def test_the_largest_logit_is_found_block_by_block(shape: tuple[int, ...]) -> No
 def test_temperatures_that_make_no_distribution_are_refused(temperature: float) -> None:
     with pytest.raises(UserError, match="temperature is"):
         Sampling(temperature)
+
+
+def test_top_p_stops_where_its_mass_is_reached_exactly() -> None:
+    assert probs(torch.zeros(1, 4), Sampling(1.0, top_p=0.5)).tolist() == [[0.5, 0.5, 0, 0]]
+
+
+@pytest.mark.parametrize("shape", [(128, 200), (64, 320), (2, 64, 128), (5, 4096), (70000,)], ids=str)
+def test_the_largest_of_many_is_found_whatever_the_shape(shape: tuple[int, ...]) -> None:
+    """Few values, so that there are equals: the first of them."""
+    logits = torch.randint(50, shape, generator=torch.Generator().manual_seed(0)).float()
+    values, indices = top1(logits)
+    assert torch.equal(values, logits.amax(-1))
+    assert torch.equal(indices, (logits == values[..., None]).int().cumsum(-1).eq(0).sum(-1))

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.eval.decode import trees
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling, probs
-from draftsmith.eval.decode.trees import PUBLISHED, StaticTree, load_tree
+from draftsmith.eval.decode.trees import PUBLISHED, DynamicTree, StaticTree, load_tree, read_origin, save_tree
 from draftsmith.eval.decode.verify import Noise, Typical, Verdict, verify
 
 BUSH = StaticTree.of("bush", [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [0, 0, 0]])
@@ -40,9 +41,10 @@ def test_a_tree_can_be_cut_at_a_depth() -> None:
 def test_the_published_tree_has_63_nodes_at_four_depths() -> None:
     tree = PUBLISHED["medusa_63"]
     assert (len(tree.choices), tree.levels, tree.ranks) == (63, (10, 28, 23, 2), 10)
-    assert (0, 0, 0, 1) in tree.choices
-    assert (1, 6) in tree.choices
-    assert (1, 7) not in tree.choices
+    # mc_sim_7b_63 of FasterDecoding/Medusa, medusa/model/medusa_choices.py, in another order: digits are ranks.
+    published = """0 1 2 3 4 5 6 7 8 9  00 01 02 03 04 05 06 07 08 09  10 11 12 13 14 15 16  20 21 22  30 31  40 50 60 70 80 90
+        000 001 002 003 004 005 006 007 008 009  010 011 012  020 021  030 040 050 060 070  100 101  200  0000 0001"""
+    assert sorted(tree.choices) == sorted(tuple(map(int, path)) for path in published.split())
 
 
 def test_trees_come_from_json(tmp_path: Path) -> None:
@@ -74,6 +76,61 @@ def test_what_is_no_tree_is_refused(tmp_path: Path, content: str, message: str) 
     file.write_text(content)
     with pytest.raises(UserError, match=message):
         load_tree(str(file))
+
+
+def test_a_tree_may_be_as_large_as_the_limits_and_no_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MOST_NODES", 5)
+    monkeypatch.setattr(trees, "MOST_LEVELS", 3)
+    file = tmp_path / "large.json"
+    for content in ([[0], [1], [2], [3], [4]], [[0], [0, 0], [0, 0, 0]], [[2**31 - 1]]):
+        file.write_text(json.dumps(content))
+        assert len(load_tree(str(file)).choices) == len(content)
+    for content in ([[0], [1], [2], [3], [4], [5]], [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]):
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match=f"has {len(content)} nodes and {len(content[-1])} levels"):
+            load_tree(str(file))
+    file.write_text("[[0]" + " " * 2**21 + "]")
+    assert load_tree(str(file)).choices == ((0,),)
+    for content in ([[2**31]], [[0], [1.5]], [[0], 1], "x"):
+        file.write_text(json.dumps(content))
+        with pytest.raises(UserError, match="list of paths of whole numbers"):
+            load_tree(str(file))
+
+
+def test_a_saved_tree_is_read_again_and_by_people(tmp_path: Path) -> None:
+    file, origin = (
+        tmp_path / "mine.json",
+        {"head": "é" * 9, "tau": [round(1 + n / 8, 3) for n in range(40)], "best": {"t": 1}},
+    )
+    save_tree(file, BUSH, origin)
+    assert load_tree(str(file)) == StaticTree("mine", BUSH.choices)
+    assert read_origin(file) == origin
+    lines = file.read_text(encoding="utf-8").splitlines()
+    assert "é" * 9 in lines[3]
+    assert lines[:3] == ["{", f'  "choices": {json.dumps([list(path) for path in BUSH.choices])},', '  "origin": {']
+    assert lines[5] == "      1.0,", "a long list takes a line for each part"
+    assert lines[-3:] == ['    "best": {"t": 1}', "  }", "}"], "a short one takes one line"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save_tree(file, BUSH, {"tau": float("nan")})
+    for text in ('{"origin": {"a": 1}}', '{"choices": [[0]], "origin": 3}', "[[0]]", "no JSON"):
+        file.write_text(text)
+        assert read_origin(file) is None
+
+
+@pytest.mark.parametrize(("margin", "one_line"), [("", True), (" ", False)])
+def test_a_line_has_160_characters_at_most(margin: str, one_line: bool) -> None:
+    value = ["x" * 156]
+    assert (trees._lines(value, margin) == json.dumps(value)) == one_line
+
+
+@pytest.mark.parametrize("tree", [DynamicTree(1, 3, 99), DynamicTree(3, 2, 99), DynamicTree(4, 3, 9)], ids=str)
+def test_a_dynamic_tree_counts_its_most_nodes(tree: DynamicTree) -> None:
+    """Level by level: as many children as `branching` of each of the `branching` best nodes."""
+    nodes = 1
+    for level in range(tree.depth):
+        nodes += tree.branching * (tree.branching if level else 1)
+    assert tree.max_nodes == min(nodes, tree.total_tokens)
+    assert DynamicTree(1, 1, 2).max_nodes == 2
 
 
 def test_an_unknown_tree_is_refused_with_the_known_ones() -> None:

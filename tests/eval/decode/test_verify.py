@@ -399,7 +399,9 @@ def test_without_a_penalty_nothing_is_done_for_one(monkeypatch: pytest.MonkeyPat
                 verify(draft, logits, Sampling(1.0, repetition_penalty=2.0), noise, seen_BV=seen)
             patch.setattr(verifier, "penalize", never)
             for sampling in (Sampling(), Sampling(1.0)):
-                verify(draft, logits, sampling, noise)
+                found = [verify(draft, logits, sampling, noise, seen_BV=tokens) for tokens in (None, seen)]
+                assert torch.equal(found[0].next_B, found[1].next_B)
+                assert torch.equal(found[0].path_BD, found[1].path_BD)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -207,7 +207,8 @@ def test_unlike_settings_are_named(settings: dict[str, Any], said: str) -> None:
 
 
 def test_seeds_and_repeats_may_differ() -> None:
-    compare_results(decoded(), set_in(decoded(), seed=5, repeats=1))
+    found = compare_results(decoded(), set_in(decoded(), seed=5, repeats=1))
+    assert [one.name for one in found.drafters] == ["eagle3"]
 
 
 def test_prompts_of_earlier_results_are_compared_by_slice_and_number() -> None:

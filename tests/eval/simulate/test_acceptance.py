@@ -1,4 +1,4 @@
-"""The recursion against the enumeration of every text and every path of a toy, and against the decoder."""
+"""The recursion against the enumeration of every text and every path of a toy, and against plain loops."""
 
 import itertools
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation, Request, Round, tally_generation, total
+from draftsmith.eval.decode.answers import Generation, Request, Round, Tally, tally_generation, total
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import Answer, chain_acceptance, expected_tallies, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput
@@ -134,7 +134,9 @@ def test_decoded_tally_counts_what_was_emitted() -> None:
     assert total([tally, tally], 3).tau == tally.tau == pytest.approx(5 / 3)
 
 
-def _batch(ids: list[int], mask: list[int], document: list[int], last: torch.Tensor, head: TargetHead) -> TrainBatch:
+def make_batch(
+    ids: list[int], mask: list[int], document: list[int], last: torch.Tensor, head: TargetHead
+) -> TrainBatch:
     logits = head.logits(last)
     return TrainBatch(
         torch.tensor([ids]),
@@ -152,7 +154,7 @@ def test_answers_are_found_at_document_borders() -> None:
     head = TargetHead(torch.eye(4))
     mask = [0, 1, 1, 1, 0, 1, 1, 1, 1, 0]
     document = [0, 0, 0, 0, 1, 1, 1, 2, 2, -1]
-    batch = _batch([0] * 10, mask, document, torch.zeros(10, 4), head)
+    batch = make_batch([0] * 10, mask, document, torch.zeros(10, 4), head)
     # Document 2 opens with a supervised token: there is no prompt that its first token could come from.
     assert find_answers(batch) == [Answer(0, 0, 1, 3), Answer(0, 1, 5, 6)]
 
@@ -165,7 +167,7 @@ def test_acceptance_probabilities_are_min_1_q_over_p(sampling: Sampling) -> None
     ids = [0, 4, 1, 4, 3]
     last = torch.randn(5, 5)
     last[torch.arange(4), torch.tensor(ids[1:])] += 3  # the text is likely, also under top-k
-    batch = _batch(ids, [0, 1, 1, 1, 1], [0] * 5, last, head)
+    batch = make_batch(ids, [0, 1, 1, 1, 1], [0] * 5, last, head)
     vocab = torch.tensor([0, 1, 4])
     logits = torch.randn(3, 3)
     output = HeadOutput((StepOutput(0, torch.tensor([0, 1, 2]), logits),))
@@ -189,7 +191,60 @@ def test_text_of_probability_zero_is_refused() -> None:
     head = TargetHead(torch.eye(4))
     last = torch.zeros(4, 4)
     last[:, 0] = 9
-    batch = _batch([0, 1, 2, 3], [0, 1, 1, 1], [0] * 4, last, head)
+    batch = make_batch([0, 1, 2, 3], [0, 1, 1, 1], [0] * 4, last, head)
     output = HeadOutput((StepOutput(0, torch.tensor([0, 1]), torch.zeros(2, 4)),))
     with pytest.raises(UserError, match="probability 0"):
         chain_acceptance(output, batch, head, None, Sampling(1.0, top_k=1))
+
+
+def plain_tally(c_TK: np.ndarray, tokens: int, proposed: list[int]) -> Tally:
+    """The rounds of one answer: from every root that is reached, draft by draft, until one is refused or none is left."""
+    reach, k_most = {0: 1.0}, c_TK.shape[1]
+    rounds = drafted = 0.0
+    accepted, reached = np.zeros(k_most), np.zeros(k_most)
+    for root in range(tokens):
+        here = reach.get(root, 0.0)
+        depth = 0
+        while depth < min(k_most, tokens - root) and not np.isnan(c_TK[root, depth]):
+            depth += 1
+        rounds += here
+        drafted += here * sum(proposed[:depth])
+        for k in range(depth):
+            reached[k] += here
+            accepted[k] += here * c_TK[root, k]
+            reach[root + k + 1] = reach.get(root + k + 1, 0.0) + here * (1 - c_TK[root, k])
+            here *= c_TK[root, k]
+        end = min(root + depth + 1, tokens)
+        reach[end] = reach.get(end, 0.0) + here
+    return Tally(1, float(tokens), rounds, drafted, accepted, reached)
+
+
+@pytest.mark.parametrize("levels", [None, (2, 3, 1)])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_answers_of_all_lengths_at_once(num_drafts: int, levels: tuple[int, ...] | None) -> None:
+    """Some rounds draft less than asked for, and some nothing at all."""
+    random = np.random.default_rng(num_drafts)
+    tokens = np.array([4, 0, 9, 1, 6])
+    c = random.random((5, 9, num_drafts))
+    c[random.random(c.shape) < 0.2] = np.nan
+    found = expected_tallies(c, tokens, num_drafts, None if levels is None else levels[:num_drafts])
+    for tally, c_TK, count in zip(found, c, tokens.tolist(), strict=True):
+        expected = plain_tally(c_TK, count, list(levels or (1,) * 3))
+        for name in ("answers", "tokens", "rounds", "drafted"):
+            assert getattr(tally, name) == pytest.approx(getattr(expected, name), abs=1e-12)
+        np.testing.assert_allclose(tally.accepted_K, expected.accepted_K, atol=1e-12)
+        np.testing.assert_allclose(tally.reached_K, expected.reached_K, atol=1e-12)
+
+
+def test_each_answer_is_simulated_from_its_own_rows() -> None:
+    c_BLK = torch.rand(2, 12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    answers = [Answer(0, 0, 2, 6), Answer(0, 1, 9, 9), Answer(1, 0, 1, 11)]
+    found = simulate(c_BLK, answers, 2)
+    for tally, answer in zip(found, answers, strict=True):
+        # The first token came from the prefill; the row before a root drafts from it.
+        rows = c_BLK[answer.row, answer.first - 1 : answer.last - 1, :2].numpy()
+        expected = plain_tally(rows, answer.last - answer.first, [1, 1])
+        assert (tally.rounds, tally.tokens) == pytest.approx((expected.rounds, expected.tokens))
+        np.testing.assert_allclose(tally.accepted_K, expected.accepted_K, atol=1e-12)
+    assert simulate(c_BLK, [], 2) == []
+    assert simulate(c_BLK, answers[1:2], 2)[0].rounds == 0

@@ -68,6 +68,9 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
         assert f"- {ENGINES[engine].title}: {ENGINES[engine].counters}." in text
     assert any(str(place) in word for words in found for word in words)
     assert {word for words in found for word in words if "my target" in word} <= {target}
+    options = {word for words in found for word in words}
+    assert ("--speculative-config" in options) >= (layout in VLLM_METHODS)
+    assert ("--speculative-algorithm" in options) >= (layout in SGLANG_ALGORITHMS)
     for words in found:
         if "--speculative-config" in words and layout in VLLM_METHODS:
             tokens = 3 if layout in ("medusa_vllm", "dflash", "dspark") else 5
@@ -83,10 +86,10 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
             assert after(words, "--tp-size") == "2"
         if words[0] == "text-generation-launcher":
             assert (after(words, "--speculate"), after(words, "--num-shard")) == ("3", "2")
-    for block in blocks(text, "yaml") if layout in TENSORRT_LLM_KEYS else []:
+    assert bool(blocks(text, "yaml")) == (layout in TENSORRT_LLM_KEYS)
+    for block in blocks(text, "yaml"):
         expected = {"max_draft_len": 5, "speculative_model": str(place), **TENSORRT_LLM_KEYS[layout]}
         assert yaml.safe_load(block)["speculative_config"] == expected
-    assert layout not in TENSORRT_LLM_KEYS or blocks(text, "yaml")
 
 
 def test_llama_cpp_converts_both_in_the_dtype_of_the_export(tmp_path):

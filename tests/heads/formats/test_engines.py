@@ -166,7 +166,10 @@ def alternatives() -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("what", "layout"), sorted(set(alternatives())))
 def test_the_layout_that_a_rule_offers_holds_the_head(what, layout):
     target = make_target()
-    convert_head(HEADS[what](target), target, layout=layout)
+    head = HEADS[what](target)
+    files = convert_head(head, target, layout=layout)
+    rules = [rule for served in layouts()[layout].engines.values() for rule in served.rules]
+    assert not [rule.what for rule in rules if rule.refused and rule.found(files, target, head)]
 
 
 def linear_shards(config: dict[str, int], gpus: int) -> bool:

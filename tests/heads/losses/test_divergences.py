@@ -106,6 +106,31 @@ def test_gradients_are_those_of_differences(spec, inside):
         assert torch.autograd.gradcheck(lambda x: loss(x.log_softmax(-1), teacher), logits.requires_grad_())
 
 
+@pytest.mark.parametrize("count", [1, 3, W, W + 5])
+def test_the_most_likely_tokens_are_each_rows_own(count):
+    p, logits, tokens = draft_probs()
+    log_q = logits.log_softmax(-1)
+    found = divergences.top_k_ce(log_q, teacher_of(p, tokens), count)
+    for row in range(R):
+        best = sorted(range(W), key=lambda token: -float(p[row, token]))[:count]
+        assert float(found[row]) == pytest.approx(-sum(float(p[row, t] * log_q[row, t]) for t in best))
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=lambda loss: loss.name)
+def test_the_backward_pass_needs_the_teacher_where_the_entry_says_so(loss):
+    """Another teacher in its place, after the forward pass, changes the gradient of those that keep it alone."""
+    p, logits, tokens = draft_probs()
+    found = []
+    for spoiled in (False, True):
+        teacher, x = teacher_of(p.clone(), tokens), logits.clone().requires_grad_()
+        value = row_loss(LossSpec(kind=loss.name))(x.log_softmax(-1), teacher).sum()
+        if spoiled:
+            teacher.p.data.copy_(teacher.p.flip(-1))
+        value.backward()
+        found.append(x.grad)
+    assert torch.equal(*found) == (not loss.keeps_teacher)
+
+
 def gradient(kind: str, logits: Tensor, teacher: Teacher, **options: float) -> Tensor:
     logits = logits.detach().requires_grad_()
     row_loss(LossSpec(kind=kind, **options))(logits.log_softmax(-1), teacher).sum().backward()

@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
 from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.divergences import LOSSES
-from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_divisor, make_teacher
+from draftsmith.heads.losses.head_loss import LossOutput, draft_index, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import MedusaOptions, build
 from draftsmith.heads.target.target import Target
@@ -236,3 +236,10 @@ def test_a_loss_that_weighs_nothing_is_refused(target):
         LossSpec(weight=0.0).check_head(head)
     for spec in (LossSpec(), LossSpec(weight=0.0, also={"tv": 0.5}), LossSpec(weight=0.0, top_k_weight=1.0)):
         spec.check_head(head)
+
+
+@pytest.mark.parametrize("vocab", [[0], [3, 4, 9], [0, 2, 11]])
+def test_every_id_is_found_in_the_draft_vocabulary(vocab):
+    expected = [vocab.index(token) if token in vocab else -1 for token in range(12)]
+    assert draft_index(torch.arange(12, dtype=torch.int32), torch.tensor(vocab)).tolist() == expected
+    assert draft_index(torch.arange(12), None).tolist() == list(range(12))

@@ -15,6 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_supervised_rows, supervised_rows
+from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import build
@@ -67,6 +68,99 @@ def test_losses_side_by_side_are_their_weighed_sum(target, batch):
         for k, s in enumerate(output.steps)
     )
     torch.testing.assert_close(loss(both), plain)
+
+
+HARD, FEATURES = LossSpec(kind="hard_ce", decay=0.7), LossSpec(kind="hard_ce", decay=0.7, feature_weight=0.4)
+
+
+def with_features(output: HeadOutput, batch: TrainBatch) -> HeadOutput:
+    generator = torch.Generator().manual_seed(7)
+    width = batch.last.shape[-1]
+    states = [2 * torch.randn(len(s.rows), width, generator=generator) for s in output.steps]
+    return HeadOutput(tuple(replace(s, feature=x) for s, x in zip(output.steps, states, strict=True)))
+
+
+@pytest.mark.parametrize("vocab", [None, torch.arange(0, 160, 2)], ids=["whole", "draft vocabulary"])
+def test_features_and_the_most_likely_tokens_add_their_own_losses(vocab, target, batch):
+    """EAGLE-1's and HASS's, row by row; a row that the draft vocabulary drops counts in none."""
+    output = with_features(random_output(batch), batch)
+    columns = torch.arange(160) if vocab is None else vocab
+    output = HeadOutput(tuple(replace(s, source=s.logits[:, columns]) for s in output.steps))
+    p_RV, last = target.head.logits(batch.last).softmax(-1).flatten(0, 1), batch.last.flatten(0, 1)
+    features, likely = 0.0, 0.0
+    for k, step in enumerate(output.steps):
+        for row, logits, state in zip(step.rows.tolist(), step.logits, step.feature, strict=True):
+            p_V = p_RV[row + 1 + k]
+            if int(p_V.argmax()) not in columns:
+                continue
+            apart = (state - last[row + 1 + k]).abs()
+            features += 0.7**k * float(torch.where(apart < 1, apart**2 / 2, apart - 0.5).mean())
+            p_W, log_q_W = p_V[columns], logits.log_softmax(-1)
+            best = p_W.argsort(descending=True)[:4]
+            likely -= 0.7**k * float((p_W[best] * log_q_W[best]).sum())
+
+    def loss(spec: LossSpec) -> float:
+        return float(head_loss(output, batch, target.head, vocab, spec).loss_sum)
+
+    hard = loss(replace(HARD, weight=1.0, feature_weight=0.0))
+    assert loss(replace(FEATURES, weight=1.0)) - hard == pytest.approx(0.4 * features, rel=1e-4)
+    assert loss(HARD) == pytest.approx(0.1 * hard + features, rel=1e-4), "a tenth beside features"
+    both = replace(HARD, weight=1.0, feature_weight=0.0, top_k_weight=0.3, top_k=4)
+    assert loss(both) - hard == pytest.approx(0.3 * likely, rel=1e-4)
+
+
+@pytest.mark.parametrize("normalize", ["rows", "sequence"])
+@pytest.mark.parametrize("kind", ["kl", "hard_ce"])
+def test_a_tuned_target_has_a_loss_of_its_own(kind, normalize, target, batch):
+    """Medusa-2's: the original's distribution, or the text, at the positions of step 0's tokens and the one before."""
+    generator = torch.Generator().manual_seed(8)
+    output = random_output(batch)
+    rows = (supervised_rows(batch, 0).flatten().nonzero().flatten() + 1)[::2]
+    logits = 2 * torch.randn(len(rows), 160, generator=generator)
+    tuned = StepOutput(-1, rows, logits)
+    spec = LossSpec(kind="hard_ce", tuned_kind=kind, weight=1.0, normalize=normalize)
+    p_RV = target.head.logits(batch.last).softmax(-1).flatten(0, 1)
+    L = batch.ids.shape[1]
+    keys = [row // L * 10 + int(batch.document.flatten()[row]) for row in range(batch.ids.numel())]
+    counted = [keys[row] for row in output.steps[0].rows.tolist()]
+    loss = apart = same = 0.0
+    for row, one in zip(rows.tolist(), logits, strict=True):
+        p, log_q = p_RV[row], one.log_softmax(-1)
+        divergence = float((p * (p.log() - log_q)).sum())
+        weight = 1.0 if normalize == "rows" else 1 / max(1, counted.count(keys[row]))
+        text = -float(log_q[int(batch.ids.flatten()[row + 1])])
+        loss += weight * (divergence if kind == "kl" else text)
+        apart += divergence
+        same += int(p.argmax()) == int(one.argmax())
+    draft = float(head_loss(output, batch, target.head, None, spec).loss_sum)
+
+    def scored(spec: LossSpec, warmup: float = 1.0) -> Any:
+        return head_loss(HeadOutput(output.steps, tuned), batch, target.head, None, spec, warmup)
+
+    found = scored(spec)
+    assert found.tuned.tolist() == pytest.approx([loss, apart, same, len(rows)], rel=1e-4)
+    assert float(found.loss_sum) == pytest.approx(draft + loss, rel=1e-4)
+    assert float(scored(replace(spec, tuned_weight=0.3)).loss_sum) == pytest.approx(draft + 0.3 * loss, rel=1e-4)
+    assert float(scored(replace(spec, weight=None)).loss_sum) == pytest.approx(0.2 * draft + loss, rel=1e-4)
+    assert float(scored(spec, 0.25).loss_sum) == pytest.approx(0.25 * draft + loss, rel=1e-4)
+
+
+@pytest.mark.parametrize("normalize", ["rows", "sequence"])
+def test_without_gradients_rows_go_piece_by_piece(normalize, target, batch, monkeypatch):
+    whole = with_features(random_output(batch, confident=True), batch)
+    spec = LossSpec(normalize=normalize, also={"tv": 0.5}, top_k_weight=0.5)
+    expected = head_loss(whole, batch, target.head, None, spec)
+    monkeypatch.setattr(head_loss_module, "_CHUNK_ROWS", 7)
+    assert len(whole.steps[0].rows) > 14
+    sizes = []
+    steps = [
+        replace(s, source=lambda piece, s=s: sizes.append(len(s.rows[piece])) or s.logits[piece]) for s in whole.steps
+    ]
+    with torch.no_grad():
+        found = head_loss(HeadOutput(tuple(steps)), batch, target.head, None, spec)
+    assert max(sizes) == 7
+    for name in ("loss_sum", "step_loss", "step_acceptance", "step_correct", "step_rows", "rows"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name).detach(), msg=name)
 
 
 def test_confidence_learns_the_acceptance_rate_and_leaves_the_distribution_alone(target, batch):

@@ -4,11 +4,9 @@ Acceptance does not depend on the machine and costs do not depend on the text, s
 served (`draftsmith costs`) decides together with acceptance that was measured elsewhere.
 """
 
-import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -167,7 +165,7 @@ def _check_point(point: CostPoint, where: str) -> None:
 
 def write_cost_table(path: Path, table: CostTable) -> None:
     """Write the table atomically."""
-    values: dict[str, Any] = json.loads(json.dumps(asdict(table)))
+    values = asdict(table)
     write_json(path, {"schema_version": values.pop("schema_version"), **values})
 
 

@@ -163,7 +163,18 @@ def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: in
             watch.lap("job")
             if repeat >= _WARM_UP:
                 times[key].append(1000 * watch.seconds["job"])
-    return {key: median(found) for key, found in times.items()}
+    return _ascending({key: median(found) for key, found in times.items()})
+
+
+def _ascending(times: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Return the costs with none above that of a larger size of the same kind: less work never takes longer, so that what does was
+    held up."""
+    found: dict[tuple[str, str], float] = {}
+    least: dict[str, float] = {}
+    for name, size in sorted(times, key=lambda key: int(key[1]) if key[1].isdecimal() else 0, reverse=True):
+        least[name] = min(times[name, size], least.get(name, times[name, size]))
+        found[name, size] = least[name]
+    return {key: found[key] for key in times}
 
 
 def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:

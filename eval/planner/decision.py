@@ -18,6 +18,8 @@ from draftsmith.files import write_json
 
 HOUR = 3600
 MILLION = 10**6
+_FAR = 0.1
+"""A prediction that misses by more says that the costs or the turns were held up."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,15 @@ def make_decision(
     plan = Plan(tuple(results), table)
     doubts = dict.fromkeys(doubt for result in results for doubt in result.doubts)
     here = table.hardware == first.hardware
+    checks = tuple(make_checks(plan)) if here else ()
+    missed = [check for check in checks if not check.holds and abs(check.difference) > _FAR]
+    if missed:
+        one = max(missed, key=lambda check: abs(check.difference))
+        off = f"the plan is off by {100 * one.difference:+.0f}% for {one.drafter} with K = {one.num_speculative_tokens}"
+        doubts[off] = None
     verdict = decide(plan, doubts=list(doubts) if here else (), rising=rising)
     if verdict is None:
         return None
-    checks = tuple(make_checks(plan)) if here else ()
     return Decision(plan, verdict, make_rules(plan, verdict.option), checks, price_per_hour)
 
 

@@ -146,6 +146,26 @@ class Plan:
             found += [o.speedup for o in (cell.options if cell else ()) if same_draft(o, option)]
         return found
 
+    def measured(self, result: Result, option: Option) -> float | None:
+        """Return the speedup with which a draft was timed at the headline's batch, None where it was not, or on another machine."""
+        drafter = result.drafters.get(option.drafter)
+        if self.table.hardware != result.hardware or self.batch != result.settings.batch or drafter is None:
+            return None
+        own = drafter.draft.num_speculative_tokens if drafter.draft else None
+        if own == option.num_speculative_tokens and drafter.overall.speedup is not None:
+            return drafter.overall.speedup
+        picks = ((pick.drafter, pick.num_speculative_tokens, pick.speedup) for pick in result.picks)
+        return next(
+            (speedup for *key, speedup in picks if tuple(key) == (option.drafter, option.num_speculative_tokens)), None
+        )
+
+    def gains(self, option: Option) -> tuple[list[float], bool]:
+        """Return a draft's speedup at each result's temperature, at the headline's place, and whether they were measured: as measured
+        where every one was, else as predicted."""
+        timed = [self.measured(result, option) for result in self.results]
+        known = [gain for gain in timed if gain is not None]
+        return (known, True) if len(known) == len(timed) else (self.speedups(option, self.batch), False)
+
 
 def same_draft(one: Option, other: Option) -> bool:
     """Whether two options are the same drafter with the same draft length."""

@@ -6,7 +6,6 @@ Engines start with one draft length; a gateway before two of them, one with and 
 belongs. K: num_speculative_tokens, 0 for none.
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -134,7 +133,7 @@ def describe_rules(rules: Rules) -> list[str]:
 
 def write_rules(path: Path, rules: Rules) -> None:
     """Write the rules atomically."""
-    write_json(path, json.loads(json.dumps(asdict(rules))))
+    write_json(path, asdict(rules))
 
 
 def read_rules(path: str | Path) -> Rules:

@@ -49,7 +49,7 @@ def decide(
     if not options:
         return None
     best = options[0]
-    gains = plan.speedups(best, plan.batch)
+    gains, timed = plan.gains(best)
     reasons = [*_figures(plan, best), *(f"The clock: {doubt}." for doubt in doubts)]
     if doubts and min(gains) < 2 * PAYS - 1:
         # Far above the threshold a busy machine decides nothing.
@@ -57,13 +57,18 @@ def decide(
             Action.MEASURE_AGAIN, "Measure again on a quiet machine before you decide.", tuple(reasons), best
         )
     if max(gains) >= PAYS:
-        return _deploy(plan, best, options, gains, reasons)
+        return _deploy(plan, best, options, gains, "measured" if timed else "predicted", reasons)
     return _keep_off(plan, best, max(gains), rising, reasons)
 
 
-def _deploy(plan: Plan, best: Option, options: Sequence[Option], gains: Sequence[float], reasons: list[str]) -> Verdict:
+def _deploy(
+    plan: Plan, best: Option, options: Sequence[Option], gains: Sequence[float], how: str, reasons: list[str]
+) -> Verdict:
     temperatures = [r.settings.temperature for r in plan.results]
-    speeds = ", ".join(f"{gain:.2f}x at temperature {t:g}" for gain, t in zip(gains, temperatures, strict=True))
+    speeds = (
+        ", ".join(f"{gain:.2f}x at temperature {t:g}" for gain, t in zip(gains, temperatures, strict=True))
+        + f" ({how})"
+    )
     name, k = best.drafter, best.num_speculative_tokens
     reasons += [
         f"At temperature {t:g} it is slower than the target alone ({gain:.2f}x): leave it off there."
@@ -74,12 +79,16 @@ def _deploy(plan: Plan, best: Option, options: Sequence[Option], gains: Sequence
     if crossing is not None:
         reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
     own = next((o for o in options if o.drafter == name and o.num_speculative_tokens == _used(plan, name)), None)
-    gain = 1.0 if own is None else best.speedup / own.speedup
+    gain = 1.0
+    if own is not None:
+        # Like with like: both measured, or both predicted.
+        used, timed = plan.gains(own)
+        gain = gains[0] / used[0] if timed and how == "measured" else best.speedup / own.speedup
     if own is not None and not same_draft(own, best) and gain >= _WORTH_CHANGING:
         way = "Lower" if k < own.num_speculative_tokens else "Raise"
         return Verdict(
             Action.CHANGE_K,
-            f"{way} the draft length of {name} to {k} and deploy it: {speeds}, against {own.speedup:.2f}x with "
+            f"{way} the draft length of {name} to {k} and deploy it: {speeds}; {gain:.2f} times as fast as with "
             f"{own.num_speculative_tokens}.",
             tuple(reasons),
             best,

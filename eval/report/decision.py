@@ -52,7 +52,7 @@ def banner(view: View) -> Banner:
             "unsure", "no plan", "Costs were not measured: what follows is acceptance alone.", (), (), tuple(warnings)
         )
     verdict, plan = decision.verdict, decision.plan
-    gains = plan.speedups(verdict.option, plan.batch)
+    gains, _ = plan.gains(verdict.option)
     temperatures = [r.settings.temperature for r in plan.results]
     figures = [(times(gain), f"at temperature {t:g}") for gain, t in zip(gains, temperatures, strict=False)]
     figures += [(f"K = {verdict.option.num_speculative_tokens}", "drafted tokens"), (number(verdict.option.tau), "tau")]

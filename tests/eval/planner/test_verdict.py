@@ -19,7 +19,10 @@ def verdict(alpha: float, k: int = 4, draft_ms: float = 1.0, **more: object) -> 
 def test_a_good_head_is_deployed_with_its_speed() -> None:
     found = verdict(0.8)
     assert found.action == Action.DEPLOY
-    assert found.headline == f"Deploy eagle3 with 4 drafted tokens: {found.option.speedup:.2f}x at temperature 0."
+    assert (
+        found.headline
+        == f"Deploy eagle3 with 4 drafted tokens: {found.option.speedup:.2f}x at temperature 0 (predicted)."
+    )
     assert any("From batch 16 on the target alone is as fast" in reason for reason in found.reasons)
 
 
@@ -83,3 +86,23 @@ def test_a_slow_baseline_is_said() -> None:
 
 def test_without_costs_there_is_no_verdict() -> None:
     assert decide(plan(result(0, {"overall": 0.8}), costs=table(name="medusa"))) is None
+
+
+def test_what_was_measured_counts_where_it_was() -> None:
+    """A draft that costs promise 2x and a clock gave 0.9x is not deployed; another machine has no such measurement."""
+    one = result(0, {"overall": 0.8})
+    promised = decide(plan(one))
+    assert promised is not None
+    slow = replace(one.drafters["eagle3"].overall, speedup=0.9)
+    timed = replace(one, drafters={"eagle3": replace(one.drafters["eagle3"], overall=slow)})
+    found = decide(plan(timed))
+    assert found is not None
+    assert (promised.action, found.action) == (Action.DEPLOY, Action.DO_NOT_DEPLOY)
+    assert "0.90x" in found.headline
+    elsewhere = decide(plan(timed, costs=replace(table(), hardware=replace(table().hardware, gpu="another"))))
+    assert elsewhere is not None
+    assert elsewhere.headline == promised.headline
+    fast = replace(timed, drafters={"eagle3": replace(timed.drafters["eagle3"], overall=replace(slow, speedup=2.5))})
+    measured = decide(plan(fast))
+    assert measured is not None
+    assert measured.headline == "Deploy eagle3 with 4 drafted tokens: 2.50x at temperature 0 (measured)."

@@ -126,6 +126,7 @@ class Bench:
         self.counts[verdict] += 1
         if verdict != "equal":
             self.findings.append({"what": what, "verdict": verdict, "said": last})
+            tqdm.write(f"{what}: {verdict}: {last}")
 
 
 def main(argv: list[str]) -> int:

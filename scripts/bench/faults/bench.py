@@ -11,6 +11,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -154,6 +155,9 @@ def main(argv: list[str]) -> int:
     ]
     for file, way in tqdm([(file, way) for file in files for way in WAYS], desc="damage", unit="file"):
         bench.damage(file, way)
-    write_json(own.output, {**environment(), "operations": points, "counts": bench.counts, "findings": bench.findings})
+    facts = environment()
+    command = f"python -m scripts.bench.faults --kills {own.kills} --random {own.random} --seed {own.seed}"
+    facts |= {"command": command, "hardware": asdict(facts["hardware"])}
+    write_json(own.output, {**facts, "operations": points, "counts": bench.counts, "findings": bench.findings})
     print(json.dumps(bench.counts, indent=2))
     return int(any(finding["verdict"] != "named" for finding in bench.findings))

@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,12 +143,14 @@ def export(own: Namespace, words: list[str]) -> int:
 
 def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
-    output, gate = own.output, read_gate(own)
+    output, gate, writing = own.output, read_gate(own), nullcontext()
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
-        folder = _session("report", words, own.redo).recipe.run_dir / "evaluation"
-        paths, output = sorted(folder.glob("*/result.json")), output or folder
+        run = _session("report", words, own.redo).run
+        paths = sorted((run.path / "evaluation").glob("*/result.json"))
+        if output is None:
+            output, writing = run.path / "evaluation", run.writing()
     if not paths:
         raise UserError("There is no result.json to report on: run `draftsmith evaluate` first, or name the files.")
     folder, results = output or paths[0].parent, [read_result(path) for path in paths]
@@ -157,8 +160,9 @@ def report(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
         )
-    decision = None if table is None else plan_stage(results, table, folder, price_per_hour=own.price_per_hour)
-    write_report(results, folder, decision)
+    with writing:
+        decision = None if table is None else plan_stage(results, table, folder, price_per_hour=own.price_per_hour)
+        write_report(results, folder, decision)
     print(folder / "report.html")
     return gate.judge(paths)
 

@@ -82,10 +82,11 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
                 write_result(path, made)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS
-    decision = None
-    if costs.is_file():
-        decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour)
-    write_report(results, folder, decision)
+    with session.run.writing():
+        decision = None
+        if costs.is_file():
+            decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour)
+        write_report(results, folder, decision)
     return paths
 
 

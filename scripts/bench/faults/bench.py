@@ -118,16 +118,18 @@ class Bench:
 
     def _judge(self, run: Path, what: str, refusal_is_fine: bool) -> None:
         code = in_a_child(command(run), self.log)
-        last = (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        said = (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        verdict = "named" if code == 2 and refusal_is_fine else f"exit code {code}"
         if code == 0:
-            now = outcome(run)
-            verdict = next((f"different {key}" for key in self.good if now[key] != self.good[key]), "equal")
-        else:
-            verdict = "named" if code == 2 and refusal_is_fine else f"exit code {code}"
+            now, verdict = outcome(run), "equal"
+            for key in self.good:
+                if now[key] != self.good[key]:
+                    verdict, said = f"different {key}", f"{now[key]}, not {self.good[key]}"
         self.counts[verdict] += 1
         if verdict != "equal":
-            self.findings.append({"what": what, "verdict": verdict, "said": last})
-            tqdm.write(f"{what}: {verdict}: {last}")
+            said = said.replace(f"{run}/", "")
+            self.findings.append({"what": what, "verdict": verdict, "said": said})
+            tqdm.write(f"{what}: {verdict}: {said[:300]}")
 
 
 def main(argv: list[str]) -> int:

@@ -8,9 +8,12 @@ import argparse
 import hashlib
 import json
 import random
+import shlex
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -18,17 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
+from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
 
 RECIPE = (
-    *("--target.path", "embedded", "--target.dtype", "float32", "--data.limit", "24", "--data.max_length", "96"),
-    *("--data.heldout", "6", "--answers.max_new_tokens", "12", "--answers.batch", "6", "--features.dtype", "float32"),
-    *("--head.layer_ids", "[2,8,13]", "--head.ttt_steps", "2", "--train.epochs", "2", "--train.row_tokens", "96"),
+    *("--target.dtype", "float32", "--data.limit", "24", "--data.max_length", "96", "--data.heldout", "6"),
+    *("--answers.max_new_tokens", "12", "--answers.batch", "6", "--features.dtype", "float32"),
+    *("--head.layer_ids", "[0,1,2]", "--head.ttt_steps", "2", "--train.epochs", "2", "--train.row_tokens", "96"),
     *(
         "--train.rows",
         "2",
@@ -51,13 +56,27 @@ RECIPE = (
     ),
     *("--evaluate.num_speculative_tokens", "2", "--evaluate.dtype", "float32", "--evaluate.generate", "false"),
 )
+PRELOADED = ("draftsmith.stages.pipeline", "draftsmith.train.loop", "deepspeed")
+"""What is imported once, before children are forked; the last is what Accelerate imports where it is installed."""
 REDOS = ("", "answers", "features", "train", "evaluate", "export")
 """What the killed command makes again, "" for a first run."""
+LAYERS = 4
+"""Of the target that ships with us, which has four times as many and takes four times as long."""
+
+
+def save_target(folder: Path) -> int:
+    """Write the first layers of the target that ships with us."""
+    AutoModelForCausalLM.from_pretrained(SHIPPED, num_hidden_layers=LAYERS).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SHIPPED).save_pretrained(folder)
+    return 0
 
 
 def command(run: Path, redo: str = "") -> Callable[[], int]:
-    """Return the work of `draftsmith run` in the folder `run`."""
-    return lambda: draftsmith(["run", *RECIPE, "--output_dir", str(run), *(("--redo", redo) if redo else ())])
+    """Return the work of `draftsmith run` in the folder `run`, on the target beside it."""
+    texts = ensure_embedded()
+    read = ("--data.sources", f'["{texts.conversations}"]', "--evaluate.prompts", f'["{texts.prompts}"]')
+    words = ["run", *RECIPE, *read, "--target.path", str(run.parent / "target"), "--output_dir", str(run)]
+    return lambda: draftsmith([*words, *(("--redo", redo) if redo else ())])
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -83,17 +102,21 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log.txt"
         self.whole = folder / "whole"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if in_a_child(lambda: save_target(folder / "target"), self.log):
+            raise SystemExit(f"the target cannot be written: {self.log} says why")
         if in_a_child(command(self.whole), self.log):
             raise SystemExit(f"the run that nothing happens to fails: {self.log} says why")
         self.good = outcome(self.whole)
         self.counts: Counter[str] = Counter()
         self.findings: list[dict[str, str]] = []
 
-    def operations(self, redo: str) -> int:
-        """Return how many operations on files a command has."""
-        run, number = self._copy(redo), self.folder / "operations"
+    def operations(self, redo: str) -> tuple[int, float]:
+        """Return how many operations on files a command has, and the seconds that it takes."""
+        run, number, begin = self._copy(redo), self.folder / "operations", time.monotonic()
         assert in_a_child(counted(run, number, command(run, redo)), self.log) == 0
-        return int(number.read_text())
+        return int(number.read_text()), time.monotonic() - begin
 
     def kill(self, redo: str, how: str, wrap: Callable[[Path, Callable[[], int]], Callable[[], int]]) -> None:
         """Kill one command, finish the run, and judge it."""
@@ -135,31 +158,49 @@ class Bench:
 def main(argv: list[str]) -> int:
     """Run the bench; exit code 1 where anything is different or left over."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.faults", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where the runs go")
+    parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where the runs go; it is emptied")
     parser.add_argument("--output", type=Path, default=Path("docs/results/faults.json"))
     parser.add_argument("--kills", type=int, default=120, help="kills at operations on files")
     parser.add_argument("--random", type=int, default=80, help="kills at random times")
+    parser.add_argument("--minutes", type=float, default=1440, help="after which no other kill is begun")
     parser.add_argument("--seed", type=int, default=0)
     own = parser.parse_args(argv)
-    draw = random.Random(own.seed)
-    own.folder.mkdir(parents=True, exist_ok=True)
-    import_module("draftsmith.stages.pipeline")  # once, before the children are forked
+    draw, begin = random.Random(own.seed), time.monotonic()
+    for name in PRELOADED:
+        with suppress(ImportError):
+            import_module(name)
     bench = Bench(own.folder)
-    points = {redo: bench.operations(redo) for redo in REDOS}
-    every = [(redo, number) for redo in REDOS for number in range(1, points[redo] + 1)]
-    for redo, number in tqdm(draw.sample(every, min(own.kills, len(every))), desc="kills", unit="kill"):
-        bench.kill(redo, f"kill at operation {number}", partial(kill_at, number))
-    for _ in tqdm(range(own.random), desc="random kills", unit="kill"):
-        redo, seconds = draw.choice(REDOS), draw.uniform(0.05, 6)
-        bench.kill(redo, f"kill after {seconds:.2f} s", partial(kill_after, seconds))
+    found = {redo: bench.operations(redo) for redo in REDOS}
+    every = [(redo, number) for redo, (points, _) in found.items() for number in range(1, points + 1)]
+    kills: list[tuple[str, float, bool]] = [(*one, True) for one in draw.sample(every, min(own.kills, len(every)))]
+    for redo in draw.choices(REDOS, k=own.random):
+        kills.append((redo, draw.uniform(0.05, found[redo][1]), False))
+    draw.shuffle(kills)
+    for redo, at, counts in tqdm(kills, desc="kills", unit="kill"):
+        if time.monotonic() - begin > own.minutes * 60:
+            break
+        if counts:
+            bench.kill(redo, f"kill at operation {at}", partial(kill_at, int(at)))
+        else:
+            bench.kill(redo, f"kill after {at:.2f} s", partial(kill_after, at))
     files = [
         str(p.relative_to(bench.whole)) for p in sorted(bench.whole.rglob("*")) if p.is_file() and p.name != ".lock"
     ]
     for file, way in tqdm([(file, way) for file in files for way in WAYS], desc="damage", unit="file"):
         bench.damage(file, way)
     facts = environment()
-    command = f"python -m scripts.bench.faults --kills {own.kills} --random {own.random} --seed {own.seed}"
-    facts |= {"command": command, "hardware": asdict(facts["hardware"])}
-    write_json(own.output, {**facts, "operations": points, "counts": bench.counts, "findings": bench.findings})
+    facts |= {
+        "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),
+        "hardware": asdict(facts["hardware"]),
+    }
+    write_json(
+        own.output,
+        {
+            **facts,
+            "operations": {redo or "first run": n for redo, (n, _) in found.items()},
+            "counts": bench.counts,
+            "findings": bench.findings,
+        },
+    )
     print(json.dumps(bench.counts, indent=2))
     return int(any(finding["verdict"] != "named" for finding in bench.findings))

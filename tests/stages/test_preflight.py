@@ -279,6 +279,8 @@ def test_sizes_that_are_too_large_together_are_refused_by_arithmetic(
     """Each is in its range; nothing is allocated."""
     monkeypatch.setattr(Method, "build", property(lambda self: lambda *_: pytest.fail("it is built")))
     head = {"hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 64}
-    said = rf"The {method} head of this recipe has [\d,]+ weights, [\d.]+ TB in float32, but this machine has [\d.]+ [GT]B"
+    said = (
+        rf"The {method} head of this recipe has [\d,]+ weights, [\d.]+ TB in float32, but this machine has [\d.]+ [GT]B"
+    )
     with pytest.raises(UserError, match=said):
         preflight(session_of(workplace, tmp_path, method, head), "train")

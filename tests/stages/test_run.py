@@ -93,7 +93,13 @@ def test_a_project_of_the_users_is_left_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Started in a git repository with folders of the names that a run has, and `--output_dir .`."""
-    for name in ("train/model.py", "export/eagle3/config.json", "evaluation/t0/notes.md", "answers.jsonl", ".gitignore"):
+    for name in (
+        "train/model.py",
+        "export/eagle3/config.json",
+        "evaluation/t0/notes.md",
+        "answers.jsonl",
+        ".gitignore",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine\n")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.answers.generate import read_answers, regenerate
-from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations import templates
+from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import encode, prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling

@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -143,7 +143,8 @@ def export(own: Namespace, words: list[str]) -> int:
 
 def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
-    output, gate, writing = own.output, read_gate(own), nullcontext()
+    output, gate = own.output, read_gate(own)
+    writing: AbstractContextManager[None] = nullcontext()
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:

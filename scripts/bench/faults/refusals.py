@@ -41,7 +41,10 @@ def _config(**changes: Any) -> Callable[[Path], None]:
 
 
 def _write(name: str, text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(text, encoding="utf-8") and None
+    def spoil(folder: Path) -> None:
+        (folder / name).write_text(text, encoding="utf-8")
+
+    return spoil
 
 
 def _nothing(folder: Path) -> None:

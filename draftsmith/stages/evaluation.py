@@ -83,10 +83,8 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS
     with session.run.writing():
-        decision = None
-        if costs.is_file():
-            decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour)
-        write_report(results, folder, decision)
+        priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour) if costs.is_file() else None
+        write_report(results, folder, priced)
     return paths
 
 

@@ -23,13 +23,18 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How libraries say that a file could not be written: safetensors with the system's number, torch without it.
 _NUMBERED = re.compile(r"\(os error (\d+)\)")
 _UNNUMBERED = ("No space left on device", "Disk quota exceeded", "file write failed", "unexpected pos", "iostream")
+ELSEWHERE = "--output_dir (report and search-tree: --output)"
+"""What says where a command writes, where a sentence has to name it."""
 _TEMPORARY = re.compile(r"\..+\.draftsmith-[0-9a-f]{12}\.(tmp|old)")
 """The names of what is being written or replaced; no other program's files have them."""
 
 
 @contextmanager
-def explain_os_error(path: Path) -> Iterator[None]:
-    """Raise UserError, one sentence that names `path`, where the system does not let it be written."""
+def explain_os_error(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[None]:
+    """Raise UserError, one sentence that names `path`, where the system does not let it be written.
+
+    elsewhere: the setting that names another place.
+    """
     try:
         yield
     except UserError:
@@ -40,8 +45,8 @@ def explain_os_error(path: Path) -> Iterator[None]:
             full = f"{os.strerror(number)[:1].upper()}{os.strerror(number)[1:]}"
             remedy = "free some space" if number != errno.EFBIG else "raise the limit (`ulimit -f` says what it is)"
             raise UserError(
-                f"{full} while writing {path}: nothing incomplete was kept; {remedy} or choose another --output_dir, then run "
-                "the same command again to resume."
+                f"{full} while writing {path}: nothing incomplete was kept; {remedy} or choose another place with {elsewhere}, then "
+                "run the same command again to resume."
             ) from error
         if number is None and not (isinstance(error, ValueError) and "null" in str(error)):
             raise
@@ -49,8 +54,7 @@ def explain_os_error(path: Path) -> Iterator[None]:
             f"there is a link to {os.readlink(path)}" if number == errno.ELOOP and path.is_symlink() else why_not(error)
         )
         raise UserError(
-            f"{shown_path(path)} cannot be written ({why}): choose a place that you may write to with --output_dir (report and "
-            "search-tree: --output)."
+            f"{shown_path(path)} cannot be written ({why}): choose a place that you may write to with {elsewhere}."
         ) from error
 
 
@@ -132,13 +136,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]:
     """Yield an empty folder next to `path` that becomes `path` on success and is removed on any exception.
 
     What was at `path` goes when all of the new one is on disk: the caller has made sure that it may. Where `path` is a link,
-    the folder that it points to is written.
+    the folder that it points to is written. elsewhere: the setting that names another place.
     """
-    with explain_os_error(path):
+    with explain_os_error(path, elsewhere):
         path = path.resolve() if path.is_symlink() else path.absolute()
         temporary, retired = _temporary(path, "tmp"), _temporary(path, "old")
         temporary.mkdir(parents=True)
@@ -191,17 +195,18 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def claim(path: Path) -> TextIO:
+def claim(path: Path, *, wait: bool = False, elsewhere: str = ELSEWHERE) -> TextIO:
     """Return an open file whose lock this process holds until it is closed.
 
-    Raises UserError where another process holds it. A file system without locks grants it to everybody.
+    Raises UserError where another process holds it, or waits for that one to end. A file system without locks grants it to
+    everybody. elsewhere: the setting that names another place.
     """
-    with explain_os_error(path):
+    with explain_os_error(path, elsewhere):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY | os.O_NOFOLLOW, 0o666)
     file = os.fdopen(handle, "a", encoding="utf-8")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             file.close()

@@ -140,8 +140,14 @@ def prepare_prompts(
     is left.
     """
     prompts = []
+    # Text of more characters than so many of the longest tokens hold need not be cut into tokens, which takes 200 times its size.
+    most = max_length * max(map(len, tokenizer.get_vocab()))
     for conversation in conversations:
-        ids = render_prompt(tokenizer, conversation.prompt(), conversation.tools, **(template or {}))
+        turns, tools = conversation.prompt(), conversation.tools
+        text = render_text(tokenizer, turns, tools, generation_prompt=True, **(template or {}))
+        if len(text) > most:
+            continue
+        ids = encode(tokenizer, text)
         left = min(max_new_tokens(conversation.slice), max_length - len(ids))
         if left > 0:
             prompts.append(Prompt(conversation, tuple(ids), left))

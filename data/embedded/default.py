@@ -6,14 +6,13 @@ once and kept outside the checkout, in $DRAFTSMITH_CACHE or ~/.cache/draftsmith.
 
 import json
 import os
-import shutil
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.embedded.corpus import generate_conversations, generate_prompts
-from draftsmith.errors import UserError
-from draftsmith.files import fingerprint, write_text
+from draftsmith.files import atomic_directory, claim, fingerprint, sweep
 
 SHIPPED = Path(__file__).parent / "target"
 CONVERSATIONS, PROMPTS_PER_SLICE = 24_000, 24
@@ -37,20 +36,18 @@ def default_cache() -> Path:
 def ensure_embedded(cache: Path | None = None, *, progress: bool = True) -> EmbeddedDefault:
     """Return the embedded default; its texts are generated first if `cache` (default: default_cache()) lacks them.
 
-    Their folder appears under its final name only when it is complete. Raises UserError when the cache is not writable or
-    the disk is full.
+    Their folder appears under its final name only when it is complete; processes that start together wait for the first of
+    them. Raises UserError when the cache is not writable or the disk is full.
     """
-    folder = (cache or default_cache()) / f"embedded-{_key()}"
+    cache = cache or default_cache()
+    folder = cache / f"embedded-{_key()}"
     if not folder.exists():
-        if progress:
-            print(f"Generating the embedded corpus in {folder} (once)", file=sys.stderr, flush=True)
-        try:
-            _write_texts(folder)
-        except OSError as error:
-            raise UserError(
-                f"Cannot write the embedded corpus to {folder}: {error.strerror}; free some space or set "
-                "DRAFTSMITH_CACHE to another folder, then run the same command again."
-            ) from error
+        with closing(claim(cache / ".lock", wait=True, elsewhere="DRAFTSMITH_CACHE")):
+            sweep(cache, levels=0)
+            if not folder.exists():
+                if progress:
+                    print(f"Generating the embedded corpus in {folder} (once)", file=sys.stderr, flush=True)
+                _write_texts(folder)
     return EmbeddedDefault(SHIPPED, folder / "conversations.jsonl", folder / "prompts.jsonl")
 
 
@@ -59,18 +56,11 @@ def _write_texts(folder: Path) -> None:
         "conversations": generate_conversations(CONVERSATIONS, SEED),
         "prompts": generate_prompts(PROMPTS_PER_SLICE, PROMPT_SEED),
     }
-    finished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    finished.mkdir(parents=True)
-    try:
+    with atomic_directory(folder, "DRAFTSMITH_CACHE") as unfinished:
         for name, rows in texts.items():
             lines = [{"id": c.id, "slice": c.slice, "messages": list(c.messages)} for c in rows]
-            write_text(
-                finished / f"{name}.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            )
-        if not folder.exists():  # another process may have been faster; its result is the same
-            finished.rename(folder)
-    finally:
-        shutil.rmtree(finished, ignore_errors=True)
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            (unfinished / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def _key() -> str:

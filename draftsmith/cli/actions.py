@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,11 +145,14 @@ def export(own: Namespace, words: list[str]) -> int:
 def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
     output, gate = own.output, read_gate(own)
+    writing: AbstractContextManager[None] = nullcontext()
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
-        folder = _session("report", words, own.redo).recipe.run_dir / "evaluation"
-        paths, output = sorted(folder.glob("*/result.json")), output or folder
+        run = _session("report", words, own.redo).run
+        paths = sorted((run.path / "evaluation").glob("*/result.json"))
+        if output is None:
+            output, writing = run.path / "evaluation", run.writing()
     if not paths:
         raise UserError("There is no result.json to report on: run `draftsmith evaluate` first, or name the files.")
     folder, results = output or paths[0].parent, [read_result(path) for path in paths]
@@ -158,12 +162,12 @@ def report(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
         )
-    run = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
-    own_head = (run / "train").is_dir() and not any("--head" in result.command.split() for result in results)
-    past, decision = read_history(run) if own_head else None, None
-    if table is not None:
+    place = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
+    own_head = (place / "train").is_dir() and not any("--head" in result.command.split() for result in results)
+    past = read_history(place) if own_head else None
+    with writing:
         decision = plan_stage(results, table, folder, price_per_hour=own.price_per_hour, history=past)
-    write_report(results, folder, decision, past)
+        write_report(results, folder, decision, past)
     print(folder / "report.html")
     return gate.judge(paths)
 

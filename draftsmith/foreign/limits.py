@@ -11,7 +11,7 @@ from draftsmith.foreign.files import MIB
 _REASONS: dict[int, str] = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long or too much memory"}
 
 
-def try_out(work: Callable[[], object], *, seconds: int = 3, memory: int = 1024 * MIB) -> str | None:
+def try_out(work: Callable[[], object], *, seconds: int = 3, memory: int = 512 * MIB) -> str | None:
     """Run `work` in a forked copy of this process, and return in words why it fails there, None where it does not.
 
     seconds: of CPU time that it may take. memory: bytes that it may take on top of what this process has. What `work`

@@ -7,6 +7,7 @@ import yaml
 
 from draftsmith.errors import UserError, first_line
 from draftsmith.foreign.files import MIB, read_text
+from draftsmith.foreign.json import MOST_DIGITS
 
 MOST_YAML_BYTES = MIB
 MOST_NODES = 10_000
@@ -55,6 +56,9 @@ def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:
             raise UserError(f"{path} holds more than {MOST_NODES} values (aliases multiply them?): {remedy}.")
         if len(above) > MOST_LEVELS:
             raise UserError(f"{path} is nested deeper than {MOST_LEVELS} levels: {remedy}.")
+        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+            at = node.start_mark.line + 1
+            raise UserError(f"{path}, line {at}, holds an integer of more than {MOST_DIGITS} digits: {remedy}.")
         if isinstance(node, yaml.MappingNode):
             _check_keys(node, path, remedy)
             inside = [part for pair in node.value for part in pair]

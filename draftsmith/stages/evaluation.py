@@ -82,12 +82,11 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
                 made = evaluator.decoded(sampling, lossless, table) if decode else evaluator.simulated(sampling)
                 write_result(path, made)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
-    results, costs = [read_result(path) for path in paths], folder / COSTS
+    results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(recipe.run_dir) if session.named_head is None else None
-    decision = None
-    if costs.is_file():
-        decision = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
-    write_report(results, folder, decision, past)
+    with session.run.writing():
+        priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
+        write_report(results, folder, priced, past)
     return paths
 
 

@@ -89,7 +89,7 @@ def export_stage(session: Session) -> Path:
         check_replaceable(destination, replaced_files(destination, files))
         if tuned_folder is not None:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
-    if session.begin("export", inputs) and all(one.exists() for one in (destination, tuned_folder) if one is not None):
+    if session.begin("export", inputs, [one for one in (destination, tuned_folder) if one is not None]):
         return destination
     if tuned_folder is None:
         # What the head's checkpoint does not record of its target is taken from the one at hand.

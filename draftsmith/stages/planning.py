@@ -117,14 +117,16 @@ def keep_costs(path: Path, table: CostTable) -> None:
 
 def plan_stage(
     results: Sequence[Result],
-    table_path: Path,
+    table_path: Path | None,
     folder: Path,
     *,
     price_per_hour: float | None = None,
     history: History | None = None,
 ) -> Decision | None:
     """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
-    where no draft of the table was simulated. history: of the head, which tells a weak head from one that still learns."""
+    where there is no table, or no draft of it was simulated. history: of the head, which tells a weak head from one that still learns."""
+    if table_path is None:
+        return None
     more = None if history is None else history.twice
     rising = None if history is None or more is None else more.tau - history.best.tau
     table = read_cost_table(table_path)

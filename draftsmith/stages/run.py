@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -118,8 +119,9 @@ class RunDirectory:
                 f"another {self._key}, a new folder or one that a run has made."
             )
 
-    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False) -> bool:
-        """Return True if the stage is already done with the same inputs; else mark it as running.
+    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False, needed: Sequence[Path] = ()) -> bool:
+        """Return True if the stage is already done with the same inputs, and all that is needed of it is there; else mark it
+        as running.
 
         Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first) or are
         other ones now, for files that were not made here, and where another process is making a stage in this directory.
@@ -127,7 +129,9 @@ class RunDirectory:
         if redo:
             self.clear(stage, release=False)
         self.check_unchanged(stage, inputs)
-        if self.holds(stage, inputs):
+        if self.holds(stage, inputs) and all(path.exists() for path in needed):
+            with suppress(UserError), self.writing():  # others may be at work, or this process may only read
+                pass
             return True
         self._lock()
         self._check_unclaimed(stage)
@@ -177,6 +181,17 @@ class RunDirectory:
             sweep(self.path)
             for stage in [name for name, record in self._read().items() if record.state == "removing"]:
                 self._remove(stage)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the lock, so that nobody else writes here or takes what is half-written for a killed process's."""
+        held = self._locked is not None
+        self._lock()
+        try:
+            yield
+        finally:
+            if not held:
+                self._release()
 
     def holds(self, stage: str, inputs: dict[str, Any]) -> bool:
         """Return whether a stage is done with these inputs, and its files are there as it left them.

@@ -183,10 +183,10 @@ class Session:
         parts.append(backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items()))
         return fingerprint(parts)
 
-    def begin(self, stage: str, inputs: dict[str, Any]) -> bool:
-        """Return True where the stage can be reused; obey --redo the first time the stage begins."""
+    def begin(self, stage: str, inputs: dict[str, Any], needed: Sequence[Path] = ()) -> bool:
+        """Return True where the stage can be reused, with all that is needed; obey --redo the first time the stage begins."""
         run, redo = self.directory(stage), stage in self.redo
-        done = run.begin(stage, inputs, redo=redo)
+        done = run.begin(stage, inputs, redo=redo, needed=needed)
         if redo and run is not self.run:
             self.run.clear(stage, release=False)  # what follows from it
         self.redo.discard(stage)

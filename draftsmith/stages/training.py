@@ -10,14 +10,16 @@ from torch import Tensor
 
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.features.store import FeatureSource
+from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
+from draftsmith.heads.cost import head_cost
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.files import fingerprint_directory
+from draftsmith.heads.target.shape import shape_of_model
 from draftsmith.heads.vocab import (
     LOW_COVERAGE,
     Coverage,
@@ -28,7 +30,7 @@ from draftsmith.heads.vocab import (
 )
 from draftsmith.heads.warm_start import restart
 from draftsmith.stages.data import answer_inputs, head_layers
-from draftsmith.stages.device import main_process_first
+from draftsmith.stages.device import main_process_first, memory_of
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.run import flat_inputs
 from draftsmith.stages.session import Session, say
@@ -206,6 +208,7 @@ def initial_head(
     method = session.recipe.method
     if warm is not None:
         return restart(warm, session.head_options, session.target, method)
+    _check_size(session)
     head = find_method(method).build(session.recipe.head, session.target, draft_vocab)
     if head.method != method:
         raise UserError(
@@ -213,3 +216,19 @@ def initial_head(
             "pyproject.toml and `method` of its heads must be one name."
         )
     return head
+
+
+def _check_size(session: Session) -> None:
+    """Raise UserError where a new head's weights alone take more memory than there is: each size may be in its range, but not
+    all of them together. A method without formulas is not counted."""
+    recipe, target = session.recipe, session.target
+    if find_method(recipe.method).make_cost is None:
+        return
+    cost = head_cost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize))
+    needed, there = 4 * (cost.matrices + cost.others), memory_of(session.device)
+    if needed > there:
+        place = "this machine" if session.device == "cpu" else f"the GPU {session.device}"
+        raise UserError(
+            f"The {recipe.method} head of this recipe has {needed // 4:,} weights, {readable_bytes(needed)} in float32, but "
+            f"{place} has {readable_bytes(int(there))} of memory: lower the sizes under head."
+        )

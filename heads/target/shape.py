@@ -91,7 +91,6 @@ class TargetShape:
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:
     """Read the dimensions of a transformers config; parameters are counted on a model without memory (meta device)."""
-    text = config.get_text_config(decoder=True)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -99,6 +98,12 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
         raise UserError(
             f"No model can be built from the target's config ({' '.join(str(error).split())[:150]}): check its path."
         ) from error
+    return shape_of_model(model, itemsize)
+
+
+def shape_of_model(model: Any, itemsize: int) -> TargetShape:
+    """Read the dimensions of a transformers model, whose weights may be anywhere."""
+    text = model.config.get_text_config(decoder=True)
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)

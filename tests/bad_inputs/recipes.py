@@ -60,6 +60,7 @@ _FILES = (
     text("recursive-alias", "data: &a\n  sources: [*a]\n", "contains itself"),
     text("recursive-list", "data: &a [*a]\n", "contains itself"),
     text("recursive-key", "&a ? *a : 1\n"),
+    text("integer-of-5000-digits", f"name: a\nseed: {'9' * 5000}\n", "line 2", "more than 40 digits"),
     text("billion-laughs", _laughs(), "values"),
     text("deep", "data: " + "[" * 5000 + "]" * 5000, "nested"),
     text("deep-blocks", "".join(f"{' ' * i}a:\n" for i in range(200)), "nested"),

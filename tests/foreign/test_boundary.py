@@ -37,6 +37,7 @@ OURS = {
     "eval/engines": "talks to servers and processes that it has started",
     "eval/measure/machine.py": "reads /proc",
     "draftsmith/cli/doctor.py": "reads /proc, /sys and accelerate's own settings with patterns",
+    "draftsmith/stages/device.py": "reads /sys",
     "draftsmith/stages/gguf.py": "looks for an option in a script that the user has named to be run",
     "train/metrics.py": "the identifier that it wrote itself",
     "train/meeting.py": "what the processes of one training tell each other",

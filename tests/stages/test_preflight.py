@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
+from draftsmith.heads.registry import Method
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.preflight import preflight
@@ -269,3 +270,17 @@ def test_a_draft_head_is_no_target(config: dict[str, Any], workplace: Path, tmp_
     session = session_of(workplace, tmp_path, "eagle3", {}, f"--target.path={tmp_path}")
     with pytest.raises(UserError, match=f"The target {tmp_path} is a draft head"):
         preflight(session, "train")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "peagle"])
+def test_sizes_that_are_too_large_together_are_refused_by_arithmetic(
+    method: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is in its range; nothing is allocated."""
+    monkeypatch.setattr(Method, "build", property(lambda self: lambda *_: pytest.fail("it is built")))
+    head = {"hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 64}
+    said = (
+        rf"The {method} head of this recipe has [\d,]+ weights, [\d.]+ TB in float32, but this machine has [\d.]+ [GT]B"
+    )
+    with pytest.raises(UserError, match=said):
+        preflight(session_of(workplace, tmp_path, method, head), "train")

@@ -72,6 +72,47 @@ def test_answers_keep_their_ids_and_metrics_their_steps(finished: Path) -> None:
     assert set(lines[-1]["tau"]["slices"]) == {"chat", "code"}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        *(["run", "--redo", stage] for stage in ("answers", "features", "train", "evaluate", "export")),
+        ["train", "--redo", "train"],
+        ["evaluate", "--redo", "evaluate"],
+        ["export", "--redo", "export"],
+        ["report"],
+    ],
+    ids=" ".join,
+)
+def test_a_project_of_the_users_is_left_alone(
+    words: list[str],
+    workplace: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Started in a git repository with folders of the names that a run has, and `--output_dir .`."""
+    for name in (
+        "train/model.py",
+        "export/eagle3/config.json",
+        "evaluation/t0/notes.md",
+        "answers.jsonl",
+        ".gitignore",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("mine\n")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "mine"]):
+        subprocess.run([*git, *command], check=True)
+    monkeypatch.chdir(tmp_path)
+    head = ["--head", str(finished / "train" / "best")] if words[0] in ("evaluate", "export") else []
+    assert main([*words, *options(workplace, Path(".")), *head]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "is not empty and no run of draftsmith" in said or words == ["report"], said
+    assert subprocess.run([*git, "status", "--porcelain"], check=True, capture_output=True).stdout == b""
+
+
 def test_second_run_reuses_every_stage(workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = digests(finished)
     assert main(["run", *options(workplace, finished)]) == 0

@@ -111,6 +111,10 @@ def test_two_processes_do_not_make_one_run(tmp_path: Path) -> None:
         "run = RunDirectory(Path(sys.argv[1])); run.begin('answers', {'a': 1}); print('begun', flush=True)\n"
         "sys.stdin.readline()"
     )
+    done = RunDirectory(tmp_path)
+    done.begin("export", {"a": 1})
+    (tmp_path / "export" / "eagle3").mkdir(parents=True)
+    done.finish("export", {})
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -122,6 +126,10 @@ def test_two_processes_do_not_make_one_run(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="Another draftsmith is at work"):
             run.begin("answers", {"a": 1}, redo=True)
         assert (tmp_path / "run.json").read_bytes() == before
+        half = tmp_path / ".answers.jsonl.draftsmith-0123456789ab.tmp"
+        half.touch()
+        assert run.begin("export", {"a": 1})
+        assert half.exists(), "the other one may be writing it"
     assert not run.begin("answers", {"a": 1}), "the other one has ended, however it did"
 
 
@@ -298,3 +306,20 @@ def test_a_result_that_was_changed_is_measured_again(tmp_path: Path) -> None:
     assert not RunDirectory(tmp_path).begin("evaluate", {"a": 1})
     assert not result.exists()
     assert (tmp_path / "evaluation" / "report.html").exists()
+
+
+def test_what_a_killed_process_left_goes_where_nothing_is_made_any_more(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    left = tmp_path / "evaluation" / ".report.md.draftsmith-0123456789ab.tmp"
+    left.write_text("half a report")
+    assert RunDirectory(tmp_path).begin("evaluate", {"a": 1})
+    assert not left.exists()
+
+
+def test_a_done_stage_that_lacks_what_is_needed_is_made_under_the_lock(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    run, another = RunDirectory(tmp_path), tmp_path / "export" / "another-layout"
+    assert not run.begin("export", {"a": 1}, needed=[another])
+    record = RunDirectory(tmp_path).record("export")
+    assert record is not None
+    assert record.state == "running"

@@ -8,26 +8,31 @@ import argparse
 import hashlib
 import json
 import random
+import shlex
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
+from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
 
 RECIPE = (
-    *("--target.path", "embedded", "--target.dtype", "float32", "--data.limit", "24", "--data.max_length", "96"),
-    *("--data.heldout", "6", "--answers.max_new_tokens", "12", "--answers.batch", "6", "--features.dtype", "float32"),
-    *("--head.layer_ids", "[2,8,13]", "--head.ttt_steps", "2", "--train.epochs", "2", "--train.row_tokens", "96"),
+    *("--target.dtype", "float32", "--data.limit", "24", "--data.max_length", "96", "--data.heldout", "6"),
+    *("--answers.max_new_tokens", "12", "--answers.batch", "6", "--features.dtype", "float32"),
+    *("--head.layer_ids", "[0,1,2]", "--head.ttt_steps", "2", "--train.epochs", "2", "--train.row_tokens", "96"),
     *(
         "--train.rows",
         "2",
@@ -50,13 +55,27 @@ RECIPE = (
     ),
     *("--evaluate.num_speculative_tokens", "2", "--evaluate.dtype", "float32", "--evaluate.generate", "false"),
 )
+PRELOADED = ("draftsmith.stages.pipeline", "draftsmith.train.loop", "deepspeed")
+"""What is imported once, before children are forked; the last is what Accelerate imports where it is installed."""
 REDOS = ("", "answers", "features", "train", "evaluate", "export")
 """What the killed command makes again, "" for a first run."""
+LAYERS = 4
+"""Of the target that ships with us, which has four times as many and takes four times as long."""
+
+
+def save_target(folder: Path) -> int:
+    """Write the first layers of the target that ships with us."""
+    AutoModelForCausalLM.from_pretrained(SHIPPED, num_hidden_layers=LAYERS).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(SHIPPED).save_pretrained(folder)
+    return 0
 
 
 def command(run: Path, redo: str = "") -> Callable[[], int]:
-    """Return the work of `draftsmith run` in the folder `run`."""
-    return lambda: draftsmith(["run", *RECIPE, "--output_dir", str(run), *(("--redo", redo) if redo else ())])
+    """Return the work of `draftsmith run` in the folder `run`, on the target beside it."""
+    texts = ensure_embedded()
+    read = ("--data.sources", f'["{texts.conversations}"]', "--evaluate.prompts", f'["{texts.prompts}"]')
+    words = ["run", *RECIPE, *read, "--target.path", str(run.parent / "target"), "--output_dir", str(run)]
+    return lambda: draftsmith([*words, *(("--redo", redo) if redo else ())])
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -76,37 +95,60 @@ def outcome(run: Path) -> dict[str, Any]:
     return {"digests": digests, "taus": taus, "left over": [str(p) for p in files if ".draftsmith-" in str(p)]}
 
 
+@dataclass(frozen=True)
+class Kill:
+    """The end of a command that makes `redo` again: before its `operation`-th operation on files, or after some seconds."""
+
+    redo: str
+    operation: int | None
+    seconds: float | None
+
+    def wrapped(self, run: Path, work: Callable[[], int]) -> Callable[[], int]:
+        """Return `work` as a process does it that is killed so."""
+        if self.operation is not None:
+            return kill_at(self.operation, run, work)
+        return kill_after(self.seconds or 0.0, run, work)
+
+    def __str__(self) -> str:
+        when = f"at operation {self.operation}" if self.operation is not None else f"after {self.seconds:.2f} s"
+        return f"kill {when} of run{f' --redo {self.redo}' if self.redo else ''}"
+
+
 class Bench:
     """One finished run to copy from, and a table of what happened to the others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "log.txt"
         self.whole = folder / "whole"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if in_a_child(lambda: save_target(folder / "target"), self.log):
+            raise SystemExit(f"the target cannot be written: {self.log} says why")
         if in_a_child(command(self.whole), self.log):
             raise SystemExit(f"the run that nothing happens to fails: {self.log} says why")
         self.good = outcome(self.whole)
         self.counts: Counter[str] = Counter()
         self.findings: list[dict[str, str]] = []
 
-    def operations(self, redo: str) -> int:
-        """Return how many operations on files a command has."""
-        run, number = self._copy(redo), self.folder / "operations"
+    def operations(self, redo: str) -> tuple[int, float]:
+        """Return how many operations on files a command has, and the seconds that it takes."""
+        run, number, begin = self._copy(redo), self.folder / "operations", time.monotonic()
         assert in_a_child(counted(run, number, command(run, redo)), self.log) == 0
-        return int(number.read_text())
+        return int(number.read_text()), time.monotonic() - begin
 
-    def kill(self, redo: str, how: str, wrap: Callable[[Path, Callable[[], int]], Callable[[], int]]) -> None:
+    def kill(self, one: Kill) -> None:
         """Kill one command, finish the run, and judge it."""
-        run = self._copy(redo)
-        killed = in_a_child(wrap(run, command(run, redo)), self.log) == -9
+        run = self._copy(one.redo)
+        killed = in_a_child(one.wrapped(run, command(run, one.redo)), self.log) == -9
         self.counts["kills" if killed else "too late to kill"] += 1
-        self._judge(run, f"{how} of run{f' --redo {redo}' if redo else ''}", refusal_is_fine=False)
+        self._judge(run, str(one))
 
     def damage(self, file: str, way: str) -> None:
         """Spoil one file of the finished run, run the command again, and judge it."""
         run = self._copy("damage")
         WAYS[way](run / file)
         self.counts["damages"] += 1
-        self._judge(run, f"{file}: {way}", refusal_is_fine=True)
+        self._judge(run, f"{file}: {way}", spoilt=file)
 
     def _copy(self, redo: str) -> Path:
         run = self.folder / "run"
@@ -115,44 +157,80 @@ class Bench:
             shutil.copytree(self.whole, run)
         return run
 
-    def _judge(self, run: Path, what: str, refusal_is_fine: bool) -> None:
-        code = in_a_child(command(run), self.log)
-        last = (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+    def _judge(self, run: Path, what: str, spoilt: str | None = None) -> None:
+        """Finish a run and count what it is worth then. A spoilt file must be named, or made again; one that no stage had to read
+        stays, as hidden states whose head is trained, and must be named where one does."""
+        code, said = self._finish(run)
+        verdict = "named" if code == 2 and spoilt else f"exit code {code}"
         if code == 0:
-            now = outcome(run)
-            verdict = next((f"different {key}" for key in self.good if now[key] != self.good[key]), "equal")
-        else:
-            verdict = "named" if code == 2 and refusal_is_fine else f"exit code {code}"
+            now, verdict = outcome(run), "equal"
+            for key in self.good:
+                if now[key] != self.good[key]:
+                    verdict, said = f"different {key}", f"{now[key]}, not {self.good[key]}"
+            if spoilt and now == self.good | {"digests": self.good["digests"] | {spoilt: now["digests"].get(spoilt)}}:
+                code, said = (0, said) if verdict == "equal" else self._finish(run, "train")
+                verdict = "named when it is read" if code == 2 else verdict
         self.counts[verdict] += 1
         if verdict != "equal":
-            self.findings.append({"what": what, "verdict": verdict, "said": last})
+            said = said.replace(f"{run}/", "")
+            self.findings.append({"what": what, "verdict": verdict, "said": said})
+            tqdm.write(f"{what}: {verdict}: {said[:300]}")
+
+    def _finish(self, run: Path, redo: str = "") -> tuple[int, str]:
+        """Run the command again; return its exit code and last line."""
+        code = in_a_child(command(run, redo), self.log)
+        return code, (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+
+
+def draw_kills(draw: random.Random, found: dict[str, tuple[int, float]], kills: int, at_times: int) -> list[Kill]:
+    """Return kills at operations and at random times of commands, of which `found` says how many operations and seconds they
+    have, in any order."""
+    every = [(redo, number) for redo, (points, _) in found.items() for number in range(1, points + 1)]
+    drawn = [Kill(redo, number, None) for redo, number in draw.sample(every, min(kills, len(every)))]
+    for redo in draw.choices(REDOS, k=at_times):
+        drawn.append(Kill(redo, None, draw.uniform(0.05, found[redo][1])))
+    draw.shuffle(drawn)
+    return drawn
 
 
 def main(argv: list[str]) -> int:
     """Run the bench; exit code 1 where anything is different or left over."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.faults", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where the runs go")
+    parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where the runs go; it is emptied")
     parser.add_argument("--output", type=Path, default=Path("docs/results/faults.json"))
     parser.add_argument("--kills", type=int, default=120, help="kills at operations on files")
     parser.add_argument("--random", type=int, default=80, help="kills at random times")
+    parser.add_argument("--minutes", type=float, default=1440, help="after which no other kill is begun")
     parser.add_argument("--seed", type=int, default=0)
     own = parser.parse_args(argv)
-    draw = random.Random(own.seed)
-    own.folder.mkdir(parents=True, exist_ok=True)
-    import_module("draftsmith.stages.pipeline")  # once, before the children are forked
+    draw, begin = random.Random(own.seed), time.monotonic()
+    for name in PRELOADED:
+        with suppress(ImportError):
+            import_module(name)
     bench = Bench(own.folder)
-    points = {redo: bench.operations(redo) for redo in REDOS}
-    every = [(redo, number) for redo in REDOS for number in range(1, points[redo] + 1)]
-    for redo, number in tqdm(draw.sample(every, min(own.kills, len(every))), desc="kills", unit="kill"):
-        bench.kill(redo, f"kill at operation {number}", partial(kill_at, number))
-    for _ in tqdm(range(own.random), desc="random kills", unit="kill"):
-        redo, seconds = draw.choice(REDOS), draw.uniform(0.05, 6)
-        bench.kill(redo, f"kill after {seconds:.2f} s", partial(kill_after, seconds))
+    found = {redo: bench.operations(redo) for redo in REDOS}
+    for one in tqdm(draw_kills(draw, found, own.kills, own.random), desc="kills", unit="kill"):
+        if time.monotonic() - begin > own.minutes * 60:
+            break
+        bench.kill(one)
     files = [
         str(p.relative_to(bench.whole)) for p in sorted(bench.whole.rglob("*")) if p.is_file() and p.name != ".lock"
     ]
     for file, way in tqdm([(file, way) for file in files for way in WAYS], desc="damage", unit="file"):
         bench.damage(file, way)
-    write_json(own.output, {**environment(), "operations": points, "counts": bench.counts, "findings": bench.findings})
+    facts = environment()
+    facts |= {
+        "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),
+        "hardware": asdict(facts["hardware"]),
+    }
+    write_json(
+        own.output,
+        {
+            **facts,
+            "operations": {redo or "first run": n for redo, (n, _) in found.items()},
+            "counts": bench.counts,
+            "findings": bench.findings,
+        },
+    )
     print(json.dumps(bench.counts, indent=2))
-    return int(any(finding["verdict"] != "named" for finding in bench.findings))
+    return int(any(not finding["verdict"].startswith("named") for finding in bench.findings))

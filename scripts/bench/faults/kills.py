@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from draftsmith.train.stopping import end_with_parent
+
 OPERATIONS = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync", "open")
 """What is counted: each may be the last thing that a process does."""
 
@@ -20,6 +22,7 @@ def in_a_child(work: Callable[[], int], log: Path) -> int:
     if child == 0:
         code = 70
         try:
+            end_with_parent()
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(output, stream)

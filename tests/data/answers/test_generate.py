@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.data.answers.generate import read_answers, regenerate
+from draftsmith.data.conversations import templates
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.templates import prepare_prompts
+from draftsmith.data.conversations.templates import encode, prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.heads.target.target import Target
@@ -73,3 +74,12 @@ def test_a_line_that_is_no_answer_is_named(target: Target, tmp_path: Path) -> No
         file.write('{"id": "x"}\n')
     with pytest.raises(UserError, match="line 12 is not an answer"):
         read_answers(tmp_path / "a.jsonl")
+
+
+def test_a_prompt_that_cannot_fit_is_left_out_without_making_tokens_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = []
+    monkeypatch.setattr(templates, "encode", lambda tokenizer, text: cut.append(len(text)) or encode(tokenizer, text))
+    long = Conversation("long", "chat", ({"role": "user", "content": "word " * 100_000},))
+    prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120)
+    assert [prompt.conversation.id for prompt in prompts] == [one.id for one in TALK]
+    assert max(cut) < 500_000

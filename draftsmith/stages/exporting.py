@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.eval.planner.routing import read_rules
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
@@ -84,6 +85,9 @@ def export_stage(session: Session) -> Path:
         "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
+    planned = _planned(session, head.method)
+    if planned:
+        inputs["planned"] = [list(step) for step in planned]
     files = convert_head(head, target, **options)  # refuses before an old export is removed
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
@@ -97,10 +101,20 @@ def export_stage(session: Session) -> Path:
     else:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
-    export_head(head, target, destination, **options)
+    export_head(head, target, destination, planned=planned, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
+
+
+def _planned(session: Session, method: str) -> tuple[tuple[int, int, int], ...]:
+    """Return the draft lengths by batch that the run's evaluation found fastest for this head; empty where it was not evaluated, or
+    no draft pays."""
+    record, path = session.run.record("evaluate"), session.recipe.run_dir / "evaluation" / "routing.json"
+    if record is None or record.inputs.get("head") != head_digest(session.head_folder) or not path.is_file():
+        return ()
+    rules = read_rules(path)
+    return rules.by_batch if rules.drafter == method and rules.largest_batch else ()
 
 
 def _write_tuned(session: Session, head: Any, target: Target, kind: str, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from draftsmith.eval.measure.costs import measure_table
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.machine import hardware
 from draftsmith.eval.measure.result import Result, TargetInfo
-from draftsmith.eval.planner.decision import Decision, make_decision, write_decision
+from draftsmith.eval.planner.decision import Decision, doubts_of, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.drafters import at_temperature
@@ -135,4 +135,7 @@ def plan_stage(
         return None
     write_decision(folder, decision)
     write_settings(folder / "settings", decision)
+    if doubts := doubts_of(results):
+        say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}")
+    say(f"verdict: {decision.verdict.headline}")
     return decision

@@ -78,18 +78,25 @@ def make_decision(
     for result in results:
         check_fits(table, source, result.target, result.settings.dtype, result.drafters)
     plan = Plan(tuple(results), table)
-    doubts = dict.fromkeys(doubt for result in results for doubt in result.doubts)
+    doubts = doubts_of(results)
     here = table.hardware == first.hardware
     checks = tuple(make_checks(plan)) if here else ()
     missed = [check for check in checks if not check.holds and abs(check.difference) > _FAR]
     if missed:
         one = max(missed, key=lambda check: abs(check.difference))
         off = f"the plan is off by {100 * one.difference:+.0f}% for {one.drafter} with K = {one.num_speculative_tokens}"
-        doubts[off] = None
-    verdict = decide(plan, doubts=list(doubts) if here else (), rising=rising)
+        doubts.append(off)
+    verdict = decide(plan, doubts=doubts if here else (), rising=rising)
     if verdict is None:
         return None
     return Decision(plan, verdict, make_rules(plan, verdict.option), checks, price_per_hour)
+
+
+def doubts_of(results: Sequence[Result]) -> list[str]:
+    """Return why the times of results should not be quoted, each with its temperature where there are several."""
+    if len(results) == 1:
+        return results[0].doubts
+    return [f"at T={result.settings.temperature:g} {doubt}" for result in results for doubt in result.doubts]
 
 
 def make_checks(plan: Plan) -> list[Check]:

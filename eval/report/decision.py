@@ -5,7 +5,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from dataclasses import dataclass
 
-from draftsmith.eval.planner.decision import Decision
+from draftsmith.eval.planner.decision import Decision, doubts_of
 from draftsmith.eval.planner.plan import Cell
 from draftsmith.eval.planner.routing import describe_rules
 from draftsmith.eval.planner.settings import engine_settings
@@ -44,7 +44,7 @@ _KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: 
 
 def banner(view: View) -> Banner:
     """Return the verdict as the page opens with it; without a plan, that none was made."""
-    doubts = dict.fromkeys(doubt for result in view.results for doubt in result.doubts)
+    doubts = doubts_of(view.results)
     warnings = [f"Measured on a busy machine, do not quote: {'; '.join(doubts)}."] if doubts else []
     decision = view.decision
     if decision is None:
@@ -57,7 +57,10 @@ def banner(view: View) -> Banner:
     figures = [(times(gain), f"at temperature {t:g}") for gain, t in zip(gains, temperatures, strict=False)]
     figures += [(f"K = {verdict.option.num_speculative_tokens}", "drafted tokens"), (number(verdict.option.tau), "tau")]
     kind = _KINDS.get(verdict.action, "unsure")
-    return Banner(kind, str(verdict.action), verdict.headline, tuple(figures), verdict.reasons, tuple(warnings))
+    # What the warning says already is not repeated.
+    said = {f"The clock: {doubt}." for doubt in doubts}
+    reasons = tuple(reason for reason in verdict.reasons if reason not in said)
+    return Banner(kind, str(verdict.action), verdict.headline, tuple(figures), reasons, tuple(warnings))
 
 
 def section(view: View) -> Section:

@@ -131,7 +131,7 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         "title": ", ".join(targets),
         "subtitle": _subtitle(view),
         "banner": decisions.banner(view),
-        "cards": [_card(system) for system in view.systems],
+        "cards": [_card(system, decision is not None) for system in view.systems],
         "sections": [make(view) for make in _SECTIONS],
     }
     environment = Environment(
@@ -153,13 +153,13 @@ def _subtitle(view: View) -> str:
     return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
 
 
-def _card(system: System) -> Card:
+def _card(system: System, planned: bool) -> Card:
     m, figures = system.drafter.overall, []
     if tau_of(m) is not None:
         figures.append(("tokens per target pass", number(tau_of(m))))
     if m.speedup is not None:
         figures += [("speedup", times(m.speedup)), ("tokens per second", significant(m.decode_tok_s))]
-    return Card(system.label, tuple(figures), summary.describe(system))
+    return Card(system.label, tuple(figures), summary.describe(system, planned))
 
 
 def markdown_cell(text: str) -> str:

@@ -31,8 +31,8 @@ from draftsmith.eval.report.plots import Bar, bar_panel
 ALONE = "target alone"
 
 
-def describe(system: System) -> str:
-    """Summarize a system in a few sentences."""
+def describe(system: System, planned: bool = False) -> str:
+    """Summarize a system in a few sentences. planned: the verdict says which draft length is best."""
     m, parts = system.drafter.overall, []
     if tau_of(m) is not None:
         verb = "writes" if m.tau is not None else "would write, by simulation,"
@@ -45,7 +45,11 @@ def describe(system: System) -> str:
         parts.append("the speed was not measured")
     text = "; ".join(parts) + "."
     best = best_k(m)
-    length = "" if best is None else f" By the measured costs, K = {best} is the best draft length over all slices."
+    length = (
+        ""
+        if best is None or planned
+        else f" By the measured costs, K = {best} is the best draft length over all slices."
+    )
     return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + length
 
 

@@ -46,6 +46,7 @@ def export_head(
     made_for: TargetIdentity | None = None,
     target_note: str = "",
     adapter: Adapter | None = None,
+    planned: tuple[tuple[int, int, int], ...] = (),
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -55,7 +56,8 @@ def export_head(
     as many as the head drafts.
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
     draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
-    adapter: that export, where the target is served with an adapter. The head itself is not changed. Raises UserError where the layout
+    adapter: that export, where the target is served with an adapter. planned: (first batch, last batch, tokens to draft), what an
+    evaluation found fastest, which README.md then starts engines with. The head itself is not changed. Raises UserError where the layout
     cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
@@ -71,15 +73,17 @@ def export_head(
         tensor_parallel=tensor_parallel,
     )
     chosen = find_layout(layout, head.method)
+    longest = max((tokens for *_, tokens in planned), default=0)
     serving = Serving(
         draft=str(dest),
         target=target_reference(target),
-        tokens=head.engine_draft_length(num_speculative_tokens or USUAL_TOKENS),
+        tokens=head.engine_draft_length(longest or num_speculative_tokens or USUAL_TOKENS),
         dtype=str(files.dtype).removeprefix("torch."),
         gpus=tensor_parallel,
         layer_ids=tuple(head.reads.layer_ids),
         heads=getattr(head.options, "num_heads", 0),
         adapter=adapter,
+        by_batch=planned,
     )
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)

@@ -1,6 +1,7 @@
 """Costs, plan, rules and settings of a whole evaluation, and the same results planned for another machine."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from draftsmith.cli.main import main
 from draftsmith.eval.measure.cost_table import read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
 from draftsmith.eval.measure.result import read_result
-from draftsmith.eval.planner.routing import read_rules, route
+from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.eagle3.options import Eagle3Options
@@ -115,6 +116,7 @@ def test_results_are_planned_for_another_machine(
     assert main([*command, "--price-per-hour", "3.6"]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["verdict"]["action"] in ("deploy", "change the draft length")
+    assert f"verdict: {plan['verdict']['headline']}" in capsys.readouterr().err
     assert plan["machine"]["gpu"] == "another GPU"
     assert plan["checks"] == [], "what was timed here says nothing about a machine elsewhere"
     place = plan["places"][0]
@@ -145,3 +147,25 @@ def test_costs_are_a_command_of_their_own(
     assert main(["costs", *words, "--evaluate.plan_contexts", "[100000]", "--output", str(tmp_path / "c.json")]) == 2
     assert "evaluate.plan_contexts holds 100000" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+
+
+def test_an_export_starts_engines_with_the_planned_draft_length(
+    evaluated: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a draft pays: a head that was evaluated as off is exported as the recipe says, and so is another head."""
+    rules = read_rules(evaluated / "routing.json")
+    assert main(["export", *words]) == 0
+    readme = evaluated.parent / "export" / "eagle3" / "README.md"
+    assert "num_speculative_tokens: 3, the number in the lines below\n" in readme.read_text()
+    write_rules(evaluated / "routing.json", replace(rules, num_speculative_tokens=2, by_batch=((1, 1, 2), (2, 4, 0))))
+    try:
+        assert main(["export", *words, "--redo", "export"]) == 0
+    finally:
+        write_rules(evaluated / "routing.json", rules)
+    text = readme.read_text()
+    assert (
+        "num_speculative_tokens: 2, the number in the lines below; by the evaluation of this head the fastest are 2 at "
+        in text
+    )
+    assert "batch 1, none at batch 2 to 4" in text
+    assert '"num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 0]]' in text

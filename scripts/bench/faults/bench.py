@@ -53,7 +53,16 @@ RECIPE = (
         "--evaluate.max_k",
         "2",
     ),
-    *("--evaluate.num_speculative_tokens", "2", "--evaluate.dtype", "float32", "--evaluate.generate", "false"),
+    *(
+        "--evaluate.num_speculative_tokens",
+        "2",
+        "--evaluate.dtype",
+        "float32",
+        "--evaluate.generate",
+        "false",
+        "--evaluate.plan_batches",
+        "[1]",
+    ),
 )
 PRELOADED = ("draftsmith.stages.pipeline", "draftsmith.train.loop", "deepspeed")
 """What is imported once, before children are forked; the last is what Accelerate imports where it is installed."""

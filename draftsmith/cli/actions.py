@@ -146,10 +146,14 @@ def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
     output, gate = own.output, read_gate(own)
     writing: AbstractContextManager[None] = nullcontext()
+    price = own.price_per_hour
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
-        run = _session("report", words, own.redo).run
+        session = _session("report", words, own.redo)
+        run = session.run
+        if price is None and own.costs is None:
+            price = session.recipe.evaluate.price_per_hour
         paths = sorted((run.path / "evaluation").glob("*/result.json"))
         if output is None:
             output, writing = run.path / "evaluation", run.writing()
@@ -157,7 +161,9 @@ def report(own: Namespace, words: list[str]) -> int:
         raise UserError("There is no result.json to report on: run `draftsmith evaluate` first, or name the files.")
     folder, results = output or paths[0].parent, [read_result(path) for path in paths]
     # A result lies in a folder of its own, t0 or t1, beside the run's table.
-    table = own.costs or next((at for at in (p.parent.parent / COSTS for p in paths) if at.is_file()), None)
+    tables = {path.parent.parent / COSTS for path in paths}
+    alike = len(tables) == 1 and len({result.settings.temperature for result in results}) == len(results)
+    table = own.costs or next((at for at in tables if alike and at.is_file()), None)
     if table is None and own.price_per_hour is not None:
         raise UserError(
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
@@ -166,7 +172,7 @@ def report(own: Namespace, words: list[str]) -> int:
     own_head = (place / "train").is_dir() and not any("--head" in result.command.split() for result in results)
     past = read_history(place) if own_head else None
     with writing:
-        decision = plan_stage(results, table, folder, price_per_hour=own.price_per_hour, history=past)
+        decision = plan_stage(results, table, folder, price_per_hour=price, history=past)
         write_report(results, folder, decision, past)
     print(folder / "report.html")
     return gate.judge(paths)

@@ -22,7 +22,7 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
 from draftsmith.stages.evaluator import Evaluator
-from draftsmith.stages.planning import COSTS, costs_of_run, keep_costs, measure_plan_costs, plan_stage
+from draftsmith.stages.planning import COSTS, costs_of_run, measure_and_keep, plan_stage
 from draftsmith.stages.session import Session, say
 
 _PLANNING = ("plan_batches", "plan_contexts", "price_per_hour")
@@ -100,8 +100,10 @@ def costs_table(session: Session, path: Path) -> Path:
     spec = session.recipe.evaluate
     target = session.target_in(session.target.dtype_name if spec.dtype == "auto" else spec.dtype)
     requests, _ = make_requests(session, target)
-    drafters = select_drafters(session, load_heads(session, target), target, longest_text(requests))
-    keep_costs(path, measure_plan_costs(session, target, requests, drafters))
+    original, heads = session.original, load_heads(session, target)
+    drafters = select_drafters(session, heads, target, longest_text(requests), compared=original is not None)
+    alone = target if original is None else session.load_target(target.dtype_name, original.path)
+    measure_and_keep(session, alone, requests, drafters, path)
     return path
 
 

@@ -18,7 +18,7 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
 from draftsmith.eval.measure.cost_table import CostTable
-from draftsmith.eval.measure.costs import measure_costs
+from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
 from draftsmith.eval.measure.generate_baseline import plain
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.machine import ClockWatch
@@ -127,7 +127,9 @@ class Evaluator:
             return {}
         say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
         requests = sorted((self._keyed(r, 0) for r in self.requests), key=lambda r: len(r.prompt_ids))
-        answers = _answers(self.target, requests, sampling)
+        longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+        rows = next((n for n in (_SIMULATED_BATCH, 8, 2) if fits_in_memory(self.target, n, longest)), 1)
+        answers = _answers(self.target, requests, sampling, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
         for c in chains:
             assert c.simulate is not None
@@ -298,11 +300,13 @@ class Evaluator:
         return tuple(Piece(decode([i]), p) for i, p in zip(generation.output_ids, positions, strict=False))
 
 
-def _answers(target: Target, requests: Sequence[Request], sampling: Sampling) -> list[Generation]:
-    """Let a target answer alone."""
+def _answers(
+    target: Target, requests: Sequence[Request], sampling: Sampling, rows: int = _SIMULATED_BATCH
+) -> list[Generation]:
+    """Let a target answer alone, `rows` requests at a time."""
     generations: list[Generation] = []
     with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
-        for generation in decode(target, TargetAlone(), requests, sampling, _SIMULATED_BATCH):
+        for generation in decode(target, TargetAlone(), requests, sampling, rows):
             generations.append(generation)
             bar.update()
     return generations

@@ -85,9 +85,6 @@ def export_stage(session: Session) -> Path:
         "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
-    planned = _planned(session, head.method)
-    if planned:
-        inputs["planned"] = [list(step) for step in planned]
     files = convert_head(head, target, **options)  # refuses before an old export is removed
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
@@ -101,7 +98,7 @@ def export_stage(session: Session) -> Path:
     else:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
-    export_head(head, target, destination, planned=planned, **options)
+    export_head(head, target, destination, planned=_planned(session, head.method), **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination

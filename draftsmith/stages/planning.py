@@ -81,13 +81,27 @@ def costs_of_run(
     """Return the costs that an evaluation plans with: those in `path` where an interrupted one left them, else measured and
     written there."""
     if path.is_file():
-        table, grid = read_cost_table(path), _grid(session, target, requests, drafters)
+        grid = _grid(session, target, requests, drafters)
+        try:
+            table = read_cost_table(path)
+        except UserError as error:
+            session.warn(f"{path} is measured again, as it is damaged: {error}")
+            return measure_and_keep(session, target, requests, drafters, path)
         asked = (target.fingerprint, target.dtype_name, hardware(), [c.name for c in grid.systems], grid.contexts)
         found = (table.target.fingerprint, table.dtype, table.hardware, table.drafters, table.contexts)
         # Batches that did not fit in memory are not in a table.
         if asked == found and set(table.batches) <= set(grid.batches):
             return table
+    return measure_and_keep(session, target, requests, drafters, path)
+
+
+def measure_and_keep(
+    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
+) -> CostTable:
+    """Measure the costs and write them to `path`. Raises UserError where no batch and context fits in memory."""
     table = measure_plan_costs(session, target, requests, drafters)
+    if not table.points:
+        raise UserError("Not even the smallest batch and context fit in memory: lower evaluate.plan_contexts.")
     keep_costs(path, table)
     return table
 
@@ -125,11 +139,11 @@ def plan_stage(
 ) -> Decision | None:
     """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
     where there is no table, or no draft of it was simulated. history: of the head, which tells a weak head from one that still learns."""
-    if table_path is None:
+    table = None if table_path is None else read_cost_table(table_path)
+    if table is None or not table.drafters:
         return None
     more = None if history is None else history.twice
     rising = None if history is None or more is None else more.tau - history.best.tau
-    table = read_cost_table(table_path)
     decision = make_decision(results, table, str(table_path), price_per_hour=price_per_hour, rising=rising)
     if decision is None:
         return None

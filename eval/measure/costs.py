@@ -82,7 +82,7 @@ def measure_table(
             for context in sorted(contexts):
                 bar.set_postfix_str(f"batch {rows}, context {context}")
                 ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
-                if not points or _fits(target, rows, context):
+                if not points or fits_in_memory(target, rows, context):
                     try:
                         if rows not in overhead:
                             overhead[rows] = _overheads(target, systems, ids, rows, sampling)
@@ -102,7 +102,7 @@ def measure_table(
     )
 
 
-def _fits(target: Target, rows: int, context: int) -> bool:
+def fits_in_memory(target: Target, rows: int, context: int) -> bool:
     """Whether the caches and states of a batch take at most half of the memory that is free."""
     kinds = [kind for layer in layer_shapes(target) if layer is not None for kind in (layer.keys, layer.values)]
     cached = sum(kind.heads * kind.dim * kind.dtype.itemsize for kind in kinds)
@@ -145,11 +145,13 @@ def _overheads(
         ways[c.name] = (c.verified_by(target), c.make(k), c.typical, k)
     found = {}
     for name, (own, drafter, typical, k) in ways.items():
-        requests = [Request(f"{row}", "costs", tuple(ids), 1 + _ROUNDS * k, row) for row in range(rows)]
+        tokens = max(2, min(1 + _ROUNDS * k, target.context_length - len(ids) - drafter.max_nodes))
+        requests = [Request(f"{row}", "costs", tuple(ids), tokens, row) for row in range(rows)]
         # The first one warms up.
-        decoded = [decode_batch(own, drafter, requests, sampling, typical) for _ in range(2)][1]
+        runs = [decode_batch(own, drafter, requests, sampling, typical) for _ in range(4)][1:]
         kinds = ("commit", "other", "draft") if name == ALONE else ("commit", "other")
-        found[name] = 1000 * sum(decoded.seconds[kind] for kind in kinds) / max(1, decoded.passes)
+        rounds = [1000 * sum(d.seconds[kind] for kind in kinds) / d.passes for d in runs if d.passes]
+        found[name] = median(rounds) if rounds else 0.0
     return found
 
 
@@ -171,10 +173,11 @@ def _ascending(times: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], 
     held up."""
     found: dict[tuple[str, str], float] = {}
     least: dict[str, float] = {}
-    for name, size in sorted(times, key=lambda key: int(key[1]) if key[1].isdecimal() else 0, reverse=True):
+    sized = [key for key in times if key[1].isdecimal()]
+    for name, size in sorted(sized, key=lambda key: int(key[1]), reverse=True):
         least[name] = min(times[name, size], least.get(name, times[name, size]))
         found[name, size] = least[name]
-    return {key: found[key] for key in times}
+    return {key: found.get(key, ms) for key, ms in times.items()}
 
 
 def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:

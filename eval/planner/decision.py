@@ -12,8 +12,8 @@ from draftsmith.eval.measure.cost_table import CostTable, check_fits
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.result import Result
 from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_target
-from draftsmith.eval.planner.routing import Rules, make_rules, write_rules
-from draftsmith.eval.planner.verdict import Verdict, decide
+from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
+from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
 
 HOUR = 3600
@@ -78,6 +78,10 @@ def make_decision(
     for result in results:
         check_fits(table, source, result.target, result.settings.dtype, result.drafters)
     plan = Plan(tuple(results), table)
+    # A result whose answers all end at once has nothing to plan with.
+    plan = Plan(tuple(result for result in results if plan.cell(result) is not None), table)
+    if not plan.results:
+        return None
     doubts = doubts_of(results)
     here = table.hardware == first.hardware
     checks = tuple(make_checks(plan)) if here else ()
@@ -89,7 +93,9 @@ def make_decision(
     verdict = decide(plan, doubts=doubts if here else (), rising=rising)
     if verdict is None:
         return None
-    return Decision(plan, verdict, make_rules(plan, verdict.option), checks, price_per_hour)
+    pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
+    rules = (make_rules if pays else no_rules)(plan, verdict.option)
+    return Decision(plan, verdict, rules, checks, price_per_hour)
 
 
 def doubts_of(results: Sequence[Result]) -> list[str]:

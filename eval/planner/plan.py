@@ -78,14 +78,16 @@ class Plan:
 
     @property
     def batch(self) -> int:
-        """The batch that the headline is for: the results' own where the table has it, else the table's smallest."""
-        own = self.results[0].settings.batch
+        """The batch that the headline is for: that of timed results where the table has it, else the table's smallest."""
+        first = self.results[0]
+        # In a simulation the batch says how many answers were made together, no more.
+        own = first.settings.batch if first.costs is not None else None
         return own if own in self.table.batches else self.table.batches[0]
 
     @property
     def context(self) -> int:
-        """The context that the headline is for: the middle one."""
-        contexts = self.table.contexts
+        """The context that the headline is for: the middle one of those that fit at its batch."""
+        contexts = sorted(point.context for point in self.table.points if point.batch == self.batch)
         return contexts[len(contexts) // 2]
 
     @property
@@ -159,6 +161,20 @@ class Plan:
             (speedup for *key, speedup in picks if tuple(key) == (option.drafter, option.num_speculative_tokens)), None
         )
 
+    def gain_over(self, option: Option, other: Option) -> float:
+        """Return how many times as fast a draft is as another one, over all temperatures: as timed on the same prompts where both
+        were, else by their costs."""
+        ratios = []
+        for result in self.results:
+            picks = {(pick.drafter, pick.num_speculative_tokens): pick.speedup for pick in result.picks}
+            first, second = (picks.get((o.drafter, o.num_speculative_tokens)) for o in (option, other))
+            if self.table.hardware == result.hardware and first and second:
+                ratios.append(first / second)
+        if len(ratios) == len(self.results):
+            return geometric_mean(ratios)
+        speeds = [geometric_mean(self.speedups(o, self.batch)) for o in (option, other)]
+        return speeds[0] / speeds[1]
+
     def gains(self, option: Option) -> tuple[list[float], bool]:
         """Return a draft's speedup at each result's temperature, at the headline's place, and whether they were measured: as measured
         where every one was, else as predicted."""
@@ -202,10 +218,11 @@ def break_even_tokens(plan: Plan, option: Option, slice_name: str = OVERALL) -> 
     return max(found, default=None)
 
 
-def by_batch(plan: Plan, drafter: str, most_k: int | None = None) -> list[tuple[int, int, int]]:
-    """Return (first batch, last batch, K) for one drafter, K 0 where the target alone is faster: the form in which vLLM takes it.
+def by_batch(plan: Plan, chosen: Option) -> list[tuple[int, int, int]]:
+    """Return (first batch, last batch, K) for a drafter, K 0 where the target alone is faster: the form in which vLLM takes it.
 
-    Between two measured batches the larger one decides, which never drafts too much. most_k: the longest that may be drafted.
+    Between two measured batches the larger one decides, which never drafts too much. chosen: what was decided on at the plan's
+    own batch; no batch is given longer drafts.
     """
     table: list[tuple[int, int, int]] = []
     first = 1
@@ -213,12 +230,13 @@ def by_batch(plan: Plan, drafter: str, most_k: int | None = None) -> list[tuple[
         options = [
             o
             for o in plan.over_temperatures(batch)
-            if o.drafter == drafter and (most_k is None or o.num_speculative_tokens <= most_k)
+            if o.drafter == chosen.drafter and o.num_speculative_tokens <= chosen.num_speculative_tokens
         ]
         if not options:
             continue
         best = options[0]
         k = best.num_speculative_tokens if geometric_mean(plan.speedups(best, batch)) >= PAYS else 0
+        k = chosen.num_speculative_tokens if batch == plan.batch else k
         if table and table[-1][2] == k:
             table[-1] = (table[-1][0], batch, k)
         else:
@@ -232,3 +250,6 @@ def check_one_target(results: Sequence[Result]) -> None:
     kinds = {(r.target.fingerprint, r.settings.dtype) for r in results}
     if len(kinds) > 1:
         raise UserError("The results are of several targets or dtypes: plan for one at a time.")
+    temperatures = [r.settings.temperature for r in results]
+    if len(set(temperatures)) < len(temperatures):
+        raise UserError("Two results are of the same temperature: plan for one evaluation at a time.")

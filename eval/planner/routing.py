@@ -51,13 +51,23 @@ class Route:
     why: str
 
 
+def no_rules(plan: Plan, option: Option) -> Rules:
+    """Return the rules that leave speculation off."""
+    steps = ((1, plan.table.batches[-1], 0),)
+    return Rules(option.drafter, option.num_speculative_tokens, steps, None, 0, dict.fromkeys(plan.slices[1:], 0))
+
+
 def make_rules(plan: Plan, option: Option) -> Rules:
-    """Return the rules for one draft, at the plan's own batch and context where a rule is not about these."""
+    """Return the rules for one draft that pays at the plan's own batch and context, where a rule is not about these.
+
+    Only the temperatures at which it pays count, from the lowest up to the first where it does not.
+    """
     name, most = option.drafter, option.num_speculative_tokens
-    speedups = dict(
-        zip((r.settings.temperature for r in plan.results), plan.speedups(option, plan.batch), strict=False)
-    )
-    paying = [t for t in speedups if speedups[t] >= PAYS and all(speedups[low] >= PAYS for low in speedups if low < t)]
+    gains = dict(zip((r.settings.temperature for r in plan.results), plan.gains(option)[0], strict=True))
+    paying = [t for t in gains if gains[t] >= PAYS and all(gains[low] >= PAYS for low in gains if low < t)]
+    if not paying:
+        return no_rules(plan, option)
+    plan = Plan(tuple(r for r in plan.results if r.settings.temperature in paying), plan.table)
     slices = {}
     for slice_name in plan.slices[1:]:
         found = [
@@ -71,8 +81,8 @@ def make_rules(plan: Plan, option: Option) -> Rules:
     return Rules(
         drafter=name,
         num_speculative_tokens=most,
-        by_batch=tuple(by_batch(plan, name, most)),
-        largest_temperature=max(paying, default=None),
+        by_batch=tuple(by_batch(plan, option)),
+        largest_temperature=max(paying),
         smallest_max_tokens=break_even_tokens(plan, option) or 0,
         slices=slices,
     )

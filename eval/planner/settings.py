@@ -4,16 +4,30 @@ from pathlib import Path
 
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.files import write_text
-from draftsmith.heads.formats.engines import Serving, Snippet
+from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of
 from draftsmith.heads.registry import is_known
 
+_COMMAND = "start.sh"
+_NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")
+"""The files that a plan leaves in an engine's folder."""
+
 
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
-    """Return what starts each engine that reads heads of the planned method, by its name in ENGINES; empty for drafters that no
-    engine here takes."""
-    draft = decision.plan.results[0].drafters[decision.rules.drafter].draft
-    if draft is None or not is_known(draft.method) or not layouts_of(draft.method):
+    """Return what starts each engine that reads the run's own head, by its name in ENGINES; empty where the decision is to leave
+    speculation off, and for what an export does not hold as planned: other heads, trees, lossy drafts, and a tuned target, which the
+    export's README starts."""
+    rules, drafters = decision.rules, decision.plan.results[0].drafters
+    draft = drafters[rules.drafter].draft
+    if not rules.largest_batch or rules.drafter != next(iter(drafters)) or draft is None:
+        return {}
+    if (
+        draft.tree is not None
+        or draft.lossy
+        or draft.tuned
+        or not is_known(draft.method)
+        or not layouts_of(draft.method)
+    ):
         return {}
     layout = find_layout(default_layout(draft.method), draft.method)
     serving = Serving(
@@ -28,9 +42,13 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
 
 
 def write_settings(folder: Path, decision: Decision) -> None:
-    """Write a folder for each engine, with the files and the command that start it, each atomically."""
+    """Write a folder for each engine, with the files and the command that start it, in place of those of an earlier plan. Files of
+    other names stay."""
+    for engine in ENGINES:
+        for name in _NAMES:
+            (folder / engine / name).unlink(missing_ok=True)
     for engine, snippets in engine_settings(decision).items():
         for snippet in snippets:
-            path = folder / engine / (snippet.file or "start.sh")
+            path = folder / engine / (snippet.file or _COMMAND)
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, snippet.text)

@@ -12,6 +12,8 @@ from draftsmith.eval.planner.plan import PAYS, Option, Plan, same_draft
 
 _NOTHING_LEARNED = 1.1
 """Below this accepted length nearly every draft is rejected."""
+_CLOSE = 0.15
+"""A speedup so near to what pays may be on the other side of it on a quiet machine."""
 _WORTH_CHANGING = 1.03
 """Another draft length is worth a restart from this gain on."""
 
@@ -51,8 +53,8 @@ def decide(
     best = options[0]
     gains, timed = plan.gains(best)
     reasons = [*_figures(plan, best), *(f"The clock: {doubt}." for doubt in doubts)]
-    if doubts and min(gains) < 2 * PAYS - 1:
-        # Far above the threshold a busy machine decides nothing.
+    if doubts and any(abs(gain / PAYS - 1) < _CLOSE for gain in gains):
+        # Far from the threshold a busy machine decides nothing.
         return Verdict(
             Action.MEASURE_AGAIN, "Measure again on a quiet machine before you decide.", tuple(reasons), best
         )
@@ -79,11 +81,7 @@ def _deploy(
     if crossing is not None:
         reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
     own = next((o for o in options if o.drafter == name and o.num_speculative_tokens == _used(plan, name)), None)
-    gain = 1.0
-    if own is not None:
-        # Like with like: both measured, or both predicted.
-        used, timed = plan.gains(own)
-        gain = gains[0] / used[0] if timed and how == "measured" else best.speedup / own.speedup
+    gain = 1.0 if own is None else plan.gain_over(best, own)
     if own is not None and not same_draft(own, best) and gain >= _WORTH_CHANGING:
         way = "Lower" if k < own.num_speculative_tokens else "Raise"
         return Verdict(
@@ -97,8 +95,9 @@ def _deploy(
 
 
 def _pays(plan: Plan, drafter: str, batch: int) -> bool:
+    """Return whether a drafter pays at a batch, as far as that was measured."""
     options = [o for o in plan.over_temperatures(batch) if o.drafter == drafter]
-    return bool(options) and max(plan.speedups(options[0], batch)) >= PAYS
+    return not options or max(plan.speedups(options[0], batch)) >= PAYS
 
 
 def _used(plan: Plan, drafter: str) -> int | None:
@@ -110,7 +109,8 @@ def _used(plan: Plan, drafter: str) -> int | None:
 def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reasons: list[str]) -> Verdict:
     """Say what would have to be what for the best draft to pay."""
     cost, k, tau = best.cost, best.num_speculative_tokens, best.tau
-    reasons.append(f"To pay ({PAYS}x), tau at K = {k} would have to be {PAYS * cost.tau_needed:.2f}; it is {tau:.2f}.")
+    needed = max(PAYS * cost.tau_needed, tau * PAYS / gain)  # also where it was timed slower than its costs say
+    reasons.append(f"To pay ({PAYS}x), tau at K = {k} would have to be {needed:.2f}; it is {tau:.2f}.")
     verify, draft = cost.verify_at_most(tau, PAYS), cost.draft_at_most(tau, PAYS)
     if verify > cost.alone:
         reasons.append(
@@ -127,7 +127,9 @@ def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reaso
     if tau < _NOTHING_LEARNED:
         text = f"Do not deploy {best.drafter}: it has learned next to nothing (tau {tau:.2f})."
         return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
-    if rising is not None and tau + rising >= PAYS * cost.tau_needed:
+    # A forecast is of the run's own head, which is the first drafter; no draft of K tokens has a tau above K + 1.
+    own = best.drafter == next(iter(plan.results[0].drafters))
+    if own and rising is not None and min(tau + rising, k + 1) >= needed:
         text = (
             f"Train on more data before you deploy: tau is still rising, and {gain:.2f}x at {where} does not pay yet."
         )

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.result import DrafterResult, Measures
+from draftsmith.eval.measure.result import Costs, DrafterResult, Measures
 from draftsmith.eval.planner.plan import PAYS, Plan, break_even_tokens, by_batch, check_one_target
-from tests.eval.planner.plans import KS, plan, result, table
+from tests.eval.planner.plans import KS, busier, plan, result, table
 
 GOOD = {"overall": 0.8, "code": 0.9, "rag": 0.3}
 
@@ -39,11 +39,13 @@ def test_larger_batches_are_given_shorter_drafts_and_then_none() -> None:
     ks = {batch: made.over_temperatures(batch)[0].num_speculative_tokens for batch in (1, 4, 16)}
     assert ks[1] == 4
     assert ks[16] < ks[4] <= ks[1]
-    table_by_batch = by_batch(made, "eagle3")
+    best = made.over_temperatures(1)[0]
+    table_by_batch = by_batch(made, best)
     assert table_by_batch[0][0] == 1
     assert table_by_batch[-1][1:] == (16, 0), "at batch 16 every token costs, and nothing pays"
     assert all(last + 1 == first for (_, last, _), (first, _, _) in itertools.pairwise(table_by_batch))
-    assert max(k for *_, k in by_batch(made, "eagle3", 2)) == 2
+    short = next(o for o in made.over_temperatures(1) if o.num_speculative_tokens == 2)
+    assert max(k for *_, k in by_batch(made, short)) == 2
 
 
 def test_one_draft_length_for_all_temperatures() -> None:
@@ -94,5 +96,23 @@ def test_trees_are_charged_for_all_their_nodes() -> None:
 def test_results_of_two_targets_make_no_plan() -> None:
     one, other = result(0, GOOD), result(1, GOOD)
     check_one_target([one, other])
+    with pytest.raises(UserError, match="of the same temperature"):
+        check_one_target([one, one])
     with pytest.raises(UserError, match="several targets"):
         check_one_target([one, replace(other, target=replace(other.target, fingerprint="f2"))])
+
+
+def test_a_simulation_is_planned_at_the_smallest_batch() -> None:
+    """Its batch says how many answers were made together."""
+    simulated = busier(result(0, GOOD), 16)
+    assert plan(simulated).batch == 1
+    timed = replace(simulated, costs=Costs({"1": 1.0}, {}))
+    assert plan(timed).batch == 16
+
+
+def test_contexts_that_did_not_fit_are_no_headline() -> None:
+    full = table(batches=(1,))
+    some = replace(full, points=tuple(point for point in full.points if point.context < 128))
+    made = plan(result(0, GOOD), costs=some)
+    assert made.context == 64
+    assert made.cell(made.results[0]) is not None

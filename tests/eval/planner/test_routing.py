@@ -53,12 +53,15 @@ def test_rules_are_those_of_the_plan() -> None:
     first = plan(result(0, {"overall": 0.8, "code": 0.9, "rag": 0.02}))
     rules = make_rules(first, first.over_temperatures(1)[0])
     assert rules.num_speculative_tokens == 4
-    assert rules.by_batch == tuple(by_batch(first, "eagle3", 4))
+    assert rules.by_batch == tuple(by_batch(first, first.over_temperatures(1)[0]))
     assert rules.slices == {"code": 4, "rag": 0}
     assert rules.largest_temperature == 0
     assert rules.largest_batch == 4
-    both = make_rules(made, made.over_temperatures(1)[0])
+    long = next(o for o in made.over_temperatures(1) if o.num_speculative_tokens == 4)
+    both = make_rules(made, long)
     assert both.largest_temperature == 0, "at temperature 1 nearly nothing is accepted"
+    assert both.by_batch == rules.by_batch, "which says nothing against it at temperature 0"
+    assert (both.slices, both.smallest_max_tokens) == (rules.slices, rules.smallest_max_tokens)
 
 
 def test_words_say_what_the_rules_say() -> None:

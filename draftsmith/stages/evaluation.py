@@ -25,7 +25,9 @@ from draftsmith.stages.evaluator import Evaluator
 from draftsmith.stages.planning import COSTS, costs_of_run, measure_and_keep, plan_stage
 from draftsmith.stages.session import Session, say
 
-_PLANNING = ("plan_batches", "plan_contexts", "price_per_hour")
+NOT_MEASURED = ("prompts", "beside", "baselines", "plan_batches", "plan_contexts", "price_per_hour")
+"""Keys of the section that a result does not depend on: what prompts and heads hold counts, not where they lie, and a plan is made
+again from what was measured."""
 
 
 def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
@@ -49,9 +51,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
-        # What prompts and heads hold counts (above), not where they lie.
-        # A plan is made again from what was measured.
-        "evaluate": fingerprint_fields(spec, ("prompts", "beside", "baselines", *_PLANNING)),
+        "evaluate": fingerprint_fields(spec, NOT_MEASURED),
         "seed": recipe.seed,
     }
     if decode:  # which is timed

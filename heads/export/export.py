@@ -62,22 +62,20 @@ def export_head(
     loaded again and must give the same logits.
     """
     dest, head = Path(dest).absolute(), head.served()
-    layout = layout or default_layout(head.method)
+    chosen = find_layout(layout or default_layout(head.method), head.method)
     files = convert_head(
         head,
         target,
-        layout=layout,
+        layout=chosen.name,
         dtype=dtype,
         include_embeddings=include_embeddings,
         num_speculative_tokens=num_speculative_tokens,
         tensor_parallel=tensor_parallel,
     )
-    chosen = find_layout(layout, head.method)
-    longest = max((tokens for *_, tokens in planned), default=0)
     serving = Serving(
         draft=str(dest),
         target=target_reference(target),
-        tokens=head.engine_draft_length(longest or num_speculative_tokens or USUAL_TOKENS),
+        tokens=head.engine_draft_length(max((k for *_, k in planned), default=num_speculative_tokens) or USUAL_TOKENS),
         dtype=str(files.dtype).removeprefix("torch."),
         gpus=tensor_parallel,
         layer_ids=tuple(head.reads.layer_ids),
@@ -89,7 +87,7 @@ def export_head(
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
             shutil.copyfile(source, temporary / name)
-        write_record(temporary, head.method, layout, what_it_reads(head, made_for or target.identity))
+        write_record(temporary, head.method, chosen.name, what_it_reads(head, made_for or target.identity))
         readme = write_readme(Exported(head, target, chosen, files, serving, target_note))
         (temporary / README).write_text(readme, encoding="utf-8")
         reloaded = chosen.load(temporary, target)

@@ -48,7 +48,7 @@ def test_a_second_call_reuses(made: EmbeddedDefault, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(default, "_write_texts", None)
     cache = made.prompts.parent.parent
     assert ensure_embedded(cache) == made
-    assert [path.name for path in cache.iterdir()] == [made.prompts.parent.name], "nothing temporary is left"
+    assert {path.name for path in cache.iterdir()} == {".lock", made.prompts.parent.name}, "nothing temporary is left"
 
 
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

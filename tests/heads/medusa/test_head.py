@@ -160,7 +160,8 @@ def test_greedy_drafts_are_lossless_and_simulated_exactly(tree: StaticTree | Non
     simulated = total(
         [t[k - 1] for t in simulate_generations(target, head, found, Sampling(), k, tree=tree).tallies], k
     )
-    assert (decoded.accepted_K[-1] > 0) == (tree is not PUBLISHED["medusa_63"])
+    # The published tree's last level has two nodes, which this head may not reach.
+    assert decoded.accepted_K[1 if tree is PUBLISHED["medusa_63"] else -1] > 0
     assert_same(decoded, simulated)
 
 

@@ -22,7 +22,7 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
 from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
 from draftsmith.stages.evaluator import Evaluator
-from draftsmith.stages.planning import COSTS, costs_of_run, measure_and_keep, plan_stage
+from draftsmith.stages.planning import COSTS, costs_of_run, longest_text, measure_and_keep, plan_stage
 from draftsmith.stages.session import Session, say
 
 NOT_MEASURED = ("prompts", "beside", "baselines", "plan_batches", "plan_contexts", "price_per_hour")
@@ -97,8 +97,7 @@ def costs_table(session: Session, path: Path) -> Path:
         raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
     if path.is_dir():
         raise UserError(f"--output {path} is a folder: name a file.")
-    spec = session.recipe.evaluate
-    target = session.target_in(session.target.dtype_name if spec.dtype == "auto" else spec.dtype)
+    target = session.target_in(session.recipe.evaluate.dtype)
     requests, _ = make_requests(session, target)
     original, heads = session.original, load_heads(session, target)
     drafters = select_drafters(session, heads, target, longest_text(requests), compared=original is not None)
@@ -147,11 +146,6 @@ def make_requests(session: Session, target: Target) -> tuple[list[Request], dict
     seed = session.recipe.seed
     requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
     return requests, {c.id: c for c in chosen}
-
-
-def longest_text(requests: Sequence[Request]) -> int:
-    """Return the most tokens that a prompt and its answer have together."""
-    return max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=0)
 
 
 def evaluation_conversations(session: Session) -> list[Conversation]:

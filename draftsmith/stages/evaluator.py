@@ -47,7 +47,7 @@ from draftsmith.files import fingerprint
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
-from draftsmith.stages.planning import target_info
+from draftsmith.stages.planning import longest_text, median_request, target_info
 from draftsmith.stages.session import Session, say
 
 _SIMULATED_BATCH = 32
@@ -122,13 +122,13 @@ class Evaluator:
         The target alone answers in large batches for that, which is not timed.
         """
         chains = [c for c in systems if c.tree is None and c.simulate and c.fixed_length and c.verifier is None]
-        point = table.at(self.spec.batch, table.contexts[len(table.contexts) // 2])
-        if not chains or point is None:
+        if not chains or self.spec.batch not in table.batches:
             return {}
+        point = table.middle(self.spec.batch)
         say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
         requests = sorted((self._keyed(r, 0) for r in self.requests), key=lambda r: len(r.prompt_ids))
-        longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-        rows = next((n for n in (_SIMULATED_BATCH, 8, 2) if fits_in_memory(self.target, n, longest)), 1)
+        longest, fewer = longest_text(requests), (_SIMULATED_BATCH, 8, 2)
+        rows = next((n for n in fewer if fits_in_memory(self.target, n, longest)), 1)
         answers = _answers(self.target, requests, sampling, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
         for c in chains:
@@ -146,7 +146,7 @@ class Evaluator:
 
     def _typical_context(self, systems: Sequence[SystemUnderTest]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
-        request = sorted(self.requests, key=lambda r: len(r.prompt_ids))[len(self.requests) // 2]
+        request = median_request(self.requests)
         ids = list(request.prompt_ids)
         longest = self.target.context_length - max(c.nodes(c.max_k) for c in systems) - 1
         return (ids + ids * request.max_new_tokens)[: min(len(ids) + request.max_new_tokens // 2, longest)]

@@ -23,6 +23,16 @@ from draftsmith.stages.session import Session, say
 COSTS = "costs.json"
 
 
+def longest_text(requests: Sequence[Request]) -> int:
+    """Return the most tokens that a prompt and its answer have together."""
+    return max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=0)
+
+
+def median_request(requests: Sequence[Request]) -> Request:
+    """Return the request whose prompt is of median length."""
+    return sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
+
+
 def contexts_of(session: Session, requests: Sequence[Request], target: Target, deepest: int) -> list[int]:
     """Return the contexts to time at: those of the recipe, else the shortest prompt, the middle of a typical answer, and the
     longest text."""
@@ -33,10 +43,9 @@ def contexts_of(session: Session, requests: Sequence[Request], target: Target, d
                 f"evaluate.plan_contexts holds {over[0]}, but the target's context leaves {longest} after a draft: take fewer."
             )
         return sorted(set(session.recipe.evaluate.plan_contexts))
-    by_length = sorted(requests, key=lambda r: len(r.prompt_ids))
-    middle = by_length[len(by_length) // 2]
-    texts = [len(r.prompt_ids) + r.max_new_tokens for r in requests]
-    found = (len(by_length[0].prompt_ids), len(middle.prompt_ids) + middle.max_new_tokens // 2, max(texts))
+    middle = median_request(requests)
+    shortest = min(len(r.prompt_ids) for r in requests)
+    found = (shortest, len(middle.prompt_ids) + middle.max_new_tokens // 2, longest_text(requests))
     return sorted({max(2, min(length, longest)) for length in found})
 
 
@@ -62,12 +71,11 @@ def measure_plan_costs(
 ) -> CostTable:
     """Time target passes and drafts at the batches and contexts to plan for, at the recipe's first temperature."""
     spec, grid = session.recipe.evaluate, _grid(session, target, requests, drafters)
-    middle = sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
     return measure_table(
         target,
         target_info(session, target),
         grid.systems,
-        middle.prompt_ids,
+        median_request(requests).prompt_ids,
         spec.sampling(spec.temperatures[0]),
         batches=grid.batches,
         contexts=grid.contexts,
@@ -98,11 +106,15 @@ def costs_of_run(
 def measure_and_keep(
     session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
 ) -> CostTable:
-    """Measure the costs and write them to `path`. Raises UserError where no batch and context fits in memory."""
+    """Measure the costs, write them to `path`, and say how near the target alone is to what the machine could do. Raises UserError where no batch and context fits in memory."""
     table = measure_plan_costs(session, target, requests, drafters)
     if not table.points:
         raise UserError("Not even the smallest batch and context fit in memory: lower evaluate.plan_contexts.")
-    keep_costs(path, table)
+    write_cost_table(path, table)
+    if (share := table.share_of_bandwidth) is not None:
+        say(
+            f"costs: {path}; the target's own pass reaches {100 * share:.0f}% of the speed at which its weights could be read"
+        )
     return table
 
 
@@ -117,16 +129,6 @@ def target_info(session: Session, target: Target) -> TargetInfo:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
     )
-
-
-def keep_costs(path: Path, table: CostTable) -> None:
-    """Write the table, and say how near the target alone is to what the machine could do."""
-    write_cost_table(path, table)
-    share = table.share_of_bandwidth
-    if share is not None:
-        say(
-            f"costs: {path}; the target's own pass reaches {100 * share:.0f}% of the speed at which its weights could be read"
-        )
 
 
 def plan_stage(

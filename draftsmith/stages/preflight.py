@@ -12,9 +12,10 @@ from draftsmith.heads.layers.config import steady_positions
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
-from draftsmith.stages.evaluation import evaluation_conversations, longest_text, make_requests
+from draftsmith.stages.evaluation import evaluation_conversations, make_requests
 from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.heads import load_warm, warm_folder
+from draftsmith.stages.planning import longest_text
 from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.train.parallel import check_launch

@@ -103,6 +103,11 @@ class CostTable:
         """Return the costs at a measured batch and context, None where these did not fit."""
         return next((p for p in self.points if (p.batch, p.context) == (batch, context)), None)
 
+    def middle(self, batch: int) -> CostPoint:
+        """Return the costs at the middle one of the contexts that were measured at a batch of the table."""
+        points = sorted((point for point in self.points if point.batch == batch), key=lambda point: point.context)
+        return points[len(points) // 2]
+
     def tokens(self, drafter: str, k: int) -> int:
         """Return the tokens of the target's pass over a draft of length `k`, the root included."""
         return self.nodes.get(drafter, {}).get(str(k), k + 1)

@@ -4,14 +4,14 @@ A folder of an evaluation is read back by `draftsmith report`, also with the cos
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.measure.cost_table import CostTable, check_fits
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.result import Result
-from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_target
+from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_evaluation, same_draft
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
@@ -73,7 +73,7 @@ def make_decision(
 
     source: the table's file, for messages. rising: see `decide`. Raises UserError where table and results do not belong together.
     """
-    check_one_target(results)
+    check_one_evaluation(results)
     first = results[0]
     for result in results:
         check_fits(table, source, result.target, result.settings.dtype, result.drafters)
@@ -111,10 +111,7 @@ def make_checks(plan: Plan) -> list[Check]:
     for result in plan.results:
         cell = plan.cell(result, batch=result.settings.batch)
         for pick in result.picks:
-            key = (pick.drafter, pick.num_speculative_tokens)
-            option = next(
-                (o for o in (cell.options if cell else ()) if (o.drafter, o.num_speculative_tokens) == key), None
-            )
+            option = next((o for o in (cell.options if cell else ()) if same_draft(o, pick)), None)
             if (
                 option is not None
                 and pick.speedup is not None
@@ -122,7 +119,8 @@ def make_checks(plan: Plan) -> list[Check]:
                 and pick.spread is not None
             ):
                 predicted = option.cost.speedup(pick.tau_simulated)
-                found.append(Check(result.settings.temperature, *key, predicted, pick.speedup, pick.spread))
+                key = (result.settings.temperature, pick.drafter, pick.num_speculative_tokens)
+                found.append(Check(*key, predicted, pick.speedup, pick.spread))
     return found
 
 
@@ -149,18 +147,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
             if (cell := plan.cell(result, OVERALL)) is not None
             for option in cell.options
         ],
-        "checks": [
-            {
-                "temperature": check.temperature,
-                "drafter": check.drafter,
-                "num_speculative_tokens": check.num_speculative_tokens,
-                "predicted": check.predicted,
-                "measured": check.measured,
-                "spread": list(check.spread),
-                "holds": check.holds,
-            }
-            for check in decision.checks
-        ],
+        "checks": [{**asdict(check), "holds": check.holds} for check in decision.checks],
     }
 
 

@@ -15,7 +15,7 @@ from statistics import geometric_mean
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.cost_table import CostPoint, CostTable
 from draftsmith.eval.measure.gate import OVERALL
-from draftsmith.eval.measure.result import Measures, Result
+from draftsmith.eval.measure.result import Measures, Pick, Result
 from draftsmith.eval.planner.arithmetic import RoundCost
 
 PAYS = 1.05
@@ -87,8 +87,7 @@ class Plan:
     @property
     def context(self) -> int:
         """The context that the headline is for: the middle one of those that fit at its batch."""
-        contexts = sorted(point.context for point in self.table.points if point.batch == self.batch)
-        return contexts[len(contexts) // 2]
+        return self.table.middle(self.batch).context
 
     @property
     def slices(self) -> list[str]:
@@ -129,22 +128,20 @@ class Plan:
                 if cost is not None:
                     yield Option(name, k, cost, tau)
 
-    def over_temperatures(self, batch: int, context: int | None = None, slice_name: str = OVERALL) -> list[Option]:
-        """Return the drafts that every result has at a place, each with the tau and the cost of the first result, best first: by the
+    def over_temperatures(self, batch: int, slice_name: str = OVERALL) -> list[Option]:
+        """Return the drafts that every result has at a batch and the headline's context, each with the tau and the cost of the first result, best first: by the
         geometric mean of their speedups, as a server has one draft length for all temperatures."""
-        cells = [cell for r in self.results if (cell := self.cell(r, slice_name, batch, context)) is not None]
+        cells = [cell for r in self.results if (cell := self.cell(r, slice_name, batch)) is not None]
         by_key = [{(o.drafter, o.num_speculative_tokens): o for o in cell.options} for cell in cells]
         shared = [key for key in by_key[0] if all(key in one for one in by_key)] if by_key else []
         shared.sort(key=lambda key: -geometric_mean([one[key].speedup for one in by_key]))
         return [by_key[0][key] for key in shared]
 
-    def speedups(
-        self, option: Option, batch: int, context: int | None = None, slice_name: str = OVERALL
-    ) -> list[float]:
+    def speedups(self, option: Option, batch: int, slice_name: str = OVERALL) -> list[float]:
         """Return the speedup of a draft at each result's temperature."""
         found = []
         for result in self.results:
-            cell = self.cell(result, slice_name, batch, context)
+            cell = self.cell(result, slice_name, batch)
             found += [o.speedup for o in (cell.options if cell else ()) if same_draft(o, option)]
         return found
 
@@ -156,18 +153,14 @@ class Plan:
         own = drafter.draft.num_speculative_tokens if drafter.draft else None
         if own == option.num_speculative_tokens and drafter.overall.speedup is not None:
             return drafter.overall.speedup
-        picks = ((pick.drafter, pick.num_speculative_tokens, pick.speedup) for pick in result.picks)
-        return next(
-            (speedup for *key, speedup in picks if tuple(key) == (option.drafter, option.num_speculative_tokens)), None
-        )
+        return _picked(result, option)
 
     def gain_over(self, option: Option, other: Option) -> float:
         """Return how many times as fast a draft is as another one, over all temperatures: as timed on the same prompts where both
         were, else by their costs."""
         ratios = []
         for result in self.results:
-            picks = {(pick.drafter, pick.num_speculative_tokens): pick.speedup for pick in result.picks}
-            first, second = (picks.get((o.drafter, o.num_speculative_tokens)) for o in (option, other))
+            first, second = _picked(result, option), _picked(result, other)
             if self.table.hardware == result.hardware and first and second:
                 ratios.append(first / second)
         if len(ratios) == len(self.results):
@@ -183,9 +176,14 @@ class Plan:
         return (known, True) if len(known) == len(timed) else (self.speedups(option, self.batch), False)
 
 
-def same_draft(one: Option, other: Option) -> bool:
-    """Whether two options are the same drafter with the same draft length."""
+def same_draft(one: Option | Pick, other: Option | Pick) -> bool:
+    """Whether two are of the same drafter with the same draft length."""
     return (one.drafter, one.num_speculative_tokens) == (other.drafter, other.num_speculative_tokens)
+
+
+def _picked(result: Result, option: Option) -> float | None:
+    """Return the speedup of a draft that was timed to check a plan, None where it was not."""
+    return next((pick.speedup for pick in result.picks if same_draft(pick, option)), None)
 
 
 def taus(measures: Measures, decoded_k: int | None) -> list[tuple[int, float]]:
@@ -205,12 +203,12 @@ def round_cost(table: CostTable, point: CostPoint, drafter: str, k: int) -> Roun
     return RoundCost(point.alone_ms, point.verify(tokens), point.draft(drafter, k), point.overhead_ms[drafter])
 
 
-def break_even_tokens(plan: Plan, option: Option, slice_name: str = OVERALL) -> int | None:
+def break_even_tokens(plan: Plan, option: Option) -> int | None:
     """Return the fewest answer tokens from which a draft saves time: its drafter must read the prompt first. None where it never
     does. Conservative over temperatures: the largest."""
     point = plan.table.at(plan.batch, plan.context)
     found: list[int] = []
-    for speedup in plan.speedups(option, plan.batch, plan.context, slice_name):
+    for speedup in plan.speedups(option, plan.batch):
         if point is None or speedup <= 1:
             return None
         saved = point.alone_ms * (1 - 1 / speedup)
@@ -245,8 +243,8 @@ def by_batch(plan: Plan, chosen: Option) -> list[tuple[int, int, int]]:
     return table
 
 
-def check_one_target(results: Sequence[Result]) -> None:
-    """Raise UserError where results are of several targets or dtypes."""
+def check_one_evaluation(results: Sequence[Result]) -> None:
+    """Raise UserError where results are of several targets or dtypes, or two of them of one temperature."""
     kinds = {(r.target.fingerprint, r.settings.dtype) for r in results}
     if len(kinds) > 1:
         raise UserError("The results are of several targets or dtypes: plan for one at a time.")

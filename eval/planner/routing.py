@@ -15,6 +15,7 @@ from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, 
 from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
+from draftsmith.heads.formats.engines import steps_in_words
 
 SCHEMA_VERSION = 1
 
@@ -125,11 +126,7 @@ def describe_rules(rules: Rules) -> list[str]:
         f"Speculate with {rules.drafter} and up to {rules.num_speculative_tokens} drafted tokens, at temperatures up to "
         f"{rules.largest_temperature:g}."
     ]
-    steps = [
-        f"{k or 'none'} at batch {first}" + ("" if first == last else f" to {last}")
-        for first, last, k in rules.by_batch
-    ]
-    lines.append(f"Drafted tokens by batch: {', '.join(steps)}.")
+    lines.append(f"Drafted tokens by batch: {steps_in_words(rules.by_batch)}.")
     if rules.smallest_max_tokens > 2:
         lines.append(f"Not for requests of fewer than {rules.smallest_max_tokens} tokens.")
     off = [name for name, k in rules.slices.items() if k == 0]

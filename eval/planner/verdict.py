@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from draftsmith.eval.measure.history import UNTAUGHT
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, same_draft
 
-_NOTHING_LEARNED = 1.1
-"""Below this accepted length nearly every draft is rejected."""
 _CLOSE = 0.15
 """A speedup so near to what pays may be on the other side of it on a quiet machine."""
 _WORTH_CHANGING = 1.03
@@ -39,15 +38,13 @@ class Verdict:
     option: Option
 
 
-def decide(
-    plan: Plan, *, doubts: Sequence[str] = (), rising: float | None = None, drafter: str | None = None
-) -> Verdict | None:
+def decide(plan: Plan, *, doubts: Sequence[str] = (), rising: float | None = None) -> Verdict | None:
     """Return the verdict at the plan's batch and context; None where no draft was both simulated and timed.
 
     doubts: why the clocks of the results cannot be trusted. rising: by how much tau is forecast to grow with twice the data, None
-    where nobody knows. drafter: speak of this one instead of the fastest.
+    where nobody knows.
     """
-    options = [o for o in plan.over_temperatures(plan.batch) if drafter in (None, o.drafter)]
+    options = plan.over_temperatures(plan.batch)
     if not options:
         return None
     best = options[0]
@@ -124,7 +121,7 @@ def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reaso
             "No draft would be cheap enough at this tau: the target's pass and the loop cost more than it saves."
         )
     where = f"batch {plan.batch}"
-    if tau < _NOTHING_LEARNED:
+    if tau < UNTAUGHT:
         text = f"Do not deploy {best.drafter}: it has learned next to nothing (tau {tau:.2f})."
         return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
     # A forecast is of the run's own head, which is the first drafter; no draft of K tokens has a tau above K + 1.

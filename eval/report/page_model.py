@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.result import DrafterResult, Measures, Piece, Result
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report.plots import swatch
 
-OVERALL = "overall"
 DASH = "–"
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.contracts import ModelFiles
-from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Serving, Snippet, split_obstacle
+from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Serving, Snippet, split_obstacle, steps_in_words
 from draftsmith.heads.formats.layout import Layout
 from draftsmith.heads.target.target import Target
 
@@ -57,23 +57,14 @@ def _facts(exported: Exported) -> str:
         f"target: `{serving.target}`, fingerprint {target.fingerprint}",
         f"reads: {reads}",
         f"drafts among: {vocabulary} of {target.vocab_size} tokens",
-        f"num_speculative_tokens: {serving.tokens}, the number in the lines below" + _fastest(serving),
+        f"num_speculative_tokens: {serving.tokens}, the number in the lines below",
         f"weights: {serving.dtype}",
     ]
+    if serving.by_batch:
+        lines[3] += f"; by the evaluation of this head the fastest are {steps_in_words(serving.by_batch)}"
     gpus = f"checked for {serving.gpus} GPUs" if serving.gpus > 1 else "for one GPU"
     about = [exported.target_note, ""] if exported.target_note else []
     return "\n".join([*about, *(f"- {line}" for line in lines), f"- tensor parallelism: {gpus}", ""])
-
-
-def _fastest(serving: Serving) -> str:
-    """Say where the number of drafted tokens comes from, if an evaluation found it."""
-    if not serving.by_batch:
-        return ""
-    steps = [
-        f"{tokens or 'none'} at batch {first}" + ("" if first == last else f" to {last}")
-        for first, last, tokens in serving.by_batch
-    ]
-    return f"; by the evaluation of this head the fastest are {', '.join(steps)}"
 
 
 def _section(exported: Exported, engine: str) -> str:

@@ -13,7 +13,7 @@ of 64 and SGLang and TensorRT-LLM to whatever divides. vLLM's `draft_tensor_para
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,6 +171,15 @@ class Serving:
     heads: int = 0
     adapter: Adapter | None = None
     by_batch: tuple[tuple[int, int, int], ...] = ()
+
+
+def steps_in_words(by_batch: Sequence[tuple[int, int, int]]) -> str:
+    """Return the draft lengths of `Serving.by_batch` in words."""
+    steps = (
+        f"{tokens or 'none'} at batch {first}" + ("" if first == last else f" to {last}")
+        for first, last, tokens in by_batch
+    )
+    return ", ".join(steps)
 
 
 @dataclass(frozen=True)

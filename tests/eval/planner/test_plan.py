@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.result import Costs, DrafterResult, Measures
-from draftsmith.eval.planner.plan import PAYS, Plan, break_even_tokens, by_batch, check_one_target
+from draftsmith.eval.planner.plan import PAYS, Plan, break_even_tokens, by_batch, check_one_evaluation
 from tests.eval.planner.plans import KS, busier, plan, result, table
 
 GOOD = {"overall": 0.8, "code": 0.9, "rag": 0.3}
@@ -95,11 +95,11 @@ def test_trees_are_charged_for_all_their_nodes() -> None:
 
 def test_results_of_two_targets_make_no_plan() -> None:
     one, other = result(0, GOOD), result(1, GOOD)
-    check_one_target([one, other])
+    check_one_evaluation([one, other])
     with pytest.raises(UserError, match="of the same temperature"):
-        check_one_target([one, one])
+        check_one_evaluation([one, one])
     with pytest.raises(UserError, match="several targets"):
-        check_one_target([one, replace(other, target=replace(other.target, fingerprint="f2"))])
+        check_one_evaluation([one, replace(other, target=replace(other.target, fingerprint="f2"))])
 
 
 def test_a_simulation_is_planned_at_the_smallest_batch() -> None:

@@ -135,7 +135,11 @@ _REPORT = (
 )
 _COSTS = (
     option(
-        "--output", type=Path, default=Path("costs.json"), metavar="FILE", help="The table; costs.json if left out."
+        "--output",
+        type=Path,
+        default=Path("costs.json"),
+        metavar="FILE",
+        help="The table, a .json file; costs.json if left out.",
     ),
 )
 _COMPARE = (

@@ -4,9 +4,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
-import psutil
 import torch
 
 from draftsmith.errors import UserError
@@ -55,16 +53,6 @@ def main_process_first(device: str) -> Iterator[bool]:
     PartialState(cpu=device == "cpu", timeout=STEP)
     with met.first() as first:
         yield first
-
-
-def memory_of(device: str) -> float:
-    """Return the bytes of memory where a device computes: the GPU's, or the machine's, its container's if that is less."""
-    if device.startswith("cuda"):
-        return float(torch.cuda.mem_get_info(device)[1])
-    container = Path("/sys/fs/cgroup/memory.max")
-    limit = container.read_text(encoding="utf-8").strip() if container.is_file() else ""
-    total = float(psutil.virtual_memory().total)
-    return min(total, float(limit)) if limit.isdecimal() else total
 
 
 def keep_freed_memory() -> bool:

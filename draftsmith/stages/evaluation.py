@@ -16,7 +16,7 @@ from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
 from draftsmith.fields import fingerprint_fields
-from draftsmith.files import fingerprint
+from draftsmith.files import check_file, fingerprint
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
@@ -93,10 +93,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
 def costs_table(session: Session, path: Path) -> Path:
     """Write the costs of the recipe's drafters on this machine, for `draftsmith report --costs`. Raises UserError for a file that
     cannot be written."""
-    if not path.parent.is_dir():
-        raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
-    if path.is_dir():
-        raise UserError(f"--output {path} is a folder: name a file.")
+    check_file("--output", path, (".json",))
     target = session.target_in(session.recipe.evaluate.dtype)
     requests, _ = make_requests(session, target)
     original, heads = session.original, load_heads(session, target)

@@ -13,6 +13,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.history import read_history, tell, untaught
+from draftsmith.eval.measure.machine import memory_of
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
@@ -30,7 +31,7 @@ from draftsmith.heads.vocab import (
 )
 from draftsmith.heads.warm_start import restart
 from draftsmith.stages.data import answer_inputs, head_layers
-from draftsmith.stages.device import main_process_first, memory_of
+from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.run import flat_inputs
 from draftsmith.stages.session import Session, say
@@ -230,5 +231,5 @@ def _check_size(session: Session) -> None:
         place = "this machine" if session.device == "cpu" else f"the GPU {session.device}"
         raise UserError(
             f"The {recipe.method} head of this recipe has {needed // 4:,} weights, {readable_bytes(needed)} in float32, but "
-            f"{place} has {readable_bytes(int(there))} of memory: lower the sizes under head."
+            f"{place} has {readable_bytes(there)} of memory: lower the sizes under head."
         )

@@ -116,9 +116,21 @@ def _memory_gib() -> float | None:
         return None
 
 
+def memory_of(device: torch.device | str) -> int:
+    """Return the bytes of memory where a device computes: the GPU's, or the machine's, its container's if that is less."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    container = Path("/sys/fs/cgroup/memory.max")
+    limit = container.read_text(encoding="utf-8").strip() if container.is_file() else ""
+    total = psutil.virtual_memory().total
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    """Return the bytes that are free on a device, at most those that it has for this process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return min(psutil.virtual_memory().available, memory_of(device))
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:

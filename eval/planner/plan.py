@@ -19,7 +19,7 @@ from draftsmith.eval.measure.result import Measures, Pick, Result
 from draftsmith.eval.planner.arithmetic import RoundCost
 
 PAYS = 1.05
-"""A draft pays from this speedup on: predictions are good to 5%."""
+"""A draft pays from this speedup on: a smaller gain is hardly worth a second model to serve."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 from dataclasses import dataclass
 
 from draftsmith.eval.planner.decision import Decision, doubts_of
-from draftsmith.eval.planner.plan import Cell
+from draftsmith.eval.planner.plan import PAYS, Cell
 from draftsmith.eval.planner.routing import describe_rules
 from draftsmith.eval.planner.settings import engine_settings
 from draftsmith.eval.planner.verdict import Action
@@ -74,7 +74,7 @@ def section(view: View) -> Section:
     about = (
         f"Tokens per second follow from the exact acceptance of every draft length and from what target passes and drafts cost on "
         f"{machine.gpu or machine.cpu}, at batch {plan.batch} and {plan.context} tokens of context where nothing else is said. A draft "
-        "is worth it from 1.05× on, as predictions are good to 5%."
+        f"is worth it from {times(PAYS)} on. What was timed counts before what was predicted; the last table compares both."
     )
     tables = [_by_length(decision), _by_batch(decision), _by_slice(decision)]
     if decision.checks:

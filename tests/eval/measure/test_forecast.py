@@ -1,5 +1,7 @@
 """Forecasts against every committed curve, from its beginning, and what they do at their limits."""
 
+import re
+from pathlib import Path
 from statistics import median
 
 import numpy as np
@@ -44,6 +46,20 @@ def test_intervals_hold_the_end_of_four_curves_in_five_and_are_narrow(share: flo
     missed = [abs(foresee(curve, share).tau - curve.points[-1].tau) for curve in curves]
     stays = [curve.points[-1].tau - curve.until(share)[-1].tau for curve in curves]
     assert median(missed) < 0.4 * median(stays)
+
+
+def test_the_table_of_the_page_is_what_the_curves_give() -> None:
+    """Counts and median widths in docs/train-a-head.md; a row without widths has none."""
+    curves, shares = list(committed_curves()), {"fifth": 1 / 5, "quarter": 1 / 4, "third": 1 / 3, "half": 1 / 2}
+    text = (Path(__file__).resolve().parents[3] / "docs" / "train-a-head.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| a (\w+) \| (\d+) of (\d+) \| ([\d.]*) ?\| ([\d.]*) ?\|$", text, re.MULTILINE)
+    assert [row[0] for row in rows] == list(shares)
+    for name, held_by, of, *widths in rows:
+        share = shares[name]
+        assert (int(held_by), int(of)) == (sum(holds(curve, share) for curve in curves), len(curves)), name
+        for embedded, width in zip((False, True), widths, strict=True):
+            ends = [foresee(curve, share) for curve in curves if (curve.set == "embedded") is embedded]
+            assert width in ("", f"{median(end.high - end.low for end in ends):.2f}"), name
 
 
 def test_a_drift_chosen_without_a_set_holds_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

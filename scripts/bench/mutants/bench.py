@@ -218,12 +218,14 @@ def draw(every: dict[str, list[Mutant]], count: int, seed: int) -> dict[str, lis
 
 def survivors_of(earlier: dict[str, Any], every: dict[str, list[Mutant]], copy: Path) -> dict[str, list[Mutant]]:
     """Find the survivors of an earlier result; their lines may have moved, but must be there."""
-    names = {re.sub(r":\d+: ", ": ", name, count=1) for name in earlier["survivors"]}
-    found = {
-        file: [one for one in some if f"{file}: {' -> '.join(_lines(copy, file, one))}" in names]
-        for file, some in every.items()
-    }
-    assert sum(map(len, found.values())) == len(names), "a survivor's line has changed: run the whole again"
+    found: dict[str, list[Mutant]] = {}
+    for name in earlier["survivors"]:
+        file, line, change = re.fullmatch(r"([^:]+):(\d+): (.*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+        same = [one for one in every[file] if " -> ".join(_lines(copy, file, one)) == change]
+        # Of lines that say the same, the one that has not moved.
+        same = [one for one in same if one.line == int(line)] or same
+        assert len(same) == 1, f"the line of {name} has changed: run the whole again"
+        found.setdefault(file, []).extend(same)
     return found
 
 

@@ -191,7 +191,8 @@ def main(argv: list[str] | None = None) -> int:
     begun = environment() | {"hardware": asdict(hardware()), "command": command}
     if earlier is not None:
         begun["command"] = f"{earlier['command'].partition(';')[0]}; then its survivors, --again"
-        begun["first_commit"] = earlier.get("first_commit", earlier["commit"])
+        begun["first"] = earlier.get("first", {key: earlier[key] for key in ("commit", "counts", "score")})
+        begun |= {key: earlier[key] for key in ("earlier_samples",) if key in earlier}
     copy = Path("runs/mutants").absolute()
     shutil.rmtree(copy, ignore_errors=True)
     subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", str(copy)], check=True)

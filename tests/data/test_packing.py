@@ -164,3 +164,12 @@ def test_chunks_end_where_they_hold_enough_tokens(lengths, limit):
     for chunk in chunks:
         own = plan_passes(lengths[chunk.start : chunk.end], limit)
         assert chunk.batches == tuple(tuple(chunk.start + i for i in batch) for batch in own)
+
+
+def test_every_chunk_takes_the_same_number_of_tokens():
+    full = 3 * CHUNK_BATCHES
+    assert [(chunk.start, chunk.end) for chunk in plan_chunks([1] * 3 * full, 3)] == [
+        (0, full),
+        (full, 2 * full),
+        (2 * full, 3 * full),
+    ]

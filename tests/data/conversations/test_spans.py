@@ -280,3 +280,13 @@ def test_white_space_at_the_end_of_an_answer_is_learnt_once(answer):
     tokenizer = tiny_tokenizer(with_prompt_end("<think>\n").replace("{{ m.content }}", drop))
     (sample,) = tokenize_conversation(tokenizer, talk("a?", f"<think>\n{answer}"))
     assert learnt(tokenizer, sample) == [f"{answer}<|im_end|>"]
+
+
+def test_empty_think_block_that_is_one_token_is_not_learnt():
+    template = helpers.CHATML.replace(
+        "{{ m.content }}", "{{ ('<think></think>' if m.role == 'assistant' else '') + m.content }}"
+    )
+    tokenizer = tiny_tokenizer(template)
+    tokenizer.add_tokens(["<think></think>"])
+    (sample,) = tokenize_conversation(tokenizer, talk("a?", "One."))
+    assert learnt(tokenizer, sample) == ["One.<|im_end|>"]

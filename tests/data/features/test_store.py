@@ -307,3 +307,21 @@ def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match="No space left on device"):
         write_store(tmp_path, make_features())
     assert list(all_bytes(tmp_path)) == ["index.json"]
+
+
+def test_a_shard_is_verified_once_however_often_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, read, real = write_store(tmp_path, make_features()), [], features.sha256_file
+    monkeypatch.setattr(features, "OPEN_SHARDS", 1)
+    monkeypatch.setattr(features, "sha256_file", lambda file: read.append(file) or real(file))
+    for index in [*range(len(store))] * 2:
+        store.get(index)
+    assert sorted(read) == sorted(tmp_path.glob("shard-*"))
+    assert len(read) > 1
+
+
+def test_a_shard_is_filled_to_its_last_byte(tmp_path: Path) -> None:
+    samples = make_features()
+    two = estimate_bytes(sum(len(one.ids) for one in samples[:2]), WIDTH, len(LAYERS), "float32")
+    write_store(tmp_path, samples, replace(SPEC, shard_bytes=two))
+    first = load_file(tmp_path / "shard-00000.safetensors")
+    assert len(first["offsets"]) - 1 == 2

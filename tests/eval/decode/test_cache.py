@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import KVCache, LayerShape, TensorShape, build_mask
+from draftsmith.eval.decode.cache import KVCache, LayerShape, TensorShape, build_mask, run_draft
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.loop import Loop
 from draftsmith.eval.decode.trees import DynamicTree
@@ -239,6 +239,25 @@ def test_masks_equal_the_slow_rule(lengths: list[int], queries: int, window: int
         ancestors, visible = draft.ancestors_BNN[:, 5 - queries :], max(lengths) + 5
         found = build_mask(torch.tensor(lengths), ancestors, visible, draft.depth_BN, window)
         assert torch.equal(found, slow_mask(lengths, ancestors, visible, draft.depth_BN, window))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_node_sees_only_what_its_mask_says_the_first_node_included(window: int | None) -> None:
+    lengths, depth = [6, 3], torch.arange(5).expand(2, 5)
+    ancestors = torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    found = build_mask(torch.tensor(lengths), ancestors, 11, depth, window)
+    assert torch.equal(found, slow_mask(lengths, ancestors, 11, depth, window))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])
+def test_a_chain_behind_a_cached_prefix_is_read_as_the_whole_text_is(kind: str) -> None:
+    """With fused attention and with eager attention, which takes another kind of mask."""
+    target = make_target(kind)
+    cache, ids = KVCache.for_target(target, 2, 20), torch.randint(5, 150, (2, 12))
+    run_draft(target, cache, Draft.chain(ids[:, 0], ids[:, 1:6]))
+    cache.append(6)
+    found = run_draft(target, cache, Draft.chain(ids[:, 6], ids[:, 7:])).last
+    torch.testing.assert_close(found, target.forward(ids).last[:, 6:], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -224,3 +224,13 @@ def test_the_largest_of_many_is_found_whatever_the_shape(shape: tuple[int, ...])
     values, indices = top1(logits)
     assert torch.equal(values, logits.amax(-1))
     assert torch.equal(indices, (logits == values[..., None]).int().cumsum(-1).eq(0).sum(-1))
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.8, top_k=6), Sampling(1.2, top_p=0.7), Sampling(1.0, min_p=0.2)], ids=str
+)
+def test_every_distribution_of_a_tensor_is_what_it_is_alone(sampling: Sampling) -> None:
+    logits = 2 * torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        probs(logits, sampling).flatten(0, 1), torch.stack([probs(x, sampling) for x in logits.flatten(0, 1)])
+    )

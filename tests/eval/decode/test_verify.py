@@ -421,3 +421,22 @@ def test_typical_acceptance_reads_penalized_logits(shape: str) -> None:
     found = facts(verify(draft, logits, sampling, noise, rule, seen))
     assert found == facts(verify(draft, by_hand, Sampling(0.8), noise, rule))
     assert found != facts(verify(draft, logits, Sampling(0.8), noise, rule))
+
+
+def test_typical_acceptance_takes_the_longest_and_then_the_likeliest_path() -> None:
+    """Against every path of every row, one by one."""
+    rule, parents, rows = Typical(0.1, 0.3), SHAPES["tree"], 300
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, len(parents), 8, generator=generator)
+    tokens = torch.rand(rows, 8, generator=generator).argsort(-1)[:, : len(parents)]
+    draft = Draft(tokens, torch.tensor(parents).expand(rows, -1), torch.full((rows,), len(parents)))
+    verdict = verify(draft, logits, Sampling(1.0), no_noise(rows), rule)
+    p = logits.softmax(-1)
+    least = (rule.delta * (p * p.log()).sum(-1).exp()).clamp(max=rule.epsilon)
+    for row in range(rows):
+        paths: dict[int, tuple[int, float, list[int]]] = {0: (0, 0.0, [0])}
+        for node, parent in enumerate(parents):
+            if parent in paths and p[row, parent, tokens[row, node]] > least[row, parent]:
+                depth, score, path = paths[parent]
+                paths[node] = (depth + 1, score + float(p[row, parent, tokens[row, node]].log()), [*path, node])
+        assert [node for node in verdict.path_BD[row].tolist() if node >= 0] == max(paths.values())[2]

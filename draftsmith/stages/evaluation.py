@@ -20,7 +20,13 @@ from draftsmith.files import check_file, fingerprint
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
-from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
+from draftsmith.stages.drafters import (
+    at_temperature,
+    drafter_digests,
+    load_heads,
+    select_drafters,
+    with_trained_lengths,
+)
 from draftsmith.stages.evaluator import Evaluator
 from draftsmith.stages.planning import COSTS, costs_of_run, longest_text, measure_and_keep, plan_stage
 from draftsmith.stages.session import Session, say
@@ -33,15 +39,15 @@ again from what was measured."""
 def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones."""
     recipe, spec = session.recipe, session.recipe.evaluate
-    stage = "evaluate" if decode else "simulate"
-    folder = recipe.run_dir / ("evaluation" if decode else "simulation")
+    run = recipe.run_dir
+    stage, folder = ("evaluate", run / "evaluation") if decode else ("simulate", run / "simulation")
     requests, conversations = make_requests(session, session.target)
-    original = session.original
-    longest = longest_text(requests)
+    original, longest = session.original, longest_text(requests)
 
     def drafters_of(target: Target) -> list[SystemUnderTest]:
         heads = load_heads(session, target)
-        return select_drafters(session, heads, target, longest, compared=original is not None)
+        found = select_drafters(session, heads, target, longest, compared=original is not None)
+        return with_trained_lengths(session, heads, found)
 
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     drafters = drafters_of(session.target)
@@ -83,10 +89,12 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
                 write_result(path, made)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
-    past = read_history(recipe.run_dir) if session.named_head is None else None
+    past = read_history(run) if session.named_head is None else None
     with session.run.writing():
         priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
         write_report(results, folder, priced, past)
+    for text in (text for result in results for text in result.past_training):
+        say(f"warning: {text}")
     return paths
 
 

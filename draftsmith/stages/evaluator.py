@@ -17,6 +17,7 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
+from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
 from draftsmith.eval.measure.generate_baseline import plain
@@ -223,6 +224,9 @@ class Evaluator:
                 acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
+                **acceptance_by_condition(
+                    c.trained_length, [], [(generations[i], tallies[i][c.num_speculative_tokens - 1]) for i in places]
+                ),
                 k_sweep=points,
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
                 **changed.get(slice_name or "overall", {}),

@@ -4,7 +4,7 @@ Counts are whole numbers when decoded and expectations when simulated. K is num_
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 
 import numpy as np
 
@@ -94,7 +94,8 @@ class Tally:
 
     answers: how many. tokens: emitted after each answer's first. rounds: target passes. drafted:
     tokens proposed that could still be emitted, all nodes of a tree. accepted_K / reached_K: rounds in which position i
-    was accepted / in which every position before it was accepted and a token was drafted there.
+    was accepted / in which every position before it was accepted and a token was drafted there. rounds_T, tokens_T: of one
+    answer, the rounds whose root is its i-th token and the tokens that they emitted, T = tokens; None in a sum.
     """
 
     answers: int
@@ -103,6 +104,8 @@ class Tally:
     drafted: float
     accepted_K: np.ndarray
     reached_K: np.ndarray
+    rounds_T: np.ndarray | None = None
+    tokens_T: np.ndarray | None = None
 
     @classmethod
     def empty(cls, num_speculative_tokens: int) -> "Tally":
@@ -110,7 +113,8 @@ class Tally:
         return cls(0, 0.0, 0.0, 0.0, np.zeros(num_speculative_tokens), np.zeros(num_speculative_tokens))
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+        names = (part.name for part in fields(self) if part.default is MISSING)
+        return Tally(*(getattr(self, name) + getattr(other, name) for name in names))
 
     @property
     def tau(self) -> float | None:
@@ -151,4 +155,7 @@ def tally_generation(generation: Generation, num_speculative_tokens: int) -> Tal
         reached_K[: min(round_.accepted + 1, depth)] += 1
         drafted += sum(round_.levels[:left]) if round_.levels else depth
     tokens = len(generation.output_ids) - 1
-    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K)
+    rounds_T, tokens_T = np.zeros(tokens), np.zeros(tokens)
+    roots = [round_.root for round_ in generation.rounds]
+    rounds_T[roots], tokens_T[roots] = 1, np.diff([*roots, tokens])
+    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K, rounds_T, tokens_T)

@@ -20,6 +20,7 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed
 from draftsmith.eval.measure.quality import compare_targets, perplexities
 from draftsmith.eval.measure.result import (
@@ -197,6 +198,8 @@ def _measures(
     groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
     single = all(len(d.generations) == 1 for d in groups)
     tau = decoded.tau
+    counted = [(t.generation, t.decoded) for t in texts]
+    expected = [(t.generation, t.simulated[k - 1]) for t in texts if t.simulated]
     return Measures(
         prompts=len({t.generation.request.sample_id for t in texts}),
         tokens=int(decoded.tokens),
@@ -212,6 +215,7 @@ def _measures(
         alpha_at=tuple(decoded.alpha_at),
         acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
         alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
+        **acceptance_by_condition(system.trained_length, counted, expected),
         k_sweep=_sweep(system, texts, costs) or None,
         decode_tok_s=_median(speeds),
         decode_tok_s_spread=_spread(speeds),

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.conditions import Group, explain_past
 from draftsmith.eval.measure.machine import Clocks
 from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
@@ -22,7 +23,7 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -130,6 +131,10 @@ class Measures:
     #: The same two by simulation.
     acceptance_at_simulated: tuple[float | None, ...] | None = None
     alpha_at_simulated: tuple[float | None, ...] | None = None
+    #: Acceptance by the tokens that stood before the draft, prompt and answer, and up to and past the length that the head was
+    #: trained to (null where that is not known).
+    contexts: tuple[Group, ...] | None = None
+    training_split: tuple[Group, ...] | None = None
     #: Draft lengths, ascending.
     k_sweep: tuple[SweepPoint, ...] | None = None
     #: Emitted tokens after the first per second of decoding with this drafter, median over repeats.
@@ -312,7 +317,19 @@ class Result:
     @property
     def warnings(self) -> list[str]:
         """What makes the numbers doubtful, such as a head that was made for another target."""
-        return [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+        noted = [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+        return noted + self.past_training
+
+    @property
+    def past_training(self) -> list[str]:
+        """Which heads drafted in longer texts than they learned from, and what tau does there, a sentence each."""
+        found = []
+        for name, drafter in self.drafters.items():
+            trained = None if drafter.draft is None else drafter.draft.trained_length
+            text = "" if trained is None else explain_past(trained, drafter.overall.training_split or ())
+            if text:
+                found.append(f"at temperature {self.settings.temperature:g} {name} drafted {text}.")
+        return found
 
     @property
     def doubts(self) -> list[str]:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure import measure
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.measure.lossless import compare_texts
@@ -76,6 +78,8 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     assert m.ms_per_round.draft == pytest.approx(1000 * 6 / 15)
     assert m.ms_per_round.verify == pytest.approx(1000 * 14 / 15)
     assert m.ideal_speedup == pytest.approx(2.4 / ((12 + 3) / 10))
+    assert m.contexts == (Group("1 to 31", 5, pytest.approx(2.4), 5, pytest.approx(2.4)),)
+    assert m.training_split is None
     assert found.slices["code"].tau == pytest.approx(3.0)
     assert found.slices["code"].acceptance_rate == 1.0
 
@@ -137,7 +141,8 @@ def test_intervals_and_sampling_error() -> None:
 
 def test_both_taus_have_intervals_over_prompts() -> None:
     texts = [text(answer(str(i), "ab"[i % 2], [2] if i % 3 else [0, 0, 0])) for i in range(18)]
-    texts = [replace(t, simulated=[t.simulated[0], tally_generation(answer("", "", [1]), 2)]) for t in texts]
+    one_round = Tally(1, 2, 1, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0, 0]), np.array([2.0, 0, 0]))
+    texts = [replace(t, simulated=[t.simulated[0], one_round]) for t in texts]
     timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
     found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
     assert found.overall.tau_interval == bootstrap_tau((t.prompt, t.decoded) for t in texts)

@@ -12,6 +12,8 @@ import pytest
 from rich.console import Console
 
 from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.result import (
     Costs,
     Divergence,
@@ -66,6 +68,8 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
         acceptance_rate=sum(ats[:K]) / K,
         acceptance_at=tuple(ats[:K]),
         alpha_at=tuple(alphas[:K]),
+        contexts=(Group("32 to 63", rounds - 9, tau, rounds - 9.5, tau), Group("64 to 127", 9, 1.23, 9.5, 1.234)),
+        training_split=(Group("within", rounds - 9, tau), Group("past", 9, 1.23)),
         k_sweep=tuple(
             SweepPoint(k, taus[k - 1], sum(ats[:k]) / k, COSTS.speedup(name, k, taus[k - 1])) for k in range(1, 9)
         ),
@@ -238,6 +242,23 @@ def test_markdown_tables_have_as_many_cells_as_columns(case: str) -> None:
         assert lines[i - 2] == ""
         for line in [lines[i - 1], *lines[i + 1 : lines.index("", i)]]:
             assert len(re.findall(r"(?<!\\)\|", line)) == count, line
+
+
+def test_acceptance_by_context_is_shown_and_a_fall_past_the_trained_length_stands_in_the_headline() -> None:
+    result = invented_result(slices={"chat": 0.5})
+    drafter = replace(result.drafters[EAGLE], draft=DraftInfo(EAGLE, K, K, trained_length=4096))
+    few, many = drafter.overall.training_split or ()
+    split = (few, replace(many, rounds=few.rounds))
+    drafter = replace(drafter, overall=replace(drafter.overall, training_split=split))
+    result = replace(result, drafters={EAGLE: drafter})
+    html, markdown = render_html([result]), render_markdown([result])
+    assert "| eagle3 | 64 to 127 | 9 | 1.23 | 10 | 1.23 |" in markdown
+    assert "| chat | eagle3 | 64 to 127 | 9 | 1.23 | 10 | 1.23 |" in markdown
+    assert f"| eagle3 | past 4,096 | {few.rounds} | 1.23 | – | – |" in markdown
+    (warning,) = result.warnings
+    assert "4,096 tokens" in warning
+    for page in (html, markdown):
+        assert f"Warning: {warning}" in page
 
 
 def test_the_numbers_given_are_the_numbers_shown() -> None:

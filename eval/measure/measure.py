@@ -229,6 +229,8 @@ def _measures(
         ttft_baseline_s=median(g.ttft_s for d in base_groups for g in d.generations),
         latency_s=_latency(groups),
         latency_baseline_s=_latency(base_groups),
+        token_wait_s=_token_wait(groups),
+        token_wait_baseline_s=_token_wait(base_groups),
         ms_per_round=_ms_per_round(groups),
         # A batch's rounds are those of its slowest row, which tau does not tell.
         ideal_speedup=costs.speedup(name, k, tau) if tau and single and system.fixed_length else None,
@@ -294,7 +296,16 @@ def _latency(groups: Sequence[Decoded]) -> Percentiles | None:
     """Seconds per request; None in a batch, where a request's own end is not on the clock."""
     if any(len(d.generations) > 1 for d in groups):
         return None
-    return Percentiles(*map(float, np.percentile([sum(d.seconds.values()) for d in groups], (50, 95))))
+    return _percentiles([sum(d.seconds.values()) for d in groups])
+
+
+def _token_wait(groups: Sequence[Decoded]) -> Percentiles | None:
+    """Seconds per token, as somebody sees them who reads along."""
+    return _percentiles([wait for d in groups for g in d.generations for wait in g.waits])
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles | None:
+    return Percentiles(*map(float, np.percentile(values, (50, 95)))) if values else None
 
 
 def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:

@@ -94,7 +94,7 @@ class Lossless:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Seconds: the median and the 95th percentile over requests."""
+    """Seconds: the median and the 95th percentile, over requests or tokens."""
 
     p50: float
     p95: float
@@ -158,6 +158,10 @@ class Measures:
     #: Seconds per request, start to last token, and the same for the target alone.
     latency_s: Percentiles | None = None
     latency_baseline_s: Percentiles | None = None
+    #: Seconds that a reader of the stream waits for each token after the first, and the same for the target alone; a round's
+    #: tokens come together, so all but its first take 0.
+    token_wait_s: Percentiles | None = None
+    token_wait_baseline_s: Percentiles | None = None
     ms_per_round: MsPerRound | None = None
     #: tau / (verify(K + 1)/verify(1) + draft(K)/verify(1)): see `Costs.speedup`.
     ideal_speedup: float | None = None

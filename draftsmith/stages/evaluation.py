@@ -1,7 +1,7 @@
 """The stage that evaluates a trained head: decode or simulate its prompts, and write result.json and the reports."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
-        "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
+        **_prompt_inputs(requests, conversations),
         "evaluate": fingerprint_fields(spec, NOT_MEASURED),
         "seed": recipe.seed,
     }
@@ -109,6 +109,13 @@ def costs_table(session: Session, path: Path) -> Path:
     alone = target if original is None else session.load_target(target.dtype_name, original.path)
     measure_and_keep(session, alone, requests, drafters, path)
     return path
+
+
+def _prompt_inputs(requests: Sequence[Request], conversations: Mapping[str, Conversation]) -> dict[str, str]:
+    """Identify the prompts, and their references where any has one."""
+    prompts = fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests])
+    found = {name: c.reference for name, c in conversations.items() if c.reference is not None}
+    return {"prompts": prompts} | ({"references": fingerprint(found)} if found else {})
 
 
 def _is_there(session: Session, path: Path) -> bool:

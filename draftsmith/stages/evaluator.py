@@ -32,6 +32,7 @@ from draftsmith.eval.measure.measure import (
     summarize,
     sweep_point,
 )
+from draftsmith.eval.measure.quality import is_right
 from draftsmith.eval.measure.result import (
     WARNING,
     DrafterResult,
@@ -101,7 +102,7 @@ class Evaluator:
         off_text: dict[str, int] = {}
         examples: list[Example] = []
         for c in systems:
-            found = collect_texts(self.target, c, timings, sampling)
+            found = collect_texts(self.target, c, timings, sampling, self._judge)
             checked = sampling.greedy and c.lossless
             timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
             # Timed in float32, the timed texts are the exact check.
@@ -195,7 +196,9 @@ class Evaluator:
             if own not in answers:
                 answers[own] = _answers(own, requests, sampling)
             simulation = c.simulate(own, answers[own], sampling, c.max_k)
-            changed = {} if c.verifier is None else measure_change(self.target, c, answers[own], answers[self.target])
+            changed = {}
+            if c.verifier is not None:
+                changed = measure_change(self.target, c, answers[own], answers[self.target], self._judge)
             drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
             off_text[c.name] = simulation.off_text
         return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
@@ -234,6 +237,13 @@ class Evaluator:
 
         slices = dict.fromkeys(r.slice for r in self.requests)
         return DrafterResult(scope(None), {name: scope(name) for name in slices}, c.info)
+
+    def _judge(self, generation: Generation) -> bool | None:
+        """Return whether an answer is that of its prompt's reference, None where there is none."""
+        reference = self.conversations[generation.request.sample_id].reference
+        if reference is None:
+            return None
+        return is_right(self.session.tokenizer.decode(generation.output_ids, skip_special_tokens=True), reference)
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Return the request with a random key of its own per repeat: greedy answers are the same, sampled ones differ."""

@@ -22,7 +22,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed
-from draftsmith.eval.measure.quality import compare_targets, perplexities
+from draftsmith.eval.measure.quality import Judge, compare_targets, exact_matches, perplexities
 from draftsmith.eval.measure.result import (
     Costs,
     DrafterResult,
@@ -115,9 +115,15 @@ class Texts:
     changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def collect_texts(target: Target, system: SystemUnderTest, timings: Mapping[str, Repeats], sampling: Sampling) -> Texts:
+def collect_texts(
+    target: Target,
+    system: SystemUnderTest,
+    timings: Mapping[str, Repeats],
+    sampling: Sampling,
+    judge: Judge = lambda generation: None,
+) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them; those that do not follow the distribution of `target` are read by it as well."""
+    verifies them; those that do not follow the distribution of `target` are read by it as well, and judged."""
     generations = _distinct(timings[system.name], sampling)
     simulation = Simulation([[] for _ in generations], off_text=0)
     if system.simulate is not None:
@@ -128,12 +134,16 @@ def collect_texts(target: Target, system: SystemUnderTest, timings: Mapping[str,
     ]
     changed = {}
     if system.verifier is not None or not system.lossless:
-        changed = measure_change(target, system, generations, _distinct(timings[""], sampling))
+        changed = measure_change(target, system, generations, _distinct(timings[""], sampling), judge)
     return Texts(texts, simulation.off_text, changed)
 
 
 def measure_change(
-    target: Target, system: SystemUnderTest, generations: Sequence[Generation], originals: Sequence[Generation]
+    target: Target,
+    system: SystemUnderTest,
+    generations: Sequence[Generation],
+    originals: Sequence[Generation],
+    judge: Judge,
 ) -> dict[str, dict[str, float]]:
     """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them: fields of
     `Measures`, per slice and as "overall"."""
@@ -142,7 +152,8 @@ def measure_change(
     if system.verifier is not None:
         change = compare_targets(target, system.verifier, originals)
         found = {key: {**found[key], **asdict(change[key])} for key in found}
-    return found
+    right = exact_matches(generations, originals, judge)
+    return {key: {**values, **right.get(key, {})} for key, values in found.items()}
 
 
 def _distinct(repeats: Repeats, sampling: Sampling) -> list[Generation]:

@@ -178,6 +178,10 @@ class Measures:
     #: both targets' likeliest choice is the same, and the mean of KL(original || tuned) per token in nats, at temperature 1.
     agreement: float | None = None
     kl: float | None = None
+    #: Lossy or changed alike: shares of right answers, of the drafter and of the target alone, among answers with a reference.
+    exact_match: float | None = None
+    exact_match_baseline: float | None = None
+    referenced: int | None = None
     #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
     peak_memory_bytes: int | None = None
     peak_memory_baseline_bytes: int | None = None

@@ -9,7 +9,15 @@ _ADDED = {
     4: ("agreement", "kl"),
     5: ("baseline_vs_generate",),
     6: ("tau_simulated_interval",),
-    7: ("contexts", "training_split", "token_wait_s", "token_wait_baseline_s"),
+    7: (
+        "contexts",
+        "training_split",
+        "token_wait_s",
+        "token_wait_baseline_s",
+        "exact_match",
+        "exact_match_baseline",
+        "referenced",
+    ),
 }
 """The measures that came with a version."""
 _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
@@ -22,8 +30,8 @@ def upgrade(value: Any) -> Any:
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
-    to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context and the
-    wait for each token. What is malformed stays so, for the reader to name.
+    to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
+    wait for each token, and right answers. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
     if version not in (1, 2, 3, 4, 5, 6):

@@ -69,6 +69,9 @@ def losslessness(view: View) -> Section:
     ):
         also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
         tables.append(Table("Tuned targets against the original", also, tuned, heads=2))
+    if right := view.rows(lambda m: _right(m) if m.referenced else None):
+        which = ("slice", "system", "answers with a reference", "right", "right, target alone")
+        tables.append(Table("Answers against references", which, right, heads=2))
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
@@ -98,6 +101,10 @@ def losslessness(view: View) -> Section:
 def _perplexities(m: Measures, *further: str) -> tuple[str, ...] | None:
     own = m.perplexity
     return None if own is None else (number(own), number(m.perplexity_baseline), *further)
+
+
+def _right(m: Measures) -> tuple[str, ...]:
+    return whole(m.referenced), percent(m.exact_match), percent(m.exact_match_baseline)
 
 
 def memory(view: View) -> Section:

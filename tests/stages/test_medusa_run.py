@@ -139,6 +139,9 @@ def test_a_lossy_drafter_is_labelled_and_judged(finished: Path) -> None:
     assert (lossy.overall.perplexity or 0) > 1
     assert (lossy.overall.perplexity_baseline or 0) > 1
     assert exact.overall.perplexity is None
+    assert (lossy.overall.referenced, exact.overall.referenced) == (1, None), "of the prompts one has a reference"
+    assert lossy.overall.exact_match in (0, 1)
+    assert lossy.overall.exact_match_baseline in (0, 1)
     report = (finished / "evaluation" / "report.md").read_text()
     assert "Lossy drafters: their texts under the target" in report
     assert "medusa bush, typical (lossy)" in report

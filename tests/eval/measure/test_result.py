@@ -36,7 +36,15 @@ from draftsmith.eval.measure.result import (
     write_result,
 )
 
-NEW_IN_7 = ("contexts", "training_split", "token_wait_s", "token_wait_baseline_s")
+NEW_IN_7 = (
+    "contexts",
+    "training_split",
+    "token_wait_s",
+    "token_wait_baseline_s",
+    "exact_match",
+    "exact_match_baseline",
+    "referenced",
+)
 
 
 @cache
@@ -59,6 +67,9 @@ def full_result() -> Result:
         speedup=2.0,
         latency_s=Percentiles(0.1, 0.2),
         token_wait_s=Percentiles(0.0, 0.02),
+        exact_match=0.5,
+        exact_match_baseline=0.75,
+        referenced=2,
         ms_per_round=MsPerRound(1.0, 2.0, 0.125, 0.25),
         lossless=Lossless("float32", 3, 2, (Divergence("p1", "chat", 4, 17, 18, 0.001),)),
         looping=0.0,

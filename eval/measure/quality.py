@@ -1,5 +1,4 @@
-"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, by how far
-distributions differ, and by references.
+"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, by how far distributions differ, by references.
 
 Shapes: B rows, L tokens, R answer tokens, V target vocab.
 """

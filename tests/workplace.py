@@ -26,6 +26,7 @@ def make_workplace(folder: Path) -> Path:
         {"id": f"p{i}", "slice": ("chat", "code")[i % 2], "messages": [{"role": "user", "content": f"number {i}?"}]}
         for i in range(4)
     ]
+    prompts[0]["reference"] = "0?"
     (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
     recipe = {
         "name": "mini",

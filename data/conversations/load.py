@@ -23,13 +23,15 @@ _HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 class Conversation:
     """One row of a data set. `messages` are OpenAI-style; `slice` is any word that groups rows in reports.
 
-    A conversation that ends with a user or tool turn is a prompt: nothing in it answers that turn.
+    A conversation that ends with a user or tool turn is a prompt: nothing in it answers that turn. `reference` is the right
+    answer, which an evaluation of lossy drafters compares with: text, a number, an object or a list.
     """
 
     id: str
     slice: str
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] | None = None
+    reference: Any = None
 
     def prompt(self) -> tuple[dict[str, Any], ...]:
         """Return the messages without the assistant turns at the end. Raises UserError where nothing is left to answer."""
@@ -96,7 +98,8 @@ def _unique(rows: Iterator[_Row], slice: str | None) -> list[Conversation]:
                 "ids must be unique; rename one, or leave the column out to have ids made."
             )
         places[name] = row.place
-        conversations.append(Conversation(name, own_slice or slice or row.stem, tuple(messages), tools))
+        own = own_slice or slice or row.stem
+        conversations.append(Conversation(name, own, tuple(messages), tools, row.value.get("reference")))
     return conversations
 
 

@@ -6,6 +6,7 @@ baselines of `evaluate.baselines`: prompt lookup, and draft models that share th
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from draftsmith.eval.drafters.system import (
     prompt_lookup_system,
     tree_kind,
 )
+from draftsmith.eval.measure.history import trained_length
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
@@ -70,6 +72,15 @@ def _compared_folders(recipe: Recipe) -> dict[str, Path]:
     """Return the folders of the heads of `evaluate.beside`, given their own or runs'. Raises UserError that names the key."""
     named = recipe.evaluate.beside.items()
     return {name: find_head(recipe, Path(folder), f"evaluate.beside.{name}") for name, folder in named}
+
+
+def with_trained_lengths(
+    session: Session, heads: Mapping[str, DraftHead], drafters: list[SystemUnderTest]
+) -> list[SystemUnderTest]:
+    """Return the drafters with the length that their heads, of `load_heads`, were trained to, as far as their runs record it."""
+    folders = [session.head_folder, *_compared_folders(session.recipe).values()]
+    lengths = {id(head): trained_length(folder) for head, folder in zip(heads.values(), folders, strict=True)}
+    return [replace(c, trained_length=lengths.get(id(c.head))) for c in drafters]
 
 
 def check_named_drafters(recipe: Recipe) -> None:

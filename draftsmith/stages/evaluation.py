@@ -1,7 +1,7 @@
 """The stage that evaluates a trained head: decode or simulate its prompts, and write result.json and the reports."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ from draftsmith.files import check_file, fingerprint
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
-from draftsmith.stages.drafters import at_temperature, drafter_digests, load_heads, select_drafters
+from draftsmith.stages.drafters import (
+    at_temperature,
+    drafter_digests,
+    load_heads,
+    select_drafters,
+    with_trained_lengths,
+)
 from draftsmith.stages.evaluator import Evaluator
 from draftsmith.stages.planning import COSTS, costs_of_run, longest_text, measure_and_keep, plan_stage
 from draftsmith.stages.session import Session, say
@@ -33,15 +39,15 @@ again from what was measured."""
 def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones."""
     recipe, spec = session.recipe, session.recipe.evaluate
-    stage = "evaluate" if decode else "simulate"
-    folder = recipe.run_dir / ("evaluation" if decode else "simulation")
+    run = recipe.run_dir
+    stage, folder = ("evaluate", run / "evaluation") if decode else ("simulate", run / "simulation")
     requests, conversations = make_requests(session, session.target)
-    original = session.original
-    longest = longest_text(requests)
+    original, longest = session.original, longest_text(requests)
 
     def drafters_of(target: Target) -> list[SystemUnderTest]:
         heads = load_heads(session, target)
-        return select_drafters(session, heads, target, longest, compared=original is not None)
+        found = select_drafters(session, heads, target, longest, compared=original is not None)
+        return with_trained_lengths(session, heads, found)
 
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     drafters = drafters_of(session.target)
@@ -50,7 +56,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
-        "prompts": fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests]),
+        **_prompt_inputs(requests, conversations),
         "evaluate": fingerprint_fields(spec, NOT_MEASURED),
         "seed": recipe.seed,
     }
@@ -83,10 +89,12 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
                 write_result(path, made)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
-    past = read_history(recipe.run_dir) if session.named_head is None else None
+    past = read_history(run) if session.named_head is None else None
     with session.run.writing():
         priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
         write_report(results, folder, priced, past)
+    for text in (text for result in results for text in result.past_training):
+        say(f"warning: {text}")
     return paths
 
 
@@ -101,6 +109,13 @@ def costs_table(session: Session, path: Path) -> Path:
     alone = target if original is None else session.load_target(target.dtype_name, original.path)
     measure_and_keep(session, alone, requests, drafters, path)
     return path
+
+
+def _prompt_inputs(requests: Sequence[Request], conversations: Mapping[str, Conversation]) -> dict[str, str]:
+    """Identify the prompts, and their references where any has one."""
+    prompts = fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests])
+    found = {name: c.reference for name, c in conversations.items() if c.reference is not None}
+    return {"prompts": prompts} | ({"references": fingerprint(found)} if found else {})
 
 
 def _is_there(session: Session, path: Path) -> bool:

@@ -17,6 +17,7 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
+from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
 from draftsmith.eval.measure.generate_baseline import plain
@@ -31,6 +32,7 @@ from draftsmith.eval.measure.measure import (
     summarize,
     sweep_point,
 )
+from draftsmith.eval.measure.quality import is_right
 from draftsmith.eval.measure.result import (
     WARNING,
     DrafterResult,
@@ -100,7 +102,7 @@ class Evaluator:
         off_text: dict[str, int] = {}
         examples: list[Example] = []
         for c in systems:
-            found = collect_texts(self.target, c, timings, sampling)
+            found = collect_texts(self.target, c, timings, sampling, self._judge)
             checked = sampling.greedy and c.lossless
             timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
             # Timed in float32, the timed texts are the exact check.
@@ -194,7 +196,9 @@ class Evaluator:
             if own not in answers:
                 answers[own] = _answers(own, requests, sampling)
             simulation = c.simulate(own, answers[own], sampling, c.max_k)
-            changed = {} if c.verifier is None else measure_change(self.target, c, answers[own], answers[self.target])
+            changed = {}
+            if c.verifier is not None:
+                changed = measure_change(self.target, c, answers[own], answers[self.target], self._judge)
             drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
             off_text[c.name] = simulation.off_text
         return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
@@ -223,6 +227,9 @@ class Evaluator:
                 acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
+                **acceptance_by_condition(
+                    c.trained_length, [], [(generations[i], tallies[i][c.num_speculative_tokens - 1]) for i in places]
+                ),
                 k_sweep=points,
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
                 **changed.get(slice_name or "overall", {}),
@@ -230,6 +237,13 @@ class Evaluator:
 
         slices = dict.fromkeys(r.slice for r in self.requests)
         return DrafterResult(scope(None), {name: scope(name) for name in slices}, c.info)
+
+    def _judge(self, generation: Generation) -> bool | None:
+        """Return whether an answer is that of its prompt's reference, None where there is none."""
+        reference = self.conversations[generation.request.sample_id].reference
+        if reference is None:
+            return None
+        return is_right(self.session.tokenizer.decode(generation.output_ids, skip_special_tokens=True), reference)
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Return the request with a random key of its own per repeat: greedy answers are the same, sampled ones differ."""

@@ -172,7 +172,9 @@ class Session:
         """Identifies what the conversations say, wherever they lie."""
         digest = hashlib.sha256()
         for conversation in self.conversations:
-            digest.update(repr(asdict(conversation)).encode())
+            said = asdict(conversation)
+            del said["reference"]  # which nothing is learned from
+            digest.update(repr(said).encode())
         return digest.hexdigest()[:16]
 
     @cached_property

@@ -43,18 +43,20 @@ from draftsmith.train.schedule import TrainData
 
 @dataclass(frozen=True)
 class Start:
-    """What a training starts from: the head, the numbers of the samples that train it and that are held out, and what its draft
-    vocabulary covers, None where it drafts the whole one."""
+    """What a training starts from: the head, the numbers of the samples that train it and that are held out, what its draft
+    vocabulary covers, None where it drafts the whole one, and the tokens of the longest sample that trains it."""
 
     head: DraftHead
     train: list[int]
     heldout: list[int]
     coverage: Coverage | None
+    longest: int
 
     def facts(self) -> dict[str, Any]:
         """Return what run.json keeps of it."""
         covered = None if self.coverage is None else asdict(self.coverage)
-        return {"answers": len(self.train), "heldout_answers": len(self.heldout), "coverage": covered}
+        counts = {"answers": len(self.train), "heldout_answers": len(self.heldout), "longest": self.longest}
+        return {**counts, "coverage": covered}
 
 
 def prepare_training(session: Session, samples: list[Tokenized]) -> Start:
@@ -68,7 +70,8 @@ def prepare_training(session: Session, samples: list[Tokenized]) -> Start:
         covered = measure_coverage(vocab, [samples[i] for i in train], [samples[i] for i in heldout], size)
         _say_coverage(covered, len(vocab), size, chosen=warm is None)
     torch.manual_seed(session.recipe.seed)
-    return Start(initial_head(session, warm, vocab, samples), train, heldout, covered)
+    longest = max(len(samples[i].ids) for i in train)
+    return Start(initial_head(session, warm, vocab, samples), train, heldout, covered, longest)
 
 
 def train_stage(session: Session, start: Start, features: FeatureSource) -> Path:

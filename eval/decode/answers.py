@@ -3,8 +3,10 @@
 Counts are whole numbers when decoded and expectations when simulated. K is num_speculative_tokens.
 """
 
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import pairwise
 
 import numpy as np
 
@@ -46,13 +48,15 @@ class Round:
 @dataclass
 class Generation:
     """An answer: ids up to and including EOS, why it ended ("eos" or "length", empty before), and its rounds. ttft_s:
-    seconds of the pass that read its prompt (with the other prompts of that pass) and gave the first token."""
+    seconds of the pass that read its prompt (with the other prompts of that pass) and gave the first token. emitted_at: on the
+    clock, in seconds, when the first token and then the tokens of each round were there."""
 
     request: Request
     output_ids: list[int] = field(default_factory=list)
     finish_reason: str = ""
     rounds: list[Round] = field(default_factory=list)
     ttft_s: float = 0.0
+    emitted_at: list[float] = field(default_factory=list, compare=False)
 
     @property
     def tokens_read(self) -> int:
@@ -64,8 +68,19 @@ class Generation:
         """Tokens that may still be emitted."""
         return self.request.max_new_tokens - len(self.output_ids)
 
+    @property
+    def waits(self) -> list[float]:
+        """Seconds that somebody who reads along waits for each token after the first: those of a round come together, so that all
+        but its first take 0. Empty where the clock was not read."""
+        roots, found = [round_.root for round_ in self.rounds], []
+        ends = [*roots[1:], len(self.output_ids) - 1]
+        for root, end, (before, now) in zip(roots, ends, pairwise(self.emitted_at), strict=False):
+            found += [now - before, *[0.0] * (end - root - 1)]
+        return found
+
     def emit(self, tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
-        """Append tokens up to EOS or the limit; return how many were kept."""
+        """Append tokens, which are on the host, up to EOS or the limit, and note the time; return how many were kept."""
+        self.emitted_at.append(time.perf_counter())
         for count, token in enumerate(tokens, 1):
             self.output_ids.append(token)
             if token in eos_ids:
@@ -94,7 +109,8 @@ class Tally:
 
     answers: how many. tokens: emitted after each answer's first. rounds: target passes. drafted:
     tokens proposed that could still be emitted, all nodes of a tree. accepted_K / reached_K: rounds in which position i
-    was accepted / in which every position before it was accepted and a token was drafted there.
+    was accepted / in which every position before it was accepted and a token was drafted there. rounds_T, tokens_T: of one
+    answer, the rounds whose root is its i-th token and the tokens that they emitted, T = tokens; None in a sum.
     """
 
     answers: int
@@ -103,6 +119,8 @@ class Tally:
     drafted: float
     accepted_K: np.ndarray
     reached_K: np.ndarray
+    rounds_T: np.ndarray | None = None
+    tokens_T: np.ndarray | None = None
 
     @classmethod
     def empty(cls, num_speculative_tokens: int) -> "Tally":
@@ -110,7 +128,8 @@ class Tally:
         return cls(0, 0.0, 0.0, 0.0, np.zeros(num_speculative_tokens), np.zeros(num_speculative_tokens))
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+        names = (part.name for part in fields(self) if part.default is MISSING)
+        return Tally(*(getattr(self, name) + getattr(other, name) for name in names))
 
     @property
     def tau(self) -> float | None:
@@ -151,4 +170,7 @@ def tally_generation(generation: Generation, num_speculative_tokens: int) -> Tal
         reached_K[: min(round_.accepted + 1, depth)] += 1
         drafted += sum(round_.levels[:left]) if round_.levels else depth
     tokens = len(generation.output_ids) - 1
-    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K)
+    rounds_T, tokens_T = np.zeros(tokens), np.zeros(tokens)
+    roots = [round_.root for round_ in generation.rounds]
+    rounds_T[roots], tokens_T[roots] = 1, np.diff([*roots, tokens])
+    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K, rounds_T, tokens_T)

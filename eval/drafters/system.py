@@ -37,7 +37,8 @@ class DraftInfo:
     of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
     target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a
     target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one. layer_ids: the
-    target's layers that the head reads; num_heads: of Medusa; both are what engines are told.
+    target's layers that the head reads; num_heads: of Medusa; both are what engines are told. trained_length: tokens of the
+    longest text that the head learned from, null where that is not recorded.
     """
 
     method: str
@@ -49,6 +50,7 @@ class DraftInfo:
     tuned: bool = False
     layer_ids: tuple[int, ...] = ()
     num_heads: int = 0
+    trained_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class SystemUnderTest:
     a round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None
     for the evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence.
+    trained_length: see `DraftInfo`.
     """
 
     name: str
@@ -79,6 +82,7 @@ class SystemUnderTest:
     head: DraftHead | None = None
     verifier: Target | None = None
     threshold: float | None = None
+    trained_length: int | None = None
 
     @property
     def counts_drafts(self) -> bool:
@@ -120,6 +124,7 @@ class SystemUnderTest:
             tuned=self.verifier is not None,
             layer_ids=() if self.head is None else tuple(self.head.reads.layer_ids),
             num_heads=0 if self.head is None else getattr(self.head.options, "num_heads", 0),
+            trained_length=self.trained_length,
         )
 
 

@@ -119,6 +119,13 @@ def read_history(run: Path) -> History | None:
     )
 
 
+def trained_length(head: Path) -> int | None:
+    """Return the tokens of the longest text that the head in a folder of a run learned from; None where it is in no run, or the
+    run does not record it. Raises UserError for a damaged record."""
+    run = next((folder for folder in head.resolve().parents[:3] if (folder / "run.json").is_file()), None)
+    return None if run is None else _number(_stage(run / "run.json")[1], "longest")
+
+
 def tell(past: History) -> list[str]:
     """Return in sentences how a head came to be, and what more data would bring."""
     first, best, last = past.points[0], past.best, past.points[-1]

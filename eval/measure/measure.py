@@ -20,8 +20,9 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed
-from draftsmith.eval.measure.quality import compare_targets, perplexities
+from draftsmith.eval.measure.quality import Judge, compare_targets, exact_matches, perplexities
 from draftsmith.eval.measure.result import (
     Costs,
     DrafterResult,
@@ -114,9 +115,15 @@ class Texts:
     changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
-def collect_texts(target: Target, system: SystemUnderTest, timings: Mapping[str, Repeats], sampling: Sampling) -> Texts:
+def collect_texts(
+    target: Target,
+    system: SystemUnderTest,
+    timings: Mapping[str, Repeats],
+    sampling: Sampling,
+    judge: Judge = lambda generation: None,
+) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them; those that do not follow the distribution of `target` are read by it as well."""
+    verifies them; those that do not follow the distribution of `target` are read by it as well, and judged."""
     generations = _distinct(timings[system.name], sampling)
     simulation = Simulation([[] for _ in generations], off_text=0)
     if system.simulate is not None:
@@ -127,12 +134,16 @@ def collect_texts(target: Target, system: SystemUnderTest, timings: Mapping[str,
     ]
     changed = {}
     if system.verifier is not None or not system.lossless:
-        changed = measure_change(target, system, generations, _distinct(timings[""], sampling))
+        changed = measure_change(target, system, generations, _distinct(timings[""], sampling), judge)
     return Texts(texts, simulation.off_text, changed)
 
 
 def measure_change(
-    target: Target, system: SystemUnderTest, generations: Sequence[Generation], originals: Sequence[Generation]
+    target: Target,
+    system: SystemUnderTest,
+    generations: Sequence[Generation],
+    originals: Sequence[Generation],
+    judge: Judge,
 ) -> dict[str, dict[str, float]]:
     """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them: fields of
     `Measures`, per slice and as "overall"."""
@@ -141,7 +152,8 @@ def measure_change(
     if system.verifier is not None:
         change = compare_targets(target, system.verifier, originals)
         found = {key: {**found[key], **asdict(change[key])} for key in found}
-    return found
+    right = exact_matches(generations, originals, judge)
+    return {key: {**values, **right.get(key, {})} for key, values in found.items()}
 
 
 def _distinct(repeats: Repeats, sampling: Sampling) -> list[Generation]:
@@ -197,6 +209,8 @@ def _measures(
     groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
     single = all(len(d.generations) == 1 for d in groups)
     tau = decoded.tau
+    counted = [(t.generation, t.decoded) for t in texts]
+    expected = [(t.generation, t.simulated[k - 1]) for t in texts if t.simulated]
     return Measures(
         prompts=len({t.generation.request.sample_id for t in texts}),
         tokens=int(decoded.tokens),
@@ -212,6 +226,7 @@ def _measures(
         alpha_at=tuple(decoded.alpha_at),
         acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
         alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
+        **acceptance_by_condition(system.trained_length, counted, expected),
         k_sweep=_sweep(system, texts, costs) or None,
         decode_tok_s=_median(speeds),
         decode_tok_s_spread=_spread(speeds),
@@ -225,6 +240,8 @@ def _measures(
         ttft_baseline_s=median(g.ttft_s for d in base_groups for g in d.generations),
         latency_s=_latency(groups),
         latency_baseline_s=_latency(base_groups),
+        token_wait_s=_token_wait(groups),
+        token_wait_baseline_s=_token_wait(base_groups),
         ms_per_round=_ms_per_round(groups),
         # A batch's rounds are those of its slowest row, which tau does not tell.
         ideal_speedup=costs.speedup(name, k, tau) if tau and single and system.fixed_length else None,
@@ -290,7 +307,16 @@ def _latency(groups: Sequence[Decoded]) -> Percentiles | None:
     """Seconds per request; None in a batch, where a request's own end is not on the clock."""
     if any(len(d.generations) > 1 for d in groups):
         return None
-    return Percentiles(*map(float, np.percentile([sum(d.seconds.values()) for d in groups], (50, 95))))
+    return _percentiles([sum(d.seconds.values()) for d in groups])
+
+
+def _token_wait(groups: Sequence[Decoded]) -> Percentiles | None:
+    """Seconds per token, as somebody sees them who reads along."""
+    return _percentiles([wait for d in groups for g in d.generations for wait in g.waits])
+
+
+def _percentiles(values: Sequence[float]) -> Percentiles | None:
+    return Percentiles(*map(float, np.percentile(values, (50, 95)))) if values else None
 
 
 def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:

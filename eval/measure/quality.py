@@ -1,19 +1,30 @@
-"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, and by how far distributions differ.
+"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, by how far distributions differ, by references.
 
 Shapes: B rows, L tokens, R answer tokens, V target vocab.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from math import exp
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.simulate.texts import target_passes, to_sample
+from draftsmith.foreign.json import parse_json
 from draftsmith.heads.target.target import Target
+
+Judge = Callable[[Generation], bool | None]
+"""Whether an answer is right, None where its prompt has no reference."""
+
+_NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -64,3 +75,48 @@ def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterato
             first = len(order[place].request.prompt_ids)
             last = first + len(order[place].output_ids) - 1
             yield order[place], target.head.logits(batch.last[row, first - 1 : last])
+
+
+def is_right(answer: str, reference: Any) -> bool:
+    """Compare an answer, without its thoughts, with a reference: its last number with a number, its JSON with an object or a list,
+    else the whole text, whatever its case and white space."""
+    answer = answer.rpartition("</think>")[2]
+    if isinstance(reference, dict | list):
+        return _json_of(answer) == reference
+    text = str(reference).strip()
+    if _NUMBER.fullmatch(text):
+        numbers = _NUMBER.findall(answer)
+        return bool(numbers) and _value(numbers[-1]) == _value(text)
+    return answer.casefold().split() == text.casefold().split()
+
+
+def exact_matches(
+    generations: Sequence[Generation], originals: Sequence[Generation], judge: Judge
+) -> dict[str, dict[str, float]]:
+    """Return fields of `Measures` per slice and as "overall": the shares of right answers among those that have a reference, of
+    these generations and of the target alone, and how many of the first have one."""
+    shares: dict[str, dict[str, float]] = defaultdict(dict)
+    for field, answers in (("exact_match", generations), ("exact_match_baseline", originals)):
+        found: dict[str, list[bool]] = defaultdict(list)
+        for generation in answers:
+            if (right := judge(generation)) is not None:
+                for scope in ("overall", generation.request.slice):
+                    found[scope].append(right)
+        for scope, rights in found.items():
+            shares[scope][field] = sum(rights) / len(rights)
+            if answers is generations:
+                shares[scope]["referenced"] = len(rights)
+    return dict(shares)
+
+
+def _value(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
+
+
+def _json_of(answer: str) -> Any:
+    """Return the JSON in an answer, which may stand in a code block; None where there is none."""
+    fenced = _FENCE.findall(answer)
+    try:
+        return parse_json((fenced[-1] if fenced else answer).strip(), "the answer", "")
+    except UserError:
+        return None

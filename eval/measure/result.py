@@ -14,6 +14,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.conditions import Group, explain_past
 from draftsmith.eval.measure.machine import Clocks
 from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
@@ -22,7 +23,7 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -93,7 +94,7 @@ class Lossless:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Seconds: the median and the 95th percentile over requests."""
+    """Seconds: the median and the 95th percentile, over requests or tokens."""
 
     p50: float
     p95: float
@@ -130,6 +131,10 @@ class Measures:
     #: The same two by simulation.
     acceptance_at_simulated: tuple[float | None, ...] | None = None
     alpha_at_simulated: tuple[float | None, ...] | None = None
+    #: Acceptance by the tokens that stood before the draft, prompt and answer, and up to and past the length that the head was
+    #: trained to (null where that is not known).
+    contexts: tuple[Group, ...] | None = None
+    training_split: tuple[Group, ...] | None = None
     #: Draft lengths, ascending.
     k_sweep: tuple[SweepPoint, ...] | None = None
     #: Emitted tokens after the first per second of decoding with this drafter, median over repeats.
@@ -153,6 +158,10 @@ class Measures:
     #: Seconds per request, start to last token, and the same for the target alone.
     latency_s: Percentiles | None = None
     latency_baseline_s: Percentiles | None = None
+    #: Seconds that a reader of the stream waits for each token after the first, and the same for the target alone; a round's
+    #: tokens come together, so all but its first take 0.
+    token_wait_s: Percentiles | None = None
+    token_wait_baseline_s: Percentiles | None = None
     ms_per_round: MsPerRound | None = None
     #: tau / (verify(K + 1)/verify(1) + draft(K)/verify(1)): see `Costs.speedup`.
     ideal_speedup: float | None = None
@@ -169,6 +178,10 @@ class Measures:
     #: both targets' likeliest choice is the same, and the mean of KL(original || tuned) per token in nats, at temperature 1.
     agreement: float | None = None
     kl: float | None = None
+    #: Lossy or changed alike: shares of right answers, of the drafter and of the target alone, among answers with a reference.
+    exact_match: float | None = None
+    exact_match_baseline: float | None = None
+    referenced: int | None = None
     #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
     peak_memory_bytes: int | None = None
     peak_memory_baseline_bytes: int | None = None
@@ -312,7 +325,19 @@ class Result:
     @property
     def warnings(self) -> list[str]:
         """What makes the numbers doubtful, such as a head that was made for another target."""
-        return [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+        noted = [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+        return noted + self.past_training
+
+    @property
+    def past_training(self) -> list[str]:
+        """Which heads drafted in longer texts than they learned from, and what tau does there, a sentence each."""
+        found = []
+        for name, drafter in self.drafters.items():
+            trained = None if drafter.draft is None else drafter.draft.trained_length
+            text = "" if trained is None else explain_past(trained, drafter.overall.training_split or ())
+            if text:
+                found.append(f"at temperature {self.settings.temperature:g} {name} drafted {text}.")
+        return found
 
     @property
     def doubts(self) -> list[str]:

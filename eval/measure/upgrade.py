@@ -9,6 +9,15 @@ _ADDED = {
     4: ("agreement", "kl"),
     5: ("baseline_vs_generate",),
     6: ("tau_simulated_interval",),
+    7: (
+        "contexts",
+        "training_split",
+        "token_wait_s",
+        "token_wait_baseline_s",
+        "exact_match",
+        "exact_match_baseline",
+        "referenced",
+    ),
 }
 """The measures that came with a version."""
 _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
@@ -16,15 +25,16 @@ _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
 
 
 def upgrade(value: Any) -> Any:
-    """Return the JSON of a result of an earlier schema version as version 6 has it; anything else as it is.
+    """Return the JSON of a result of an earlier schema version as version 7 has it; anything else as it is.
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
-    to check a plan, the clocks, and which layers a head reads. What is malformed stays so, for the reader to name.
+    to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
+    wait for each token, and right answers. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
-    if version not in (1, 2, 3, 4, 5):
+    if version not in (1, 2, 3, 4, 5, 6):
         return value
     value = deepcopy(value)
     if version == 1 and isinstance(value.get("costs"), dict):
@@ -36,10 +46,16 @@ def upgrade(value: Any) -> Any:
         if version == 1:
             drafter.setdefault("draft", None)
         if isinstance(drafter.get("draft"), dict):
-            drafter["draft"] = {"tuned": False, "layer_ids": [], "num_heads": 0, **drafter["draft"]}
+            drafter["draft"] = {
+                "tuned": False,
+                "layer_ids": [],
+                "num_heads": 0,
+                "trained_length": None,
+                **drafter["draft"],
+            }
         for one in measures:
             one.update({**missing, **one})
-    return {"picks": [], "clocks": None, **value, "schema_version": 6}
+    return {"picks": [], "clocks": None, **value, "schema_version": 7}
 
 
 def _missing(added: Mapping[int, Sequence[str]], version: int) -> dict[str, None]:

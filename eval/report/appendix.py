@@ -5,7 +5,7 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 
 import json
 
-from draftsmith.eval.measure.result import Divergence, Example, Measures, Piece, Result
+from draftsmith.eval.measure.result import Divergence, Example, Measures, Percentiles, Piece, Result
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
@@ -24,20 +24,24 @@ from draftsmith.eval.report.page_model import (
 
 
 def latency(view: View) -> Section:
-    """Seconds per request, with and without speculation."""
-    rows = view.rows(_latency_cells)
+    """Seconds per request and per token, with and without speculation."""
+    rows = view.rows(lambda m: _percentile_cells(m.latency_baseline_s, m.latency_s))
+    per_token = view.rows(lambda m: _percentile_cells(m.token_wait_baseline_s, m.token_wait_s))
     columns = ("slice", "system", "target alone p50", "target alone p95", "with drafts p50", "with drafts p95")
+    pairs = (("Latency per request", rows), ("Wait per token", per_token))
     return Section(
         "latency",
         "Latency",
-        "From the start of a request to its last token: the median and the 95th percentile over requests.",
-        tables=(Table("Latency per request", columns, rows, heads=2),) if rows else (),
-        missing="The latency of whole requests was not measured.",
+        "Per request: from its start to its last token, where requests are decoded one at a time. Per token: the wait for each token "
+        "after the first, as somebody sees it who reads along. A round's tokens come together, so with drafts many take no time "
+        "(p50 is 0 where more than half do), and p95 is about a whole round: longer than a pass of the target alone. The median and "
+        "the 95th percentile over requests or tokens.",
+        tables=tuple(Table(caption, columns, found, heads=2) for caption, found in pairs if found),
+        missing="Latency was not measured.",
     )
 
 
-def _latency_cells(m: Measures) -> list[str] | None:
-    both = (m.latency_baseline_s, m.latency_s)
+def _percentile_cells(*both: Percentiles | None) -> list[str] | None:
     cells = [milliseconds(seconds) for one in both for seconds in ((one.p50, one.p95) if one else (None, None))]
     return cells if some(both) else None
 
@@ -65,6 +69,9 @@ def losslessness(view: View) -> Section:
     ):
         also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
         tables.append(Table("Tuned targets against the original", also, tuned, heads=2))
+    if right := view.rows(lambda m: _right(m) if m.referenced else None):
+        which = ("slice", "system", "answers with a reference", "right", "right, target alone")
+        tables.append(Table("Answers against references", which, right, heads=2))
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
@@ -94,6 +101,10 @@ def losslessness(view: View) -> Section:
 def _perplexities(m: Measures, *further: str) -> tuple[str, ...] | None:
     own = m.perplexity
     return None if own is None else (number(own), number(m.perplexity_baseline), *further)
+
+
+def _right(m: Measures) -> tuple[str, ...]:
+    return whole(m.referenced), percent(m.exact_match), percent(m.exact_match_baseline)
 
 
 def memory(view: View) -> Section:

@@ -19,7 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.result import Result
 from draftsmith.eval.planner.decision import Decision
-from draftsmith.eval.report import analysis, appendix, summary, training
+from draftsmith.eval.report import analysis, appendix, conditions, summary, training
 from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.page_model import OVERALL, Sample, System, View, number, significant, tau_of, times, view_of
 from draftsmith.files import write_text
@@ -29,6 +29,7 @@ _SECTIONS = (
     summary.headline,
     summary.accepted_length,
     analysis.positions,
+    conditions.section,
     analysis.sweep,
     analysis.time_split,
     appendix.latency,

@@ -269,28 +269,42 @@ def expected_tallies(
     visits_ST[:, 0] = tokens_S > 0
     accepted_SK = np.zeros((answers, num_speculative_tokens))
     reached_SK = np.zeros((answers, num_speculative_tokens))
-    rounds_S, drafted_S = np.zeros(answers), np.zeros(answers)
+    drafted_S, rounds_ST, tokens_ST = np.zeros(answers), np.zeros((answers, longest)), np.zeros((answers, longest))
     index_S = np.arange(answers)
     for root in range(longest):
         left_S = tokens_S - root
         depth_S = np.clip(left_S, 0, drafted_ST[:, root])
         arrive_S = visits_ST[:, root] * (left_S > 0)
-        rounds_S += arrive_S
+        rounds_ST[:, root] = tokens_ST[:, root] = arrive_S
         drafted_S += arrive_S * proposed_K[depth_S]
         for k in range(min(num_speculative_tokens, longest - root)):
             here_S = k < depth_S
             reach_S = np.where(here_S, arrive_S, 0.0)
             accept_S = reach_S * np.where(here_S, c_STK[:, root, k], 0.0)
             reached_SK[:, k] += reach_S
+            tokens_ST[:, root] += accept_S
             accepted_SK[:, k] += accept_S
             visits_ST[:, root + k + 1] += reach_S - accept_S
             arrive_S = np.where(here_S, accept_S, arrive_S)
         # What is left accepted every draft: a bonus token follows, or the answer ended on a draft.
+        tokens_ST[:, root] -= np.where(depth_S >= left_S, arrive_S, 0.0)
         end_S = np.minimum(root + depth_S + 1, np.maximum(tokens_S, 0))
         np.add.at(visits_ST, (index_S, end_S), np.where(left_S > 0, arrive_S, 0.0))
     return [
-        Tally(1, float(tokens_S[s]), float(rounds_S[s]), float(drafted_S[s]), accepted_SK[s], reached_SK[s])
-        for s in range(answers)
+        Tally(
+            1,
+            float(n),
+            float(rounds_ST[s].sum()),
+            float(drafted_S[s]),
+            accepted_SK[s],
+            reached_SK[s],
+            rounds_T,
+            tokens_T,
+        )
+        for s, n in enumerate(tokens_S.tolist())
+        for rounds_T, tokens_T in [
+            (rounds_ST[s, : max(n, 0)].astype(np.float32), tokens_ST[s, : max(n, 0)].astype(np.float32))
+        ]
     ]
 
 

@@ -113,6 +113,20 @@ def test_all_drafters_are_measured_in_one_run(finished: Path) -> None:
     assert [p.num_speculative_tokens for p in points] == [1, 2, 3], "three heads draft no further"
 
 
+def test_acceptance_by_context_adds_up_and_is_as_simulated(finished: Path) -> None:
+    for name, drafter in read_result(finished / "evaluation" / "t0" / "result.json").drafters.items():
+        assert drafter.draft is not None
+        assert (drafter.draft.trained_length is not None) == (name.split()[0] in ("medusa", "eagle3")), name
+        for m in (drafter.overall, *drafter.slices.values()):
+            for groups in (m.contexts, m.training_split) if drafter.draft.trained_length else (m.contexts,):
+                assert groups
+                assert sum(g.rounds or 0 for g in groups) == m.rounds
+                assert sum((g.rounds or 0) * (g.tau or 0) for g in groups) == pytest.approx(m.tokens)
+                if m.tau_simulated is not None:
+                    for g in groups:
+                        assert (g.rounds_simulated, g.tau_simulated) == pytest.approx((g.rounds, g.tau)), name
+
+
 def test_a_lossy_drafter_is_labelled_and_judged(finished: Path) -> None:
     drafters = read_result(finished / "evaluation" / "t1" / "result.json").drafters
     lossy, exact = drafters["medusa bush, typical (lossy)"], drafters["medusa bush"]
@@ -125,6 +139,9 @@ def test_a_lossy_drafter_is_labelled_and_judged(finished: Path) -> None:
     assert (lossy.overall.perplexity or 0) > 1
     assert (lossy.overall.perplexity_baseline or 0) > 1
     assert exact.overall.perplexity is None
+    assert (lossy.overall.referenced, exact.overall.referenced) == (1, None), "of the prompts one has a reference"
+    assert lossy.overall.exact_match in (0, 1)
+    assert lossy.overall.exact_match_baseline in (0, 1)
     report = (finished / "evaluation" / "report.md").read_text()
     assert "Lossy drafters: their texts under the target" in report
     assert "medusa bush, typical (lossy)" in report

@@ -59,6 +59,6 @@ def test_low_coverage_of_held_out_answers_is_a_warning(
 
 
 def test_what_run_json_keeps() -> None:
-    start = Start(SimpleNamespace(), [0, 2, 3], [1], Coverage(1.0, 0.9, {"chat": 0.9}))  # type: ignore[arg-type]
+    start = Start(SimpleNamespace(), [0, 2, 3], [1], Coverage(1.0, 0.9, {"chat": 0.9}), 77)  # type: ignore[arg-type]
     covered = {"training": 1.0, "heldout": 0.9, "heldout_by_slice": {"chat": 0.9}}
-    assert start.facts() == {"answers": 3, "heldout_answers": 1, "coverage": covered}
+    assert start.facts() == {"answers": 3, "heldout_answers": 1, "longest": 77, "coverage": covered}

@@ -26,6 +26,12 @@ def test_messages_with_id_and_slice(tmp_path):
     assert [c.slice for c in load_conversations([path], slice="own")] == ["math", "own"]
 
 
+def test_references_of_any_kind_come_along(tmp_path):
+    references = [6, "six", {"sum": 6}, None]
+    rows = [{"messages": [Q], "reference": reference} for reference in references]
+    assert [c.reference for c in load_conversations([write(tmp_path / "talk.jsonl", *rows)])] == references
+
+
 def test_prompt_is_what_the_target_answers():
     assert Conversation("x", "s", (Q, A, Q, A)).prompt() == (Q, A, Q)
     assert Conversation("x", "s", (Q, A, Q)).prompt() == (Q, A, Q)

@@ -323,3 +323,16 @@ def test_every_part_of_a_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None
     assert run.watch.names[3:] == ["draft", "verify", "commit"]
     assert run.fill()
     assert run.watch.names[6:] == ["other"], "a row that is done has left"
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_reader_waits_once_a_round_and_for_the_whole_answer(rows: int) -> None:
+    target, requests = make_target(), make_requests(5)
+    answers = decode_batch(target, known(target, requests, 0.8), requests, GREEDY, rows=rows).generations
+    assert any(0 in answer.waits for answer in answers), "accepted drafts"
+    for answer in answers:
+        waits = answer.waits
+        assert len(waits) == len(answer.output_ids) - 1
+        assert sum(wait > 0 for wait in waits) == len(answer.rounds)
+        assert [i for i, wait in enumerate(waits) if wait > 0] == [round_.root for round_ in answer.rounds]
+        assert sum(waits) == pytest.approx(answer.emitted_at[-1] - answer.emitted_at[0])

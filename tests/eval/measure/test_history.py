@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.forecast import Forecast, Point, forecast
-from draftsmith.eval.measure.history import History, read_history, tell, untaught
+from draftsmith.eval.measure.history import History, read_history, tell, trained_length, untaught
 from draftsmith.heads.vocab import Coverage
 from tests.eval.measure.curves import RESULTS
 
@@ -182,3 +182,16 @@ def test_damaged_files_are_named(file: str, text: str, said: str, tmp_path: Path
         read_history(run)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_longest_text_is_that_of_the_run_a_head_lies_in(tmp_path: Path) -> None:
+    best = tmp_path / "run" / "train" / "best"
+    best.mkdir(parents=True)
+    assert trained_length(best) is None
+    record = {"train": {"inputs": {}, "facts": {"longest": 77}}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    assert trained_length(best) == 77
+    assert trained_length(tmp_path / "run" / "export" / "eagle3") == 77
+    assert trained_length(tmp_path / "elsewhere") is None
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"train": {"inputs": {}, "facts": {}}}))
+    assert trained_length(best) is None, "an earlier version"

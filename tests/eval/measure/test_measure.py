@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,12 @@ from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure import measure
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, run_systems, summarize
-from draftsmith.eval.measure.result import Costs
+from draftsmith.eval.measure.result import Costs, Percentiles
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 from tests.models import KINDS, tiny_model
@@ -76,8 +78,21 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     assert m.ms_per_round.draft == pytest.approx(1000 * 6 / 15)
     assert m.ms_per_round.verify == pytest.approx(1000 * 14 / 15)
     assert m.ideal_speedup == pytest.approx(2.4 / ((12 + 3) / 10))
+    assert m.contexts == (Group("1 to 31", 5, pytest.approx(2.4), 5, pytest.approx(2.4)),)
+    assert m.training_split is None
+    assert m.token_wait_s is None, "these were not read along"
     assert found.slices["code"].tau == pytest.approx(3.0)
     assert found.slices["code"].acceptance_rate == 1.0
+
+
+def test_waits_for_tokens_are_percentiles_over_all_tokens() -> None:
+    read, alone = answer("a", "chat", [2, 1]), answer("a", "chat", [0] * 5)
+    read.emitted_at, alone.emitted_at = [10.0, 14.0, 16.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
+    assert read.waits == [4.0, 0.0, 0.0, 2.0, 0.0]
+    timings = {"": [[decoded(alone)]], "eagle3": [[decoded(read)]]}
+    m = summarize(system("eagle3"), Texts([text(read)]), timings, Costs({}, {}), {}, {}, []).overall
+    assert m.token_wait_s == Percentiles(0.0, pytest.approx(3.6))
+    assert m.token_wait_baseline_s == Percentiles(1.0, 1.0)
 
 
 def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
@@ -137,7 +152,8 @@ def test_intervals_and_sampling_error() -> None:
 
 def test_both_taus_have_intervals_over_prompts() -> None:
     texts = [text(answer(str(i), "ab"[i % 2], [2] if i % 3 else [0, 0, 0])) for i in range(18)]
-    texts = [replace(t, simulated=[t.simulated[0], tally_generation(answer("", "", [1]), 2)]) for t in texts]
+    one_round = Tally(1, 2, 1, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0, 0]), np.array([2.0, 0, 0]))
+    texts = [replace(t, simulated=[t.simulated[0], one_round]) for t in texts]
     timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
     found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
     assert found.overall.tau_interval == bootstrap_tau((t.prompt, t.decoded) for t in texts)

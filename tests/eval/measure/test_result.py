@@ -13,6 +13,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.machine import Clocks, git_commit
 from draftsmith.eval.measure.result import (
     Costs,
@@ -35,6 +36,16 @@ from draftsmith.eval.measure.result import (
     write_result,
 )
 
+NEW_IN_7 = (
+    "contexts",
+    "training_split",
+    "token_wait_s",
+    "token_wait_baseline_s",
+    "exact_match",
+    "exact_match_baseline",
+    "referenced",
+)
+
 
 @cache
 def full_result() -> Result:
@@ -48,11 +59,17 @@ def full_result() -> Result:
         acceptance_rate=0.3,
         acceptance_at=(0.75, 0.5, 0.0),
         alpha_at=(0.75, 0.5 / 0.75, None),
+        contexts=(Group("32 to 63", 12, 2.5, 12.0, 2.5),),
+        training_split=(Group("within", 9, 2.5), Group("past", 3, 1.1)),
         k_sweep=(SweepPoint(1, 1.75, 0.75, 1.2), SweepPoint(2, 2.25, 0.6, None)),
         decode_tok_s=200.0,
         baseline_tok_s=100.0,
         speedup=2.0,
         latency_s=Percentiles(0.1, 0.2),
+        token_wait_s=Percentiles(0.0, 0.02),
+        exact_match=0.5,
+        exact_match_baseline=0.75,
+        referenced=2,
         ms_per_round=MsPerRound(1.0, 2.0, 0.125, 0.25),
         lossless=Lossless("float32", 3, 2, (Divergence("p1", "chat", 4, 17, 18, 0.001),)),
         looping=0.0,
@@ -65,7 +82,9 @@ def full_result() -> Result:
         settings=Settings(1.0, 50, 0.9, 5, 1, "float32", 0, 3),
         drafters={
             "eagle3": DrafterResult(
-                measures, {"chat": measures, "code": Measures(prompts=0)}, DraftInfo("eagle3", 2, 2)
+                measures,
+                {"chat": measures, "code": Measures(prompts=0)},
+                DraftInfo("eagle3", 2, 2, trained_length=2048),
             )
         },
         costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}, {"eagle3": {"2": 3}}),
@@ -86,7 +105,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 6
+    assert value["schema_version"] == 7
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = (
@@ -246,6 +265,30 @@ def test_results_of_version_5_do_not_identify_their_prompts_and_have_no_interval
         from_json(old)
 
 
+def test_results_of_version_6_have_no_acceptance_by_context() -> None:
+    old = to_json(full_result()) | {"schema_version": 6}
+    for drafter in old["drafters"].values():
+        del drafter["draft"]["trained_length"]
+        for measures in (drafter["overall"], *drafter["slices"].values()):
+            for name in NEW_IN_7:
+                del measures[name]
+    drafter, nothing = full_result().drafters["eagle3"], dict.fromkeys(NEW_IN_7)
+    expected = DrafterResult(
+        replace(drafter.overall, **nothing),  # type: ignore[arg-type]
+        drafter.slices,
+        replace(drafter.draft, trained_length=None),  # type: ignore[type-var]
+    )
+    expected = replace(expected, slices={name: replace(m, **nothing) for name, m in drafter.slices.items()})  # type: ignore[arg-type]
+    assert from_json(old) == replace(full_result(), drafters={"eagle3": expected})
+    assert "contexts" not in old["drafters"]["eagle3"]["overall"], "what was read is not changed"
+
+
+def test_a_head_past_its_trained_length_is_a_warning() -> None:
+    (said,) = full_result().warnings
+    assert said.startswith("at temperature 1 eagle3 drafted 25% of its rounds past the 2,048 tokens")
+    assert "from 2.50 to 1.10" in said
+
+
 def test_integers_count_as_numbers_and_become_floats() -> None:
     value = to_json(full_result())
     value["drafters"]["eagle3"]["overall"]["tau"] = 2
@@ -261,7 +304,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 7}', "schema_version"),
+        ('{"schema_version": 8}', "schema_version"),
         ('{"schema_version": NaN}', "holds the number nan"),
         ("[" * 100_000, "nested deeper"),
     ],

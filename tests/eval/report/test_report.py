@@ -12,6 +12,8 @@ import pytest
 from rich.console import Console
 
 from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.result import (
     Costs,
     Divergence,
@@ -66,6 +68,8 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
         acceptance_rate=sum(ats[:K]) / K,
         acceptance_at=tuple(ats[:K]),
         alpha_at=tuple(alphas[:K]),
+        contexts=(Group("32 to 63", rounds - 9, tau, rounds - 9.5, tau), Group("64 to 127", 9, 1.23, 9.5, 1.234)),
+        training_split=(Group("within", rounds - 9, tau), Group("past", 9, 1.23)),
         k_sweep=tuple(
             SweepPoint(k, taus[k - 1], sum(ats[:k]) / k, COSTS.speedup(name, k, taus[k - 1])) for k in range(1, 9)
         ),
@@ -80,6 +84,8 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
         ttft_baseline_s=0.0211,
         latency_s=Percentiles(0.31, 0.52),
         latency_baseline_s=Percentiles(0.49, 0.83),
+        token_wait_s=Percentiles(0.0, 0.0087),
+        token_wait_baseline_s=Percentiles(0.0053, 0.0061),
         ms_per_round=MsPerRound(DRAFT[name]["5"], VERIFY["6"], 0.11, 0.9),
         ideal_speedup=COSTS.speedup(name, K, tau),
         lossless=Lossless("float32", prompts, prompts - len(gaps), gaps, tau, tau),
@@ -240,6 +246,33 @@ def test_markdown_tables_have_as_many_cells_as_columns(case: str) -> None:
             assert len(re.findall(r"(?<!\\)\|", line)) == count, line
 
 
+def test_right_answers_of_a_lossy_drafter_stand_beside_the_targets() -> None:
+    result = invented_result(slices={"chat": 0.5})
+    assert "Answers against references" not in render_markdown([result])
+    drafter = result.drafters[EAGLE]
+    judged = replace(drafter.overall, exact_match=0.25, exact_match_baseline=0.75, referenced=8)
+    result = replace(result, drafters={EAGLE: replace(drafter, overall=judged)})
+    assert "| overall | eagle3 | 8 | 25.0% | 75.0% |" in render_markdown([result])
+    assert "Answers against references" in render_html([result])
+
+
+def test_acceptance_by_context_is_shown_and_a_fall_past_the_trained_length_stands_in_the_headline() -> None:
+    result = invented_result(slices={"chat": 0.5})
+    drafter = replace(result.drafters[EAGLE], draft=DraftInfo(EAGLE, K, K, trained_length=4096))
+    few, many = drafter.overall.training_split or ()
+    split = (few, replace(many, rounds=few.rounds))
+    drafter = replace(drafter, overall=replace(drafter.overall, training_split=split))
+    result = replace(result, drafters={EAGLE: drafter})
+    html, markdown = render_html([result]), render_markdown([result])
+    assert "| eagle3 | 64 to 127 | 9 | 1.23 | 10 | 1.23 |" in markdown
+    assert "| chat | eagle3 | 64 to 127 | 9 | 1.23 | 10 | 1.23 |" in markdown
+    assert f"| eagle3 | past 4,096 | {few.rounds} | 1.23 | – | – |" in markdown
+    (warning,) = result.warnings
+    assert "4,096 tokens" in warning
+    for page in (html, markdown):
+        assert f"Warning: {warning}" in page
+
+
 def test_the_numbers_given_are_the_numbers_shown() -> None:
     results = CASES["two temperatures"]
     html, markdown = render_html(results), render_markdown(results)
@@ -253,7 +286,7 @@ def test_the_numbers_given_are_the_numbers_shown() -> None:
                 f"{100 * measures.alpha_at[3]:.1f}%",
                 f"{measures.k_sweep[6].tau_simulated:.2f}",
             ]
-            for number in [*shown, f"{measures.tokens:,}", "0.0012", "21.3 ms", result.command]:
+            for number in [*shown, f"{measures.tokens:,}", "0.0012", "21.3 ms", "8.70 ms", "6.10 ms", result.command]:
                 assert number in html, number
                 assert number in markdown, number
 

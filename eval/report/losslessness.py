@@ -19,19 +19,20 @@ def evidence(view: View) -> str:
     """Say how many greedy answers equal the target's own, in the measured dtype where that was checked, and how wide the gaps are
     where one does not; empty where nothing was checked."""
     measured = view.results[0].settings.dtype
-    by_dtype: dict[str, dict[str, Lossless]] = defaultdict(dict)
+    kinds: dict[tuple[str, str], dict[str, Lossless]] = defaultdict(dict)
     for system in view.systems:
         m = system.drafter.overall
         checks = [one for one in (m.lossless_timed, m.lossless) if one is not None and one.checked]
         # Greedy answers are checked once for all temperatures.
-        if checks and not any(system.name in found for found in by_dtype.values()):
-            by_dtype[checks[0].dtype][system.name] = checks[0]
+        if checks and not any(system.name in found for found in kinds.values()):
+            whose = "the target's own" if m.agreement is None else "those of the tuned target alone"
+            kinds[checks[0].dtype, whose][system.name] = checks[0]
     sentences = []
-    for dtype, found in by_dtype.items():
+    for (dtype, whose), found in kinds.items():
         checked, equal = (sum(getattr(one, key) for one in found.values()) for key in ("checked", "equal"))
         where = f"{dtype}, as measured" if dtype == measured else f"{dtype} (not in {measured}, as measured)"
         many = f"All {checked:,}" if equal == checked else f"{equal:,} of {checked:,}"
-        text = f"{many} greedy answers checked in {where}, equal the target's own, token for token"
+        text = f"{many} greedy answers checked in {where}, equal {whose}, token for token"
         gaps = [d.logit_gap for one in found.values() for d in one.first_divergences if d.logit_gap is not None]
         sentences.append(f"{text}." if not gaps else f"{text}; {_widest(dtype, gaps)}")
     return " ".join(sentences)
@@ -98,7 +99,7 @@ def section(view: View) -> Section:
             for label, d in divergences
         )
         names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap", "times as likely")
-        tables.append(Table("Every first divergence", names, rows, folded=len(rows) > 20))
+        tables.append(Table("Every first divergence", names, rows, heads=3, folded=len(rows) > 20))
     return Section(
         "losslessness",
         "Losslessness",

@@ -323,9 +323,7 @@ def test_a_session_in_a_terminal(workplace: Path) -> None:
     os.write(terminal, b"\x03")
     assert re.search(r"; (interrupted|cut[^\]]*)\]", read_until(terminal, "\n> "))
     told, end = "", time.monotonic() + 60
-    while (
-        "Ctrl-D ends" not in told
-    ):  # input() misses a signal that comes between its prompt and its first look for keys
+    while "Ctrl-D ends" not in told:  # input() misses a signal that comes between its prompt and its first look for keys
         assert time.monotonic() < end, told
         os.write(terminal, b"\x03")
         with suppress(AssertionError):

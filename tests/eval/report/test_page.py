@@ -131,3 +131,5 @@ def test_equality_in_another_dtype_is_not_claimed_for_the_measured_one() -> None
     assert "All 60 greedy answers checked in float32, as measured," in evidence(view_of([result, result]))
     assert "in float32 (not in bfloat16, as measured)," in evidence(view_of([served]))
     assert evidence(view_of([bare_result()])) == ""
+    tuned = with_overall(invented_result(), lossless=Lossless("float32", 60, 60), agreement=0.9)
+    assert "equal those of the tuned target alone," in evidence(view_of([tuned]))

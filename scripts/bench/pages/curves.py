@@ -33,7 +33,7 @@ def draw(metrics: Path, picture: Path) -> None:
     steps = [lines[step] for step in sorted(lines)]
     at = [i for i, entry in enumerate(steps) if "tau" in entry]
     evaluations = [steps[i] for i in at]
-    tokens = [f"{entry['tokens'] / 1e6:.2g}M" if i % 2 else "" for i, entry in enumerate(evaluations)]
+    tokens = [f"{entry['tokens'] / 1e6:.2g}M" for entry in evaluations]
     starts = [0, *(i + 1 for i in at)]
     between = [[e["loss"] for e in steps[a : b + 1] if "loss" in e] for a, b in zip(starts, at, strict=False)]
     loss = {

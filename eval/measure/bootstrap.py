@@ -3,6 +3,7 @@
 Shapes: K speculative tokens.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from draftsmith.eval.decode.answers import Generation, Tally
 
 FEWEST_PROMPTS = 10
 """No interval over prompts is given of fewer: resampling them says little about prompts that are not among them."""
+
+
+WITHIN = 0.02
+"""The half-width of an interval, as a share of the number, that is worth asking for."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,12 @@ def bootstrap_tau(answers: Iterable[tuple[str, Tally]], draws: int = 1000) -> "t
     sums = pairs[picks].sum(1)
     low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
     return float(low), float(high)
+
+
+def prompts_needed(value: float, interval: tuple[float, float], prompts: int) -> int:
+    """Return how many prompts of the same kind would bring an interval to +-WITHIN of the value: its width falls with their root."""
+    half = (interval[1] - interval[0]) / 2 / value
+    return max(1, math.ceil(round(prompts * (half / WITHIN) ** 2, 6)))
 
 
 def sampling_error(texts: Sequence[Text], k: int) -> float | None:

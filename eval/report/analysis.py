@@ -4,6 +4,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from draftsmith.eval.measure.result import Measures, MsPerRound
 from draftsmith.eval.report.page_model import (
@@ -19,6 +20,7 @@ from draftsmith.eval.report.page_model import (
     percent,
     significant,
     times,
+    whole,
 )
 from draftsmith.eval.report.plots import Series, Stack, line_panel, part_swatch, stack_panel
 
@@ -47,23 +49,34 @@ def positions(view: View) -> Section:
 
 
 def _position_curves(view: View, key: str, caption: str) -> tuple[list[Figure], list[Table]]:
-    curves = {name: [(s, curve) for s, m in view.measured(name) if (curve := _curve(m, key))] for name in view.slices}
-    width = max((len(curve) for pairs in curves.values() for _, curve in pairs), default=0)
+    curves = {
+        name: [(s, m, curve) for s, m in view.measured(name) if (curve := _curve(m, key))] for name in view.slices
+    }
+    width = max((len(curve) for found in curves.values() for *_, curve in found), default=0)
     if not width:
         return [], []
     labels = [str(i + 1) for i in range(width)]
     panels, rows = [], []
-    for name, pairs in curves.items():
-        lines = [Series(s.label, s.index, _pad(curve, width)) for s, curve in pairs]
+    for name, found in curves.items():
+        lines = [Series(s.label, s.index, _pad(curve, width)) for s, _, curve in found]
         if lines:
             panels.append(
                 line_panel(
                     name, labels, lines, x_title="draft position", show=lambda v: percent(v, 0), y_range=(0.0, 1.0)
                 )
             )
-        rows += [Row((name, s.label, *map(percent, _pad(curve, width))), name == OVERALL) for s, curve in pairs]
-    table = Table(caption, ("slice", "system", *labels), tuple(rows), heads=2, folded=True)
-    return [Figure(f"{caption}.", tuple(panels), view.legend)], [table]
+        for s, m, curve in found:
+            counts = map(whole, (m.rounds, _reached(m, len(curve))) if key == "alpha_at" else (m.rounds,))
+            rows.append(Row((name, s.label, *map(percent, _pad(curve, width)), *counts), name == OVERALL))
+    ends = ("rounds", "rounds that reached the last") if key == "alpha_at" else ("rounds",)
+    table = Table(caption, ("slice", "system", *labels, *ends), tuple(rows), heads=2, folded=True)
+    return [Figure(f"{caption}.", tuple(panels), view.legend, folded=key != "alpha_at")], [table]
+
+
+def _reached(m: Measures, width: int) -> int | None:
+    """Return the rounds in which every position before the last of `width` was accepted: those that its alpha is of."""
+    before = (1.0, *(m.acceptance_at or ()))[width - 1 : width]
+    return round(m.rounds * before[0]) if m.rounds is not None and before and before[0] is not None else None
 
 
 def _curve(m: Measures, key: str) -> Curve:
@@ -88,7 +101,7 @@ def sweep(view: View) -> Section:
         return Section("draft-length", "Draft length", about, missing="The draft-length sweep was not measured.")
     taus = [p.tau_simulated for p in points if p.tau_simulated is not None]
     gains = [p.predicted_speedup for p in points if p.predicted_speedup is not None]
-    figures = []
+    figures: list[Figure] = []
     if taus:
         figures.append(
             _sweep_figure(
@@ -97,7 +110,10 @@ def sweep(view: View) -> Section:
         )
     if gains:
         ends = (min([1.0, *gains]), max([1.5, *gains]))
-        figures.append(_sweep_figure(view, lengths, "predicted_speedup", "Predicted speedup by draft length K.", ends))
+        figures = [
+            _sweep_figure(view, lengths, "predicted_speedup", "Predicted speedup by draft length K.", ends),
+            *(replace(figure, folded=True) for figure in figures),
+        ]
     notes = () if gains else ("The costs of a draft and a target pass were not measured, so no best K is given.",)
     tables = (*_sweep_tables(view, lengths, bool(gains)), *_cost_tables(view))
     return Section("draft-length", "Draft length", about, tuple(figures), tables, notes)
@@ -125,7 +141,7 @@ def _at_lengths(m: Measures, lengths: Sequence[int], key: str) -> Curve:
 def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table]:
     columns = ("slice", "system", *(f"K={k}" for k in lengths))
     taus = view.rows(lambda m: [*map(number, _at_lengths(m, lengths, "tau_simulated"))] if m.k_sweep else None)
-    tables = [Table("Accepted length τ by K, simulated", columns, taus, heads=2)]
+    tables = [Table("Accepted length τ by K, simulated", columns, taus, heads=2, folded=True)]
     if gains:
         found = view.rows(
             lambda m: (
@@ -134,7 +150,7 @@ def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table
                 else None
             )
         )
-        tables.append(Table("Predicted speedup by K", (*columns, "best K"), found, heads=2))
+        tables.append(Table("Predicted speedup by K", (*columns, "best K"), found, heads=2, folded=True))
     return tables
 
 
@@ -171,7 +187,7 @@ def time_split(view: View) -> Section:
     legend = tuple((part_swatch(i), part) for i, part in enumerate(PARTS))
     ends = ("ms per token", "ideal speedup", "measured", "share reached")
     columns = ("slice", "system", *(f"{part} ms" for part in PARTS), *ends)
-    table = Table("Milliseconds per round, and the speedup they allow", columns, rows, heads=2)
+    table = Table("Milliseconds per round, and the speedup they allow", columns, rows, heads=2, folded=bool(panels))
     figures = (Figure("Milliseconds per round.", tuple(panels), legend, wide=True),) if panels else ()
     return Section("time", "Where the time goes", about, figures, (table,))
 

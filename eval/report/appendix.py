@@ -1,11 +1,11 @@
-"""Build the appendix of the report: latency, equality with the target, loops, examples, and how it was measured.
+"""Build the appendix of the report: latency, memory, loops, examples, and how it was measured.
 
 Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
 
 import json
 
-from draftsmith.eval.measure.result import Divergence, Example, Measures, Percentiles, Piece, Result
+from draftsmith.eval.measure.result import Example, Percentiles, Piece, Result
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
@@ -38,73 +38,13 @@ def latency(view: View) -> Section:
         "the 95th percentile over requests or tokens.",
         tables=tuple(Table(caption, columns, found, heads=2) for caption, found in pairs if found),
         missing="Latency was not measured.",
+        folded=True,
     )
 
 
 def _percentile_cells(*both: Percentiles | None) -> list[str] | None:
     cells = [milliseconds(seconds) for one in both for seconds in ((one.p50, one.p95) if one else (None, None))]
     return cells if some(both) else None
-
-
-def losslessness(view: View) -> Section:
-    """Greedy equality with the target alone, and every first divergence."""
-    counts: list[Row] = []
-    divergences: dict[tuple[str, Divergence], None] = {}
-    for name in view.slices:
-        for s, m in view.measured(name):
-            for one in (m.lossless, m.lossless_timed):
-                if one is None:
-                    continue
-                cells = (name, s.label, one.dtype, whole(one.checked), whole(one.equal), whole(one.checked - one.equal))
-                taus = (number(one.tau, 6), number(one.tau_simulated, 6))
-                counts.append(Row((*cells, *taus), name == OVERALL))
-                # The list of a slice is usually part of the overall list: show each divergence once.
-                divergences |= {(s.label, d): None for d in one.first_divergences}
-    tables = []
-    if lossy := view.rows(lambda m: _perplexities(m) if m.agreement is None else None):
-        heads = ("slice", "system", "perplexity of its texts", "of the target's own")
-        tables.append(Table("Lossy drafters: their texts under the target", heads, lossy, heads=2))
-    if tuned := view.rows(
-        lambda m: _perplexities(m, percent(m.agreement, 2), number(m.kl, 4)) if m.agreement is not None else None
-    ):
-        also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
-        tables.append(Table("Tuned targets against the original", also, tuned, heads=2))
-    if right := view.rows(lambda m: _right(m) if m.referenced else None):
-        which = ("slice", "system", "answers with a reference", "right", "right, target alone")
-        tables.append(Table("Answers against references", which, right, heads=2))
-    if counts:
-        columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
-        tables.append(Table("Greedy texts against the target alone, token for token", columns, tuple(counts), heads=2))
-    if divergences:
-        rows = tuple(
-            Row((label, d.slice, d.prompt, whole(d.position), str(d.expected), str(d.got), number(d.logit_gap, 4)))
-            for label, d in divergences
-        )
-        names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap")
-        tables.append(Table("Every first divergence", names, rows, folded=len(rows) > 20))
-    return Section(
-        "losslessness",
-        "Losslessness",
-        "With a lossless drafter greedy texts equal the target's own. In fp32 every token must be equal; in bf16 and fp16 rounding "
-        "may decide a near tie, which shows as a tiny gap between the target's logits of the two candidates. A drafter marked "
-        "lossy writes texts that differ from the target's: compare their perplexity with that of the target's own texts at the "
-        "same setting; its speed is not a like-for-like comparison. A drafter with a tuned target (Medusa-2) is lossless with "
-        "respect to the tuned target, which the counts below refer to, but not to the original. For it the report gives the "
-        "perplexity under the original of its texts and of the original's own, and, on the original's texts, how often both "
-        "targets' likeliest token is the same, and KL(original || tuned) per token in nats.",
-        tables=tuple(tables),
-        notes=() if divergences or not counts else ("No text diverged.",),
-        missing="Equality with the target alone was not checked.",
-    )
-
-
-def _perplexities(m: Measures, *further: str) -> tuple[str, ...] | None:
-    own = m.perplexity
-    return None if own is None else (number(own), number(m.perplexity_baseline), *further)
-
-
-def _right(m: Measures) -> tuple[str, ...]:
-    return whole(m.referenced), percent(m.exact_match), percent(m.exact_match_baseline)
 
 
 def memory(view: View) -> Section:
@@ -126,6 +66,7 @@ def memory(view: View) -> Section:
         "(not measured without a GPU).",
         tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
         missing="How the drafters draft was not recorded.",
+        folded=True,
     )
 
 
@@ -134,14 +75,19 @@ def looping(view: View) -> Section:
     rows = []
     for name in view.slices:
         found = {s.index: m.looping for s, m in view.measured(name)}
+        prompts = max((m.prompts for _, m in view.measured(name)), default=0)
         if some(list(found.values())):
-            rows.append(Row((name, *(percent(found.get(s.index)) for s in view.systems)), name == OVERALL))
+            shares = (percent(found.get(s.index)) for s in view.systems)
+            rows.append(Row((name, whole(prompts), *shares), name == OVERALL))
     return Section(
         "looping",
         "Looping answers",
         "Share of answers that repeat a 6-gram four times. A loop is easy to draft, so it raises τ and speedup.",
-        tables=(Table("Looping answers", ("slice", *(s.label for s in view.systems)), tuple(rows)),) if rows else (),
+        tables=(Table("Looping answers", ("slice", "prompts", *(s.label for s in view.systems)), tuple(rows)),)
+        if rows
+        else (),
         missing="Loops were not counted.",
+        folded=True,
     )
 
 
@@ -156,7 +102,8 @@ def examples(view: View) -> Section:
         "examples",
         "Worked examples",
         "Answers with their tokens marked: drafted tokens that were accepted, and the target's own, which are the first token "
-        "of an answer, a correction where a draft was rejected, and a bonus where the whole draft was accepted.",
+        "of an answer, a correction where a draft was rejected, and a bonus where the whole draft was accepted. A round is what one "
+        "target pass wrote.",
         samples=tuple(samples),
         missing="No examples were kept.",
     )
@@ -185,13 +132,14 @@ def method(view: View) -> Section:
         if result.recipe is not None:
             text = json.dumps(result.recipe, indent=2, ensure_ascii=False, default=str)
             code.append((f"Recipe{view.where(i)}", text))
-    columns = ("", *(view.labels if len(view.results) > 1 else ("value",)))
+    columns = ("setting", *(view.labels if len(view.results) > 1 else ("value",)))
     return Section(
         "method",
         "How this was measured",
         "Systems are interleaved in one run after a warm-up; clocks include the first draft; the median over repeats counts.",
         tables=(Table("Settings, target, machine and versions", columns, rows, words=True),),
         code=tuple(dict.fromkeys(code)),
+        folded=True,
     )
 
 

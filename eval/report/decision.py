@@ -21,6 +21,7 @@ from draftsmith.eval.report.page_model import (
     number,
     percent,
     significant,
+    tau_of,
     times,
 )
 from draftsmith.heads.formats.engines import ENGINES
@@ -28,15 +29,16 @@ from draftsmith.heads.formats.engines import ENGINES
 
 @dataclass(frozen=True)
 class Banner:
-    """The top of the page. kind: good, bad or unsure, which decides a colour and a word; figures: (value, what it is); warnings:
-    why the numbers should not be quoted."""
+    """The top of the page. kind: good, bad or unsure, which decides a colour; figure: (the number, what it is); settings: (where they
+    go, what to paste); warnings: why the numbers should not be quoted."""
 
     kind: str
     action: str
     headline: str
-    figures: tuple[tuple[str, str], ...]
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...]
+    figure: tuple[str, str] | None = None
+    settings: tuple[tuple[str, str], ...] = ()
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 _KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: "bad", Action.MORE_DATA: "bad"}
@@ -48,23 +50,45 @@ def banner(view: View) -> Banner:
     warnings = [f"Measured on a busy machine, do not quote: {'; '.join(doubts)}."] if doubts else []
     decision = view.decision
     if decision is None:
-        return Banner(
-            "unsure", "no plan", "Costs were not measured: what follows is acceptance alone.", (), (), tuple(warnings)
-        )
+        return _unplanned(view, tuple(warnings))
     verdict, plan = decision.verdict, decision.plan
     gains, _ = plan.gains(verdict.option)
     temperatures = [r.settings.temperature for r in plan.results]
-    figures = [(times(gain), f"at temperature {t:g}") for gain, t in zip(gains, temperatures, strict=False)]
-    figures += [(f"K = {verdict.option.num_speculative_tokens}", "drafted tokens"), (number(verdict.option.tau), "tau")]
+    k, tau = verdict.option.num_speculative_tokens, number(verdict.option.tau)
+    figure = (
+        times(gains[0]),
+        f"the speed of the target alone at temperature {temperatures[0]:g}, with K = {k} (τ {tau})",
+    )
     kind = _KINDS.get(verdict.action, "unsure")
     # What the warning says already is not repeated.
     said = {f"The clock: {doubt}." for doubt in doubts}
     reasons = tuple(reason for reason in verdict.reasons if reason not in said)
-    return Banner(kind, str(verdict.action), verdict.headline, tuple(figures), reasons, tuple(warnings))
+    settings = tuple(
+        (f"{ENGINES[engine].title}" + (f": {snippet.file}" if snippet.file else ""), snippet.text)
+        for engine, snippets in engine_settings(decision).items()
+        for snippet in snippets
+    )
+    return Banner(kind, str(verdict.action), verdict.headline, figure, settings, reasons, tuple(warnings))
+
+
+def _unplanned(view: View, warnings: tuple[str, ...]) -> Banner:
+    """Open with what was measured of the first drafter."""
+    missing = "Costs were not measured, so there is no plan"
+    for system in view.systems:
+        m, tau = system.drafter.overall, tau_of(system.drafter.overall)
+        if m.speedup is not None:
+            text = f"{missing}; {system.label} decodes {times(m.speedup)} as fast as the target alone, τ {number(tau)}."
+            return Banner(
+                "unsure", "no plan", text, (times(m.speedup), "the speed of the target alone"), (), (), warnings
+            )
+        if tau is not None:
+            text = f"{missing}, and no speed: {system.label} would get {number(tau)} tokens from each target pass."
+            return Banner("unsure", "no plan", text, (number(tau), "tokens per target pass"), (), (), warnings)
+    return Banner("unsure", "no plan", f"{missing}.", warnings=warnings)
 
 
 def section(view: View) -> Section:
-    """The plan: by draft length, batch, context and slice, the rules for requests, and the lines that engines take."""
+    """The plan: by draft length, batch, context and slice, and the rules for requests."""
     decision = view.decision
     if decision is None:
         return Section(
@@ -79,18 +103,12 @@ def section(view: View) -> Section:
     tables = [_by_length(decision), _by_batch(decision), _by_slice(decision)]
     if decision.checks:
         tables.append(_checks(decision))
-    code = [
-        (f"{ENGINES[engine].title}" + (f": {snippet.file}" if snippet.file else ""), snippet.text)
-        for engine, snippets in engine_settings(decision).items()
-        for snippet in snippets
-    ]
     return Section(
         "plan",
         "What to deploy",
         about,
         tables=tuple(tables),
         notes=tuple(describe_rules(decision.rules)),
-        code=tuple(code),
     )
 
 
@@ -132,7 +150,11 @@ def _by_batch(decision: Decision) -> Table:
                         Row((f"T={cell.temperature:g}", f"{batch}", f"{context}", *_best(decision, cell)), strong)
                     )
     return Table(
-        "The best draft by batch and context", ("", "batch", "context", *_columns(decision)), tuple(rows), heads=2
+        "The best draft by batch and context",
+        ("temperature", "batch", "context", *_columns(decision)),
+        tuple(rows),
+        heads=2,
+        folded=True,
     )
 
 
@@ -143,7 +165,9 @@ def _by_slice(decision: Decision) -> Table:
             cell = plan.cell(result, name)
             if cell is not None:
                 rows.append(Row((name, f"T={cell.temperature:g}", *_best(decision, cell)), name == OVERALL))
-    return Table("The best draft by slice", ("slice", "", *_columns(decision)), tuple(rows), heads=2)
+    return Table(
+        "The best draft by slice", ("slice", "temperature", *_columns(decision)), tuple(rows), heads=2, folded=True
+    )
 
 
 def _columns(decision: Decision) -> tuple[str, ...]:
@@ -178,5 +202,7 @@ def _checks(decision: Decision) -> Table:
         )
         for c in decision.checks
     )
-    columns = ("draft", "", "predicted", "measured", "difference", "within 5% or the spread")
-    return Table("Predicted against measured, for the best draft and its neighbours", columns, rows, heads=2)
+    columns = ("draft", "temperature", "predicted", "measured", "difference", "within 5% or the spread")
+    return Table(
+        "Predicted against measured, for the best draft and its neighbours", columns, rows, heads=2, folded=True
+    )

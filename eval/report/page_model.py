@@ -6,8 +6,8 @@ Pure: nothing here reads a clock, a file or the machine.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
+from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.result import DrafterResult, Measures, Piece, Result
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. The first `heads` columns name the row; equal first cells in a run are one group where heads is 2.
+    """A table. The first `heads` columns name the row; a run of equal first cells is a group.
 
     folded: shown on demand, as a picture shows the same. words: the cells are text rather than numbers.
     """
@@ -54,20 +54,17 @@ class Table:
     folded: bool = False
     words: bool = False
 
-    @property
-    def groups(self) -> list[list[Row]]:
-        """Rows that share their first cell, in order."""
-        return [list(rows) for _, rows in groupby(self.rows, key=lambda row: row.cells[0])]
-
 
 @dataclass(frozen=True)
 class Figure:
-    """Panels (SVG) under one caption; legend: (SVG swatch, name). wide: panels that need more room, two to a row."""
+    """Panels (SVG) under one caption; legend: (SVG swatch, name). wide: panels that need more room, two to a row. folded: shown on
+    demand."""
 
     caption: str
     panels: tuple[str, ...]
     legend: tuple[tuple[str, str], ...] = ()
     wide: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Section:
-    """One part of the report. about: how to read it. missing: said instead when nothing was measured."""
+    """One part of the report. about: how to read it. notes: always shown; words: sentences shown on demand. missing: said instead
+    when nothing was measured. folded: shown on demand, as no decision needs it."""
 
     anchor: str
     title: str
@@ -89,14 +87,16 @@ class Section:
     figures: tuple[Figure, ...] = ()
     tables: tuple[Table, ...] = ()
     notes: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     samples: tuple[Sample, ...] = ()
     code: tuple[tuple[str, str], ...] = ()
     missing: str = ""
+    folded: bool = False
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to show but the sentence in `missing`."""
-        return not (self.figures or self.tables or self.notes or self.samples or self.code)
+        return not (self.figures or self.tables or self.notes or self.words or self.samples or self.code)
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,11 @@ class View:
         """Return a row per slice and system: these two, then the cells of its measures; none where these are None."""
         found = [(name, system.label, cells(m)) for name in self.slices for system, m in self.measured(name)]
         return tuple(Row((name, label, *texts), name == OVERALL) for name, label, texts in found if texts is not None)
+
+    def spread(self, result_index: int, m: Measures, spread: tuple[float, float] | None) -> tuple[float, float] | None:
+        """Return the spread of a speed over the repeats, None where one repeat or fewer than FEWEST_PROMPTS prompts made it."""
+        enough = self.results[result_index].settings.repeats > 1 and m.prompts >= FEWEST_PROMPTS
+        return spread if enough else None
 
     def where(self, result_index: int) -> str:
         """Return ", T=1" and the like to end a caption with; empty for a single result."""

@@ -51,7 +51,8 @@ def line_panel(
     show: Callable[[float], str],
     y_range: tuple[float, float],
 ) -> str:
-    """Draw a line per series over the x labels. y_range: shared by panels that are to be compared."""
+    """Draw a line per series over the x labels, of which as many are drawn as have room. y_range: shared by panels that are to be
+    compared."""
     width, height, left, right, top, bottom = 300, 200, 38, 12, 30, 38
     low, high, ticks = _axis(*y_range)
 
@@ -65,7 +66,10 @@ def line_panel(
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{_n(y(tick))}" y2="{_n(y(tick))}"/>')
         parts.append(_text(left - 6, y(tick) + 4, _brief(show(tick)), "tick", "end"))
-    for i, label in enumerate(x_labels):
+    most = 6 if max(map(len, x_labels), default=0) > 2 else 16
+    every = -(-len(x_labels) // most) or 1
+    for i in range((len(x_labels) - 1) % every, len(x_labels), every):
+        label = x_labels[i]
         parts.append(_text(x(i), height - bottom + 16, label, "tick", "middle"))
     parts.append(_text((left + width - right) / 2, height - 6, x_title, "tick", "middle"))
     parts += [_line(one, x, y, x_labels, show) for one in series]

@@ -2,12 +2,15 @@
 
     draftsmith report runs/x/eval/temperature-0/result.json runs/x/eval/temperature-1/result.json
 
-The HTML is self-contained: style and pictures are inside, it loads nothing from anywhere.
+The HTML is self-contained: style, pictures and a small script are inside, it loads nothing from anywhere. Without the script all of
+it is there, too: the script sorts tables, plays worked examples and copies settings.
 """
 
+import base64
+import hashlib
+import html
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +20,32 @@ from rich.table import Table as TerminalTable
 
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.history import History
-from draftsmith.eval.measure.result import Result
+from draftsmith.eval.measure.result import Piece, Result
 from draftsmith.eval.planner.decision import Decision
-from draftsmith.eval.report import analysis, appendix, conditions, summary, training
+from draftsmith.eval.report import analysis, appendix, conditions, losslessness, summary, training
 from draftsmith.eval.report import decision as decisions
-from draftsmith.eval.report.page_model import OVERALL, Sample, System, View, number, significant, tau_of, times, view_of
+from draftsmith.eval.report.page_model import OVERALL, Sample, View, number, significant, times, view_of
 from draftsmith.files import write_text
 
 _SECTIONS = (
-    decisions.section,
     summary.headline,
-    summary.accepted_length,
+    decisions.section,
     analysis.positions,
     conditions.section,
     analysis.sweep,
     analysis.time_split,
+    appendix.examples,
+    losslessness.section,
+    training.section,
+    summary.accepted_length,
     appendix.latency,
     appendix.memory,
-    appendix.losslessness,
     appendix.looping,
-    appendix.examples,
-    training.section,
     appendix.method,
 )
+"""In the order in which a reader decides; those that are folded come last."""
 
-
-@dataclass(frozen=True)
-class Card:
-    """One system at the top of the page: its main numbers and a summary in words."""
-
-    label: str
-    figures: tuple[tuple[str, str], ...]
-    text: str
+_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render_html(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> str:
@@ -128,22 +125,28 @@ def _view(results: Sequence[Result], decision: Decision | None = None, history: 
 def _render(template: str, results: Sequence[Result], decision: Decision | None, history: History | None) -> str:
     view = _view(results, decision, history)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
+    sections = [make(view) for make in _SECTIONS]
+    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
     context: dict[str, Any] = {
         "title": ", ".join(targets),
         "subtitle": _subtitle(view),
         "banner": decisions.banner(view),
-        "cards": [_card(system, decision is not None) for system in view.systems],
-        "sections": [make(view) for make in _SECTIONS],
+        "evidence": losslessness.evidence(view),
+        "sections": [section for section in sections if not section.empty],
+        "missing": [(section.title, section.missing) for section in sections if section.empty],
+        "script": script,
+        # Nothing but this very script may run, and nothing may be loaded, whatever else gets into the page.
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader(_TEMPLATES),
         autoescape=template.endswith(".html.jinja"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"cell": markdown_cell, "fenced": fenced, "cut": cut}
+    environment.filters |= {"cell": markdown_cell, "fenced": fenced, "cut": cut, "plain": plain, "told": told}
     return environment.get_template(template).render(**context)
 
 
@@ -154,20 +157,25 @@ def _subtitle(view: View) -> str:
     return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
 
 
-def _card(system: System, planned: bool) -> Card:
-    m, figures = system.drafter.overall, []
-    if tau_of(m) is not None:
-        figures.append(("tokens per target pass", number(tau_of(m))))
-    if m.speedup is not None:
-        figures += [("speedup", times(m.speedup)), ("tokens per second", significant(m.decode_tok_s))]
-    return Card(system.label, tuple(figures), summary.describe(system, planned))
-
-
 def markdown_cell(text: str) -> str:
     """Escape text for a line or a table cell of Markdown."""
     text = re.sub(r"([\\`*\[\]|])", r"\\\1", text)
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"\s+", " ", text)
+
+
+def plain(text: str) -> str:
+    """Escape text for a line of HTML inside Markdown, where Markdown's own escapes would be shown as they are."""
+    escaped = re.sub(r"[\\`*\[\]|]", lambda found: f"&#{ord(found[0])};", html.escape(text))
+    return re.sub(r"\s+", " ", escaped)
+
+
+def told(round_: Sequence[Piece]) -> str:
+    """Return what one target pass wrote, in words: the drafted tokens that were accepted, then the target's own."""
+    accepted = [piece.text for piece in round_ if piece.position is not None]
+    own = [piece.text for piece in round_ if piece.position is None]
+    drafted = f"{len(accepted)} accepted: {', '.join(map(repr, accepted))}" if accepted else "none accepted"
+    return f"{drafted}; the target's own: {', '.join(map(repr, own))}" if own else drafted
 
 
 def fenced(text: str) -> str:

@@ -5,6 +5,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from collections.abc import Callable
 
+from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS, WITHIN, prompts_needed
 from draftsmith.eval.measure.result import Measures
 from draftsmith.eval.report.page_model import (
     DASH,
@@ -92,30 +93,78 @@ def _loops(system: System) -> str:
 
 
 def headline(view: View) -> Section:
-    """Speed and accepted length per slice, the target alone and every drafter side by side."""
-    tables = []
+    """Speed and accepted length, over everything and per slice, the target alone and every drafter side by side."""
+    tables = [_systems(view)]
     for i in range(len(view.results)):
         rows = [row for name in view.slices for row in _headline_rows(view, i, name)]
-        columns = ("slice", "system", "τ", "speedup", "decode tok/s", "TTFT", "over generate")
-        tables.append(Table(f"Decoding per slice{view.where(i)}", columns, tuple(rows), heads=2))
+        columns = ("slice", "system", "τ", "speedup", "decode tok/s", "TTFT", "over generate", "prompts", "rounds")
+        tables.append(Table(f"Decoding per slice{view.where(i)}", columns, tuple(rows), heads=2, folded=True))
     panels = []
     if some([tau_of(m) for name in view.slices for _, m in view.measured(name)]):
-        panels.append(_bars("Accepted length τ", view, tau_of, lambda m: m.tau_interval, number))
+        panels.append(_bars("Accepted length τ", view, tau_of, lambda _, m: interval_of(m), number))
     if some([m.speedup for name in view.slices for _, m in view.measured(name)]):
-        panels.append(_bars("Speedup", view, lambda m: m.speedup, lambda m: m.speedup_spread, times))
+        panels.append(_bars("Speedup", view, lambda m: m.speedup, lambda s, m: speedup_spread(view, s, m), times))
     caption = "Whiskers: 95% interval over prompts for τ, lowest to highest repeat for the speedup."
     return Section(
         "headline",
-        "Headline",
+        "Speed and accepted length",
         "τ is the accepted length: tokens written per target pass, bonus included, after the first token. Speedup compares "
         "decode tokens per second with the target alone in the same engine on the same prompts. TTFT is the time to the first "
         "token: prefill only, so drafting must not change it. Parentheses hold the 95% interval over prompts for τ, and "
-        "the lowest and highest repeat otherwise.",
+        "the lowest and highest repeat otherwise; there is none of fewer than "
+        f"{FEWEST_PROMPTS} prompts, and of speeds none where every system ran once.",
         (Figure(caption, tuple(panels), view.legend, wide=True),) if panels else (),
         tuple(tables),
         # Each warning once.
         notes=tuple(dict.fromkeys(f"Warning: {text}" for result in view.results for text in result.warnings)),
+        words=tuple(
+            f"{system.label}: {describe(system, view.decision is not None)}{_precision(system)}"
+            for system in view.systems
+        ),
     )
+
+
+def interval_of(m: Measures) -> tuple[float, float] | None:
+    """Return the interval of the tau that is shown, decoded or simulated."""
+    interval = m.tau_interval if m.tau is not None else m.tau_simulated_interval
+    return interval if m.prompts >= FEWEST_PROMPTS else None
+
+
+def speedup_spread(view: View, system: System, m: Measures) -> tuple[float, float] | None:
+    """Return the spread of a speedup, None where too little made it."""
+    return view.spread(system.result_index, m, m.speedup_spread)
+
+
+def _needed(m: Measures) -> int | None:
+    """Return the prompts that would bring the interval of tau to +-2%."""
+    tau, interval = tau_of(m), interval_of(m)
+    return None if tau is None or interval is None else prompts_needed(tau, interval, m.prompts)
+
+
+def _precision(system: System) -> str:
+    """Say how precise tau is, and how many prompts would make it precise."""
+    m, tau, interval = system.drafter.overall, tau_of(system.drafter.overall), interval_of(system.drafter.overall)
+    if tau is None:
+        return ""
+    if interval is None:
+        few = m.prompts < FEWEST_PROMPTS
+        return f" τ has no interval: {m.prompts} prompts are too few." if few else ""
+    half = (interval[1] - interval[0]) / 2 / tau
+    return f" {m.prompts:,} prompts give τ to ±{percent(half)}; for ±{percent(WITHIN, 0)} it takes about {_needed(m):,} of this kind."
+
+
+def _systems(view: View) -> Table:
+    """A row for each system, over all slices."""
+    rows = []
+    for system in view.systems:
+        m = system.drafter.overall
+        mark = " simulated" if m.tau is None and m.tau_simulated is not None else ""
+        tau = between(number(tau_of(m)), interval_of(m), number) + mark
+        speed = between(times(m.speedup), speedup_spread(view, system, m), times)
+        rates = (significant(m.decode_tok_s), significant(m.baseline_tok_s))
+        rows.append(Row((system.label, tau, speed, *rates, whole(m.prompts), whole(m.rounds))))
+    columns = ("system", "τ", "speedup", "tok/s", "target alone tok/s", "prompts", "rounds")
+    return Table("Every system, over all slices", columns, tuple(rows))
 
 
 def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
@@ -123,17 +172,17 @@ def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
     rows, strong = [], name == OVERALL
     base = next((m for _, m in pairs if some([m.baseline_tok_s, m.ttft_baseline_s])), None)
     if base is not None:
-        speed = between(significant(base.baseline_tok_s), base.baseline_tok_s_spread, significant)
-        over = times(base.baseline_vs_generate)
-        rows.append(Row((name, ALONE, "1.00", "1.00×", speed, milliseconds(base.ttft_baseline_s), over), strong))
+        spread = view.spread(result_index, base, base.baseline_tok_s_spread)
+        speed = between(significant(base.baseline_tok_s), spread, significant)
+        ends = (milliseconds(base.ttft_baseline_s), times(base.baseline_vs_generate), whole(base.prompts), DASH)
+        rows.append(Row((name, ALONE, "1.00", "1.00×", speed, *ends), strong))
     for system, m in pairs:
-        tau = between(number(m.tau), m.tau_interval, number)
-        if m.tau is None and m.tau_simulated is not None:
-            tau = f"{number(m.tau_simulated)} simulated"
-        speedup = between(times(m.speedup), m.speedup_spread, times)
-        speed = between(significant(m.decode_tok_s), m.decode_tok_s_spread, significant)
-        cells = (name, system.name, tau, speedup, speed, milliseconds(m.ttft_s), times(m.speedup_vs_generate))
-        rows.append(Row(cells, strong))
+        tau = between(number(tau_of(m)), interval_of(m), number)
+        tau += " simulated" if m.tau is None and m.tau_simulated is not None else ""
+        speedup = between(times(m.speedup), speedup_spread(view, system, m), times)
+        speed = between(significant(m.decode_tok_s), view.spread(result_index, m, m.decode_tok_s_spread), significant)
+        ends = (milliseconds(m.ttft_s), times(m.speedup_vs_generate), whole(m.prompts), whole(m.rounds))
+        rows.append(Row((name, system.name, tau, speedup, speed, *ends), strong))
     return rows
 
 
@@ -141,11 +190,11 @@ def _bars(
     title: str,
     view: View,
     value: Callable[[Measures], float | None],
-    spread: Callable[[Measures], tuple[float, float] | None],
+    spread: Callable[[System, Measures], tuple[float, float] | None],
     show: Callable[[float], str],
 ) -> str:
     groups = [
-        (name, [Bar(s.label, s.index, value(m), spread(m)) for s, m in view.measured(name)]) for name in view.slices
+        (name, [Bar(s.label, s.index, value(m), spread(s, m)) for s, m in view.measured(name)]) for name in view.slices
     ]
     return bar_panel(title, groups, show=show, reference=(1.0, ALONE))
 
@@ -153,18 +202,20 @@ def _bars(
 def accepted_length(view: View) -> Section:
     """The accepted length, decoded and simulated, with the counts behind it."""
     columns = ("slice", "system", "prompts", "tokens", "rounds", "τ decoded", "τ simulated", "difference")
-    ends = ("mean over prompts", "accepted / drafted")
+    ends = ("mean over prompts", "accepted / drafted", f"prompts for ±{percent(WITHIN, 0)}")
     known = some([tau_of(m) for name in view.slices for _, m in view.measured(name)])
     return Section(
         "accepted-length",
         "Accepted length, decoded and simulated",
         "Decoded: tokens over rounds, counted while decoding. Simulated: exact, from one teacher-forced pass over the "
         "decoded answers. At temperature 0 the two are equal; above it they agree within the sampling error of acceptance, whose "
-        "standard error follows the difference. A slice is a sum over its tokens; the mean over prompts weighs prompts equally.",
+        "standard error follows the difference. A slice is a sum over its tokens; the mean over prompts weighs prompts equally. The "
+        "last column is how many prompts of the kind would give the 95% interval of τ that width.",
         tables=(Table("Counts and accepted length", (*columns, *ends), view.rows(_length_cells), heads=2),)
         if known
         else (),
         missing="The accepted length was not measured.",
+        folded=True,
     )
 
 
@@ -175,5 +226,5 @@ def _length_cells(m: Measures) -> tuple[str, ...]:
         difference = f"{round(m.tau - m.tau_simulated, 3) + 0.0:+.3f}"  # + 0.0 turns -0.0 into 0.0
         difference += "" if not m.tau_difference_se else f" ± {m.tau_difference_se:.3f}"
     counts = (whole(m.prompts), whole(m.tokens), whole(m.rounds))
-    ends = (number(m.tau_mean_over_prompts, 3), percent(m.acceptance_rate))
+    ends = (number(m.tau_mean_over_prompts, 3), percent(m.acceptance_rate), whole(_needed(m)))
     return (*counts, number(m.tau, 3), simulated, difference, *ends)

@@ -7,9 +7,6 @@ from draftsmith.eval.measure.history import tell
 from draftsmith.eval.report.page_model import Figure, Row, Section, Table, View, number, percent
 from draftsmith.eval.report.plots import Series, line_panel
 
-_LABELS = 6
-"""Evaluations whose tokens stand under the curve: as many as have room."""
-
 
 def section(view: View) -> Section:
     """The training of the run's head."""
@@ -24,8 +21,7 @@ def section(view: View) -> Section:
     if past is None:
         return Section("training", title, about, missing="The training of this head is not in the run.")
     points = past.points
-    every = -(-len(points) // _LABELS)
-    labels = [f"{p.tokens / 1e6:.2g}M" if (len(points) - 1 - i) % every == 0 else "" for i, p in enumerate(points)]
+    labels = [f"{p.tokens / 1e6:.2g}M" for p in points]
     taus = tuple(p.tau for p in points)
     k = "" if past.num_speculative_tokens is None else f", K = {past.num_speculative_tokens}"
     panel = line_panel(

@@ -90,7 +90,7 @@ def test_the_report_opens_with_the_verdict(evaluated: Path) -> None:
     page, text = ((evaluated / name).read_text() for name in ("report.html", "report.md"))
     headline = json.loads((evaluated / "plan.json").read_text())["verdict"]["headline"]
     assert headline in text
-    assert page.index('class="verdict') < page.index('class="cards"') < page.index('id="plan"')
+    assert page.index('class="verdict') < page.index("<nav") < page.index('id="plan"')
     for part in ("Speedup by draft length", "The best draft by batch and context", "Predicted against measured"):
         assert part in text
         assert part in page

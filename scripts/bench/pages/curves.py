@@ -1,91 +1,81 @@
 """Draw the training curves of docs/shared-target.md from the metrics.jsonl of its runs: `python -m scripts.bench.pages.curves`.
 
-The same file always gives the same bytes; a test holds the pictures against the files.
+The pictures are the report's, in a file of their own. The same metrics always give the same bytes; a test holds the pictures
+against the metrics.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, PercentFormatter
-
-from draftsmith.files import atomic_path
+from draftsmith.eval.report import plots
+from draftsmith.eval.report.page_model import number, percent, significant
+from draftsmith.eval.report.plots import Series, line_panel, swatch
+from draftsmith.files import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
 RUNS, PICTURES = ROOT / "docs" / "results" / "shared-target" / "train", ROOT / "docs" / "curves"
+STYLE = Path(plots.__file__).parent / "templates" / "plots.css"
 
-# After Okabe and Ito (2008): distinct with any colour vision, dark enough on white.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8447f", "#9a6a00", "#56b4e9", "#6b4fb8", "#4a5563")
-INK, SOFT = "#1c2430", "#566173"
-STYLE: dict[str, Any] = (
-    {"font.family": "sans-serif", "font.size": 10, "legend.frameon": False, "legend.fontsize": 9}
-    | {"axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlecolor": INK}
-    | {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": SOFT, "axes.labelcolor": SOFT}
-    | {"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#dde2e9"}
-    | {"xtick.color": SOFT, "ytick.color": SOFT, "svg.hashsalt": "draftsmith"}
-)
+WIDTH, HEIGHT, LINE = 300, 200, 18
+_LEGEND_COLUMNS = 3
 
 
 def draw(metrics: Path, picture: Path) -> None:
-    """Draw loss, held-out accuracy per draft step and held-out tau over training tokens, as SVG."""
+    """Draw loss, held-out accuracy per draft step and held-out tau at every evaluation, over training tokens, as SVG."""
     lines: dict[int, dict[str, Any]] = {}
     for line in metrics.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         # An evaluation has a line of its own, and a step that is trained again after a resume counts once.
         lines[entry["step"]] = lines.get(entry["step"], {}) | entry
     steps = [lines[step] for step in sorted(lines)]
-    evaluations = [entry for entry in steps if "tau" in entry]
-    tokens = [entry["tokens"] for entry in evaluations]
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 3.9), layout="constrained")
-        loss, accuracy, tau = figure.subplots(1, 3)
-        _draw_loss(loss, steps, tokens, [entry["heldout_loss"] for entry in evaluations])
-        accuracy.set_title("Accuracy per draft step, held out")
-        by_step = list(zip(*(entry["heldout_accuracy"] for entry in evaluations), strict=True))
-        for step, values in enumerate(by_step):
-            colour = mpl.colormaps["viridis"](0.88 * step / max(len(by_step) - 1, 1))
-            accuracy.plot(tokens, values, color=colour, linewidth=1.6, label=f"{step + 1}", marker="o", markersize=3.5)
-        accuracy.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        accuracy.legend(labelcolor=INK, title="step", ncols=2 if len(by_step) > 4 else 1)
-        _draw_tau(tau, tokens, [entry["tau"] for entry in evaluations])
-        for axes in (loss, accuracy, tau):
-            axes.set_xlabel("training tokens")
-            axes.margins(x=0.02)
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        with atomic_path(picture) as temporary:
-            # A date in the file would make every drawing of the same run differ.
-            figure.savefig(temporary, format="svg", dpi=150, facecolor="white", metadata={"Date": None})
+    at = [i for i, entry in enumerate(steps) if "tau" in entry]
+    evaluations = [steps[i] for i in at]
+    tokens = [f"{entry['tokens'] / 1e6:.2g}M" for entry in evaluations]
+    starts = [0, *(i + 1 for i in at)]
+    between = [[e["loss"] for e in steps[a : b + 1] if "loss" in e] for a, b in zip(starts, at, strict=False)]
+    loss = {
+        "training, since the last evaluation": [mean(part) if part else None for part in between],
+        "held out": [entry["heldout_loss"] for entry in evaluations],
+    }
+    by_step = zip(*(entry["heldout_accuracy"] for entry in evaluations), strict=True)
+    accuracy = {f"step {i + 1}": list(values) for i, values in enumerate(by_step)}
+    names = ["overall", *dict.fromkeys(name for entry in evaluations for name in entry["tau"]["slices"])]
+    tau = {n: [{**e["tau"]["slices"], "overall": e["tau"]["overall"]}.get(n) for e in evaluations] for n in names}
+    panels = [
+        _panel("Loss", tokens, loss, significant),
+        _panel("Accuracy per draft step, held out", tokens, accuracy, lambda v: percent(v, 0)),
+        _panel("Simulated τ, held out", tokens, tau, number),
+    ]
+    style = STYLE.read_text(encoding="utf-8")
+    height = HEIGHT + LINE * (1 + max(len(one) for one in (loss, accuracy, tau)) // _LEGEND_COLUMNS + 1)
+    placed = "".join(f'<g transform="translate({i * (WIDTH + 20)} 0)">{panel}</g>' for i, panel in enumerate(panels))
+    write_text(
+        picture,
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {3 * WIDTH + 40} {height}" font-family="sans-serif">'
+        f"<style>{style}svg {{ background: var(--ground); }}</style>{placed}</svg>\n",
+    )
 
 
-def _draw_loss(axes: Axes, steps: list[dict[str, Any]], tokens: list[int], heldout: list[float]) -> None:
-    """Draw every training loss pale, their centred running mean over a fortieth of the run, and the held-out loss."""
-    axes.set_title("Loss")
-    x, y = np.array([(entry["tokens"], entry["loss"]) for entry in steps if "loss" in entry], dtype=float).T
-    axes.plot(x, y, color=COLOURS[0], alpha=0.25, linewidth=0.8)
-    half, sums, at = (len(y) // 40 + 1) // 2, np.concatenate([[0.0], np.cumsum(y)]), np.arange(len(y))
-    starts, stops = (at - half).clip(0), (at + half + 1).clip(max=len(y))
-    mean = (sums[stops] - sums[starts]) / (stops - starts)
-    axes.plot(x, mean, color=COLOURS[0], linewidth=1.8, label="training")
-    axes.plot(tokens, heldout, color=COLOURS[1], marker="o", markersize=4, linewidth=1.8, label="held out")
-    axes.legend(labelcolor=INK)
+def _panel(title: str, labels: Sequence[str], lines: dict[str, list[float | None]], show: Any) -> str:
+    """Draw a panel with its legend below."""
+    series = [Series(name, i, tuple(values)) for i, (name, values) in enumerate(lines.items())]
+    known = [v for values in lines.values() for v in values if v is not None]
+    panel = line_panel(title, labels, series, x_title="training tokens", show=show, y_range=(min(known), max(known)))
+    parts = [_sized(panel, 0, 0, WIDTH, HEIGHT)]
+    for i, name in enumerate(lines):
+        columns = 1 if len(lines) == 2 else _LEGEND_COLUMNS
+        x, y = 30 + i % columns * (WIDTH - 30) // columns, HEIGHT + 4 + LINE * (i // columns)
+        parts.append(_sized(swatch(i), x, y, 26, 14))
+        parts.append(f'<g class="plot"><text class="label" x="{x + 31}" y="{y + 11}">{name}</text></g>')
+    return "".join(parts)
 
 
-def _draw_tau(axes: Axes, tokens: list[int], taus: list[dict[str, Any]]) -> None:
-    axes.set_title("Simulated τ, held out")
-    slices = list(dict.fromkeys(name for tau in taus for name in tau["slices"]))
-    for i, name in enumerate(slices):
-        style: dict[str, Any] = {"color": COLOURS[i], "linewidth": 1.4, "marker": "o", "markersize": 3}
-        axes.plot(tokens, [tau["slices"][name] for tau in taus], "-", label=name, **style)
-    overall = [tau["overall"] for tau in taus]
-    axes.plot(tokens, overall, color=INK, linewidth=2.6, marker="o", markersize=4.5, label="overall")
-    # Space above the curves, which all rise into the corner where the legend would stand.
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top + 0.3 * (top - bottom))
-    axes.legend(labelcolor=INK, loc="upper left", ncols=2 if len(slices) > 4 else 1)
+def _sized(svg: str, x: int, y: int, width: int, height: int) -> str:
+    """Give a picture of the report, whose size its page decides, a place and a size."""
+    return svg.replace("<svg ", f'<svg x="{x}" y="{y}" width="{width}" height="{height}" ', 1)
 
 
 if __name__ == "__main__":

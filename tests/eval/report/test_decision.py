@@ -28,7 +28,6 @@ def test_a_page_opens_with_its_verdict(alpha: float, kind: str, words: str) -> N
     page = render_html(decision.plan.results, decision)
     assert f'class="verdict {kind}"' in page
     assert words in page[: page.index("<nav")]
-    assert page.index(words) < page.index('class="cards"')
     for reason in decision.verdict.reasons:
         assert reason.replace("'", "&#39;") in page
 
@@ -83,10 +82,14 @@ def test_predicted_stands_beside_measured() -> None:
 
 def test_settings_are_there_to_be_pasted() -> None:
     decision = decided()
-    page = render_html(decision.plan.results, decision)
-    assert "vllm serve target" in page
-    assert "num_speculative_tokens_per_batch_size" in page
-    assert "adaptive.json" in page
+    page, text = (render(decision.plan.results, decision) for render in (render_html, render_markdown))
+    for shown, end in ((page, "<nav"), (text, "## ")):
+        opening = shown[: shown.index(end, 10)]
+        assert "vllm serve target" in opening
+        assert "num_speculative_tokens_per_batch_size" in opening
+        assert "adaptive.json" in opening
+    off = decided({"overall": 0.02})
+    assert 'class="paste"' not in render_html(off.plan.results, off), "nothing to paste where speculation stays off"
 
 
 def test_names_of_others_are_text() -> None:
@@ -96,7 +99,7 @@ def test_names_of_others_are_text() -> None:
         [result(0, {"overall": 0.8, name: 0.7}, name=name)], table(name=name), "c.json", price_per_hour=None
     )
     assert decision is not None
-    assert "<script>" not in render_html(decision.plan.results, decision)
+    assert "<script>alert" not in render_html(decision.plan.results, decision)
     assert "<script>" not in render_markdown(decision.plan.results, decision)
 
 

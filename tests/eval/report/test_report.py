@@ -5,7 +5,9 @@ import math
 import random
 import re
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -30,6 +32,7 @@ from draftsmith.eval.measure.result import (
     SweepPoint,
     TargetInfo,
 )
+from draftsmith.eval.report import report
 from draftsmith.eval.report.page_model import best_k, significant, view_of
 from draftsmith.eval.report.report import (
     fenced,
@@ -154,6 +157,7 @@ CASES = {
     "no drafters": [replace(invented_result(), drafters={})],
 }
 
+SCRIPT = (Path(report.__file__).parent / "templates" / "report.js").read_text(encoding="utf-8")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -201,7 +205,7 @@ class Page(HTMLParser):
 def test_html_stands_alone_and_is_well_formed(case: str) -> None:
     html = render_html(CASES[case])
     page = Page(html)
-    assert page.active == []
+    assert page.active == ["script"]
     assert page.links
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
     assert len(page.ids) == len(set(page.ids))
@@ -209,7 +213,7 @@ def test_html_stands_alone_and_is_well_formed(case: str) -> None:
     assert "url(" not in html
     for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
         ElementTree.fromstring(svg)
-    text = " ".join(page.text)
+    text = " ".join(page.text).replace(SCRIPT, "")
     for leak in ("None", "nan", "inf ", "Undefined", "Piece(", "{{", "{%"):
         assert leak not in text, leak
 
@@ -297,7 +301,7 @@ def test_every_number_stands_in_its_own_row() -> None:
     results = [invented_result(drafters=pair), invented_result(1.0, drafters=pair, shift=-0.06)]
     lines = render_markdown(results).splitlines()
     for result, label in zip(results, ("T=0", "T=1"), strict=True):
-        speed = lines.index(f"**Decoding per slice, {label}**")
+        speed = lines.index(f"<details><summary>Decoding per slice, {label}</summary>")
         for name in pair:
             for where, m in result.drafters[name].slices.items():
                 low, high = m.speedup_spread or (0, 0)
@@ -410,7 +414,8 @@ def test_text_of_others_is_shown_and_never_run() -> None:
     )
     html = render_html([result])
     page = Page(html)
-    assert page.active == []
+    assert page.active == ["script"]
+    assert html.count("<script>") == html.count("</script>") == 1
     assert all(link.startswith("#") for link in page.links)
     assert '<script>alert("x")</script>' in "".join(page.text)
     for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL):
@@ -425,7 +430,17 @@ def test_text_of_others_is_shown_and_never_run() -> None:
 def test_worked_example_shows_rounds_and_positions() -> None:
     html, markdown = render_html([invented_result()]), render_markdown([invented_result()])
     assert "def│ add(a,│ b):│\n    return a + b\n" in markdown
-    assert '<span class="own">def</span><span class="token p0" title="accepted at draft position 1"> add</span>' in html
+    first = """<span class="round"><span class="own" title="the target&#39;s own">def</span></span>"""
+    assert (
+        first.replace("&#39;", "'") + '<span class="round"><span class="token p0" title="accepted at draft position 1">'
+        in html
+    )
+    told = re.findall(r"<li>(.*?)</li>", html[html.index('class="told"') : html.index("</ol>")])
+    assert [unescape(line) for line in told][:3] == [
+        "none accepted; the target's own: 'def'",
+        "3 accepted: ' add', '(', 'a'; the target's own: ','",
+        "1 accepted: ' b'; the target's own: '):'",
+    ]
 
 
 def test_labels_tell_results_apart() -> None:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.lossless import check_lossless
+from draftsmith.eval.measure.machine import hardware
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
@@ -20,6 +22,7 @@ from draftsmith.files import check_file, fingerprint
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
+from draftsmith.journal import Journal
 from draftsmith.stages.drafters import (
     at_temperature,
     drafter_digests,
@@ -51,21 +54,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
 
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     drafters = drafters_of(session.target)
-    inputs = {
-        **drafter_digests(session, drafters),
-        "target": session.target.fingerprint,
-        "target.dtype": session.target.dtype_name,
-        "eos": list(session.target.eos_ids),
-        **_prompt_inputs(requests, conversations),
-        "evaluate": fingerprint_fields(spec, NOT_MEASURED),
-        "seed": recipe.seed,
-    }
-    if decode:  # which is timed
-        inputs |= {
-            "device": session.device.split(":")[0],
-            "target.attn_implementation": recipe.target.attn_implementation,
-        }
-    inputs = _as_compared(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
+    inputs = _inputs(session, stage, drafters, requests, conversations)
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
@@ -84,18 +73,49 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
             table = costs_of_run(session, alone, requests, drafters, folder / COSTS)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
+                # What is done counts on the machine that it was timed on only.
+                journal = Journal(path.with_name("parts.journal"), fingerprint(asdict(hardware())))
                 sampling = spec.sampling(temperature)
-                made = evaluator.decoded(sampling, lossless, table) if decode else evaluator.simulated(sampling)
+                made = (
+                    evaluator.decoded(sampling, lossless, journal, table)
+                    if decode
+                    else evaluator.simulated(sampling, journal)
+                )
                 write_result(path, made)
+                journal.remove()
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
         priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
         write_report(results, folder, priced, past)
-    for text in (text for result in results for text in result.past_training):
-        say(f"warning: {text}")
+        for text in (text for result in results for text in result.past_training):
+            say(f"warning: {text}")
     return paths
+
+
+def _inputs(
+    session: Session,
+    stage: str,
+    drafters: list[SystemUnderTest],
+    requests: Sequence[Request],
+    conversations: Mapping[str, Conversation],
+) -> dict[str, Any]:
+    """Return what a result depends on."""
+    recipe, spec, original = session.recipe, session.recipe.evaluate, session.original
+    inputs = {
+        **drafter_digests(session, drafters),
+        "target": session.target.fingerprint,
+        "target.dtype": session.target.dtype_name,
+        "eos": list(session.target.eos_ids),
+        **_prompt_inputs(requests, conversations),
+        "evaluate": fingerprint_fields(spec, NOT_MEASURED),
+        "seed": recipe.seed,
+    }
+    if stage == "evaluate":  # which is timed
+        timed = {"device": session.device.split(":")[0]}
+        inputs |= timed | {"target.attn_implementation": recipe.target.attn_implementation}
+    return _as_compared(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
 
 
 def costs_table(session: Session, path: Path) -> Path:

@@ -10,31 +10,29 @@ import torch
 from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.eval.decode.answers import Generation, Request, Tally, total
+from draftsmith.eval.decode.answers import Decoded, Generation, Request, Tally, total
 from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
 from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
-from draftsmith.eval.measure.generate_baseline import plain
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.machine import ClockWatch
 from draftsmith.eval.measure.measure import (
-    Repeats,
     collect_texts,
     measure_change,
     measure_pick,
-    run_systems,
     summarize,
     sweep_point,
 )
 from draftsmith.eval.measure.quality import is_right
 from draftsmith.eval.measure.result import (
     WARNING,
+    Costs,
     DrafterResult,
     Example,
     Lossless,
@@ -44,9 +42,11 @@ from draftsmith.eval.measure.result import (
     Settings,
     environment,
 )
+from draftsmith.eval.measure.turns import Repeats, pack_decoded, run_systems, unpack_decoded
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.files import fingerprint
 from draftsmith.heads.target.target import Target
+from draftsmith.journal import Journal
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info
@@ -54,6 +54,8 @@ from draftsmith.stages.session import Session, say
 
 _SIMULATED_BATCH = 32
 """Answers made together where nothing is timed."""
+_KEPT_BATCHES = 4
+"""Batches of them that are kept together: those of an interrupted one are made again."""
 
 
 @dataclass(frozen=True)
@@ -73,21 +75,29 @@ class Evaluator:
         return self.session.recipe.evaluate
 
     def decoded(
-        self, sampling: Sampling, lossless: Mapping[str, Mapping[str, Lossless]], table: CostTable | None = None
+        self,
+        sampling: Sampling,
+        lossless: Mapping[str, Mapping[str, Lossless]],
+        journal: Journal,
+        table: CostTable | None = None,
     ) -> Result:
         """Return the result of decoding with every drafter and the target alone in turns, and of simulating the same texts.
 
-        table: costs to plan with; the draft length that is fastest by them, and its neighbours, take some of the turns.
+        journal: what an interrupted evaluation at this setting has measured. table: costs to plan with; the draft length that is
+        fastest by them, and its neighbours, take some of the turns.
         """
         spec, systems = self.spec, at_temperature(self.systems, sampling)
-        watch = ClockWatch()
         repeats = [[self._keyed(r, repeat) for r in self.requests] for repeat in range(spec.repeats)]
-        costs = measure_costs(self.target, systems, self._typical_context(systems), sampling, rows=spec.batch)
-        picks = {} if table is None else self._picks(systems, table, sampling)
+        if (kept := journal.get("costs")) is None:
+            costs = measure_costs(self.target, systems, self._typical_context(systems), sampling, rows=spec.batch)
+            journal.add("costs", asdict(costs))
+        else:
+            costs = Costs(**kept)
+        picks = {} if table is None else self._picks(systems, table, sampling, journal)
         count, title = spec.repeats * len(self.requests), f"decoding at T={sampling.temperature:g}"
         torch.manual_seed(self.session.recipe.seed)  # which `generate` draws from
         with tqdm(total=count, desc=title, unit="prompt") as bar:
-            timings, generate = run_systems(
+            turns = run_systems(
                 self.target,
                 systems,
                 repeats,
@@ -96,8 +106,9 @@ class Evaluator:
                 on_batch=bar.update,
                 picks=list(picks),
                 generate=plain(self.target) if spec.generate and spec.batch == 1 else None,
+                journal=journal,
             )
-        clocks = watch.read()
+        timings = turns.by_name
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         examples: list[Example] = []
@@ -108,21 +119,24 @@ class Evaluator:
             # Timed in float32, the timed texts are the exact check.
             exact = self.target.dtype == torch.float32
             greedy = timed if exact else lossless.get(c.name, {}) if sampling.greedy else {}
-            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, generate)
+            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, turns.generate)
             off_text[c.name] = found.off_text
             # Every slice for the first drafter, one for the others.
             examples += self._examples(c.name, found.texts)[: None if c is systems[0] else 1]
         result = self._result(sampling, drafters, off_text, batch=spec.batch, repeats=spec.repeats)
         timed_picks = tuple(measure_pick(self.target, c, name, timings, sampling) for c, name in picks.items())
-        return replace(result, costs=costs, examples=tuple(examples), picks=timed_picks, clocks=clocks)
+        return replace(result, costs=costs, examples=tuple(examples), picks=timed_picks, clocks=turns.clocks)
 
     def _picks(
-        self, systems: Sequence[SystemUnderTest], table: CostTable, sampling: Sampling
+        self, systems: Sequence[SystemUnderTest], table: CostTable, sampling: Sampling, journal: Journal
     ) -> dict[SystemUnderTest, str]:
-        """Return the chain that is fastest by costs and simulated acceptance, and its neighbours, with the name it goes by.
+        """Return the chain that is fastest by costs and simulated acceptance, and its neighbours, with the name it goes by, and say
+        how long decoding will take.
 
         The target alone answers in large batches for that, which is not timed.
         """
+        if (kept := journal.get("picks")) is not None:
+            return {_with_length(c, k): c.name for name, k in kept for c in systems if c.name == name}
         chains = [c for c in systems if c.tree is None and c.simulate and c.fixed_length and c.verifier is None]
         if not chains or self.spec.batch not in table.batches:
             return {}
@@ -131,7 +145,7 @@ class Evaluator:
         requests = sorted((self._keyed(r, 0) for r in self.requests), key=lambda r: len(r.prompt_ids))
         longest, fewer = longest_text(requests), (_SIMULATED_BATCH, 8, 2)
         rows = next((n for n in fewer if fits_in_memory(self.target, n, longest)), 1)
-        answers = _answers(self.target, requests, sampling, rows)
+        answers = _answers(self.target, requests, sampling, journal, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
         for c in chains:
             assert c.simulate is not None
@@ -144,7 +158,16 @@ class Evaluator:
             return {}
         best, k = max(gains, key=lambda key: gains[key])
         lengths = [n for n in (k - 1, k, k + 1) if (best, n) in gains]
-        return {replace(best, name=f"{best.name}, K = {n}", num_speculative_tokens=n): best.name for n in lengths}
+        journal.add("picks", [[best.name, n] for n in lengths])
+        # What was not simulated is taken to be as fast as the target alone.
+        speeds = [1.0, *(gains.get((c, c.num_speculative_tokens), 1.0) for c in systems)]
+        tokens = sum(len(g.output_ids) for g in answers) * self.spec.repeats
+        minutes = tokens * point.alone_ms / self.spec.batch * sum(1 / speed for speed in speeds) / 60_000
+        say(
+            f"evaluate: by simulation and costs {best.name} drafting {k} tokens is {gains[best, k]:.2f}x as fast as the target alone; "
+            f"decoding will take about {max(1, round(minutes))} min"
+        )
+        return {_with_length(best, n): best.name for n in lengths}
 
     def _typical_context(self, systems: Sequence[SystemUnderTest]) -> list[int]:
         """Return the prompt of median length, continued to half of its longest answer."""
@@ -175,16 +198,17 @@ class Evaluator:
             sampling,
         )
 
-    def simulated(self, sampling: Sampling) -> Result:
+    def simulated(self, sampling: Sampling, journal: Journal) -> Result:
         """Let the target alone answer in large batches, then simulate every drafter on the answers; nothing is timed.
 
+        journal: the answers of an interrupted simulation at this setting.
         A tuned target answers for itself, as acceptance is exact on the verifier's own answers only.
         """
         spec = self.spec
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
-        answers = {self.target: _answers(self.target, requests, sampling)}
+        answers = {self.target: _answers(self.target, requests, sampling, journal, _SIMULATED_BATCH)}
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         for c in self.systems:
@@ -194,7 +218,7 @@ class Evaluator:
                 continue
             own = c.verified_by(self.target)
             if own not in answers:
-                answers[own] = _answers(own, requests, sampling)
+                answers[own] = _answers(own, requests, sampling, journal, _SIMULATED_BATCH)
             simulation = c.simulate(own, answers[own], sampling, c.max_k)
             changed = {}
             if c.verifier is not None:
@@ -314,13 +338,31 @@ class Evaluator:
         return tuple(Piece(decode([i]), p) for i, p in zip(generation.output_ids, positions, strict=False))
 
 
+def _with_length(system: SystemUnderTest, k: int) -> SystemUnderTest:
+    return replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k)
+
+
 def _answers(
-    target: Target, requests: Sequence[Request], sampling: Sampling, rows: int = _SIMULATED_BATCH
+    target: Target,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    journal: Journal,
+    rows: int,
 ) -> list[Generation]:
-    """Let a target answer alone, `rows` requests at a time."""
-    generations: list[Generation] = []
+    """Let a target answer alone, `rows` requests at a time. journal: keeps the answers, a few batches together."""
+    size = _KEPT_BATCHES * rows
+    found: list[Generation] = []
     with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
-        for generation in decode(target, TargetAlone(), requests, sampling, rows):
-            generations.append(generation)
-            bar.update()
-    return generations
+        for start in range(0, len(requests), size):
+            chunk, name = requests[start : start + size], f"answers of {target.fingerprint}/{start}"
+            if (kept := journal.get(name)) is not None:
+                found += unpack_decoded(kept, chunk).generations
+                bar.update(len(chunk))
+                continue
+            made: dict[int, Generation] = {}
+            for generation in decode(target, TargetAlone(), chunk, sampling, rows):
+                made[id(generation.request)] = generation
+                bar.update()
+            found += [made[id(request)] for request in chunk]
+            journal.add(name, pack_decoded(Decoded(found[start:], {})))
+    return found

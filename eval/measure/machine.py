@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -40,6 +41,14 @@ class Clocks:
     cpu_s: float
     others: float | None
     load: float | None
+
+    @classmethod
+    def together(cls, parts: "Sequence[Clocks]") -> "Clocks":
+        """Return the clocks of several stretches of time; `load` is the highest."""
+        wall, cpu = sum(c.wall_s for c in parts), sum(c.cpu_s for c in parts)
+        known = [(c.others, c.wall_s) for c in parts if c.others is not None]
+        others = sum(share * seconds for share, seconds in known) / wall if len(known) == len(parts) and wall else None
+        return cls(wall, cpu, others, max((c.load for c in parts if c.load is not None), default=None))
 
 
 class ClockWatch:

@@ -1,27 +1,21 @@
-"""Evaluate at one sampling setting: decode prompts with and without drafts, simulate the same texts, summarize both.
+"""Evaluate at one sampling setting: simulate the texts that were decoded in turns, and summarize both.
 
-Systems are interleaved group by group within every repeat, and groups hold one slice, so that seconds
-belong to a slice. Shapes: K speculative tokens.
+Shapes: K speculative tokens.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 
-from draftsmith.eval.decode.answers import Decoded, Generation, Request, Tally, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
+from draftsmith.eval.decode.answers import Decoded, Generation, Tally, tally_generation, total
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.verify import Typical
+from draftsmith.eval.drafters.generate_baseline import Timed
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.conditions import acceptance_by_condition
-from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed
 from draftsmith.eval.measure.quality import Judge, compare_targets, exact_matches, perplexities
 from draftsmith.eval.measure.result import (
     Costs,
@@ -33,74 +27,11 @@ from draftsmith.eval.measure.result import (
     Pick,
     SweepPoint,
 )
+from draftsmith.eval.measure.turns import Repeats
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
-
-FEW = 2
-"""Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""
-_WAITING = 3
-"""Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
-
-
-Repeats = list[list[Decoded]]
-"""What one system decoded: of each repeat its groups of requests, slice by slice."""
-
-
-def run_systems(
-    target: Target,
-    systems: Sequence[SystemUnderTest],
-    requests_by_repeat: Sequence[Sequence[Request]],
-    sampling: Sampling,
-    *,
-    batch: int,
-    on_batch: Callable[[int], None] = lambda requests: None,
-    picks: Sequence[SystemUnderTest] = (),
-    generate: GenerateSystem | None = None,
-) -> tuple[dict[str, Repeats], list[list[Timed]]]:
-    """Decode every repeat's requests with the target alone ("") and with every drafter, in turns; return all by name.
-
-    A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
-    serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
-    groups of each slice, the latter one request after the other; its answers come second, by repeat.
-    """
-    ways: dict[str, tuple[Target, Drafter, Typical | None]] = {"": (target, TargetAlone(), None)}
-    ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in (*systems, *picks)}
-    partly = {s.name for s in picks}
-    warm_up = [replace(r, max_new_tokens=min(16, r.max_new_tokens)) for r in requests_by_repeat[0][:1]]
-    for own, drafter, typical in ways.values():
-        decode_batch(own, drafter, warm_up, sampling, typical)
-    if generate is not None:
-        generate.answer(warm_up[0], sampling)
-    on_gpu = target.device.type == "cuda"
-    found: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
-    answered: list[list[Timed]] = [[] for _ in requests_by_repeat]
-    for repeat, requests in enumerate(requests_by_repeat):
-        seen: Counter[str] = Counter()
-        for group in _groups(requests, batch if batch == 1 else (1 + _WAITING) * batch):
-            seen[group[0].slice] += 1
-            first = seen[group[0].slice] <= (FEW if batch == 1 else 1)
-            for name, (own, drafter, typical) in ways.items():
-                if name in partly and not first:
-                    continue
-                if on_gpu:
-                    torch.cuda.reset_peak_memory_stats(target.device)
-                decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
-                peak = torch.cuda.max_memory_allocated(target.device) if on_gpu else None
-                found[name][repeat].append(replace(decoded, peak_bytes=peak))
-            if generate is not None and first:
-                answered[repeat] += [generate.answer(request, sampling) for request in group]
-            on_batch(len(group))
-    return found, answered
-
-
-def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
-    """Split requests by slice, then into groups of at most `size`."""
-    by_slice: dict[str, list[Request]] = defaultdict(list)
-    for request in requests:
-        by_slice[request.slice].append(request)
-    return [group[i : i + size] for group in by_slice.values() for i in range(0, len(group), size)]
 
 
 @dataclass(frozen=True)

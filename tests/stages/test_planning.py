@@ -1,17 +1,20 @@
 """Costs, plan, rules and settings of a whole evaluation, and the same results planned for another machine."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.cli.main import main
+from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.measure.cost_table import read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.measure.result import DrafterResult, read_result
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import head as eagle3
@@ -168,3 +171,46 @@ def test_an_export_starts_engines_with_the_planned_draft_length(
     )
     assert "batch 1, none at batch 2 to 4" in text
     assert '"num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 0]]' in text
+
+
+@pytest.mark.parametrize("how", [(), ("--no-decode",)], ids=["decoded", "simulated"])
+def test_an_interrupted_evaluation_goes_on_where_it_was(
+    how: tuple[str, ...], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill by any way loses the part it comes in: what came before is not decoded again, and no figure changes."""
+    place = "draftsmith.stages.evaluator.decode" if how else "draftsmith.eval.measure.turns.decode_batch"
+    work = decode if how else decode_batch
+    monkeypatch.setattr("draftsmith.stages.evaluator._SIMULATED_BATCH", 1)
+    monkeypatch.setattr("draftsmith.stages.evaluator._KEPT_BATCHES", 1)
+    own = ["--evaluate.plan_batches", "[]", "--evaluate.repeats", "2", "--evaluate.temperatures", "[1.0]", *how]
+    calls, last = 0, 10**6
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > last:
+            raise KeyboardInterrupt
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(place, counted)
+
+    def evaluate(folder: Path) -> DrafterResult:
+        assert main(["evaluate", *words, *own, "--output_dir", str(folder)]) == 0
+        kind = "simulation" if how else "evaluation"
+        return read_result(folder / kind / "t1" / "result.json").drafters["eagle3"]
+
+    whole, all_calls = evaluate(tmp_path / "whole"), calls
+    calls, last = 0, all_calls // 2
+    with suppress(KeyboardInterrupt):
+        assert main(["evaluate", *words, *own, "--output_dir", str(tmp_path / "cut")]) != 0
+    journal = next((tmp_path / "cut").rglob("parts.journal"))
+    assert journal.stat().st_size > 0
+    calls, last = 0, 10**6
+    found = evaluate(tmp_path / "cut")
+    assert 0 < calls < all_calls, "less than all is done again"
+    assert calls <= all_calls - all_calls // 2 + 3, "at most the turn that was cut, and a warm-up"
+    assert not journal.exists()
+    for scope, expected in {"": whole.overall, **whole.slices}.items():
+        m = found.slices[scope] if scope else found.overall
+        for key in ("prompts", "tokens", "rounds", "tau", "tau_simulated", "acceptance_at"):
+            assert getattr(m, key) == getattr(expected, key)

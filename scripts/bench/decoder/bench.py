@@ -27,10 +27,10 @@ from draftsmith.eval.decode.answers import Decoded, Request, tally_generation, t
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.round_profile import RoundProfile, profile_rounds
 from draftsmith.files import write_json, write_text

@@ -23,6 +23,7 @@ from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau
 from draftsmith.files import fingerprint, write_json
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.target.target import Target
+from draftsmith.journal import Journal
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.evaluator import Evaluator
 from draftsmith.stages.heads import find_head, head_digest
@@ -155,7 +156,7 @@ class Measure:
         evaluator = Evaluator(self.timed, self.target, *self.prompts, [system])
         found = {}
         for temperature in self.spec.temperatures:
-            result = evaluator.decoded(self.spec.sampling(temperature), {})
+            result = evaluator.decoded(self.spec.sampling(temperature), {}, Journal())
             measures, costs = result.drafters[system.name].overall, result.costs
             assert costs is not None
             k, equal = system.num_speculative_tokens, measures.lossless

@@ -14,15 +14,16 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Draft, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure import measure
+from draftsmith.eval.measure import turns
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, run_systems, summarize
+from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, summarize
 from draftsmith.eval.measure.result import Costs, Percentiles
+from draftsmith.eval.measure.turns import run_systems
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
 from tests.models import KINDS, tiny_model
@@ -212,11 +213,11 @@ def test_systems_answer_the_same_requests_slice_by_slice(
         rows.append(options.get("rows", 1))
         return decode_batch(*arguments, **options)
 
-    monkeypatch.setattr(measure, "decode_batch", spy)
+    monkeypatch.setattr(turns, "decode_batch", spy)
     seen: list[int] = []
-    timings, _ = run_systems(
+    timings = run_systems(
         target, [system("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
-    )
+    ).by_name
     assert [[len(d.generations) for d in repeat] for repeat in of_slice(timings["again"], "a")] == [groups, groups]
     assert sum(seen) == 26
     assert set(rows[2:]) == {batch}
@@ -246,7 +247,7 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
             order.append(request.sample_id)
             return baseline.answer(request, sampling)
 
-    timings, generate = run_systems(
+    taken = run_systems(
         target,
         [system("again")],
         [requests, requests],
@@ -255,6 +256,7 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
         picks=[pick],
         generate=Watched("generate", target),
     )
+    timings, generate = taken.by_name, taken.generate
     first = ["0", "2", "1", "3"]
     assert order == ["0", *first, *first], "a warm-up, then two prompts of each slice in each repeat"
     assert [[t.request.sample_id for t in repeat] for repeat in generate] == [first, first]

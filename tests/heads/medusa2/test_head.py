@@ -19,8 +19,9 @@ from draftsmith.eval.decode.sampling import Sampling, probs
 from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
-from draftsmith.eval.measure.measure import collect_texts, run_systems
+from draftsmith.eval.measure.measure import collect_texts
 from draftsmith.eval.measure.quality import compare_targets
+from draftsmith.eval.measure.turns import run_systems
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.eval.tree_search.budget import measure_tree_costs
@@ -293,7 +294,7 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
         one = greedy[name]["overall"]
         assert one.equal == one.checked == 6
         assert one.tau == pytest.approx(one.tau_simulated, abs=1e-9)
-    timings, _ = run_systems(target, [system], [requests(6)], Sampling(), batch=2)
+    timings = run_systems(target, [system], [requests(6)], Sampling(), batch=2).by_name
     texts = {
         name: {g.request.sample_id: g.output_ids for d in timings[name][0] for g in d.generations}
         for name in ("", system.name)

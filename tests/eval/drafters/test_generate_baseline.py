@@ -10,7 +10,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.measure.generate_baseline import GenerateSystem, assisted, looked_up, plain
+from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.heads.target.target import Target
 from tests.models import tiny_model
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.files import explain_os_error
+from draftsmith.foreign.json import parse_json
 
 _KEY = "key"
 
@@ -60,7 +61,7 @@ class Journal:
                 text = line[9:-1]
                 if line[-1:] != b"\n" or line[:9] != _checksum(text):
                     break
-                name, value = json.loads(text)
+                name, value = parse_json(text, str(path), "remove it")
                 if end == 0 and (name, value) != (_KEY, self._key):
                     break
                 self._values[name] = value

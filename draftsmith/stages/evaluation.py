@@ -19,10 +19,10 @@ from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
 from draftsmith.fields import fingerprint_fields
 from draftsmith.files import check_file, fingerprint
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.target import Target
-from draftsmith.journal import Journal
 from draftsmith.stages.drafters import (
     at_temperature,
     drafter_digests,

@@ -45,8 +45,8 @@ from draftsmith.eval.measure.result import (
 from draftsmith.eval.measure.turns import Repeats, pack_decoded, run_systems, unpack_decoded
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.files import fingerprint
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.target.target import Target
-from draftsmith.journal import Journal
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info

@@ -18,8 +18,8 @@ from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.machine import Clocks, ClockWatch
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.target.target import Target
-from draftsmith.journal import Journal
 
 FEW = 2
 """Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""

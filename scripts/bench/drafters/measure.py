@@ -21,9 +21,9 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau
 from draftsmith.files import fingerprint, write_json
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.target.target import Target
-from draftsmith.journal import Journal
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.evaluator import Evaluator
 from draftsmith.stages.heads import find_head, head_digest

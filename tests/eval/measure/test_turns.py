@@ -15,8 +15,8 @@ from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure import turns
 from draftsmith.eval.measure.turns import Turns, run_systems
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.target.target import Target
-from draftsmith.journal import Journal
 from tests.models import tiny_model
 
 REQUESTS = [Request(str(i), "ab"[i % 2], (3 + i, 5), 4) for i in range(8)]

@@ -15,9 +15,10 @@ _KEY = "key"
 class Journal:
     """The finished parts of some work, JSON values by name.
 
-    path: a line for every part, its checksum in front; made with the first one. None keeps nothing. key: identifies what the values depend on: the
-    journal of another key begins anew. A line that was cut off, or is damaged, and what follows it count as not done. Parts are
-    not flushed to the disk, which would disturb what is timed: a killed process loses none, a machine that fails the last ones.
+    path: a line for every part, its checksum in front; made with the first one. None keeps the parts in memory alone. key:
+    identifies what the values depend on: the journal of another key begins anew. A line that was cut off, or is damaged, and what
+    follows it count as not done. Parts are not flushed to the disk, which would disturb what is timed: a killed process loses none,
+    a machine that fails the last ones.
     Raises UserError for a link, which none of ours is.
     """
 
@@ -47,11 +48,6 @@ class Journal:
                 if fresh:
                     file.write(_line(_KEY, self._key))
                 file.write(_line(name, value))
-
-    def remove(self) -> None:
-        """Remove the file, as the work is done."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
 
     def _read(self, path: Path) -> None:
         """Read what is whole, and cut the rest off."""

@@ -13,7 +13,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.lossless import check_lossless
-from draftsmith.eval.measure.machine import hardware
+from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.result import Lossless, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
@@ -37,6 +37,9 @@ from draftsmith.stages.session import Session, say
 NOT_MEASURED = ("prompts", "beside", "baselines", "plan_batches", "plan_contexts", "price_per_hour")
 """Keys of the section that a result does not depend on: what prompts and heads hold counts, not where they lie, and a plan is made
 again from what was measured."""
+
+_JOURNAL = "parts.journal"
+"""Beside a result that is being made: what is measured of it."""
 
 
 def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
@@ -73,8 +76,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
             table = costs_of_run(session, alone, requests, drafters, folder / COSTS)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
-                # What is done counts on the machine that it was timed on only.
-                journal = Journal(path.with_name("parts.journal"), fingerprint(asdict(hardware())))
+                journal = Journal(path.with_name(_JOURNAL), _timed_with())
                 sampling = spec.sampling(temperature)
                 made = (
                     evaluator.decoded(sampling, lossless, journal, table)
@@ -82,16 +84,24 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
                     else evaluator.simulated(sampling, journal)
                 )
                 write_result(path, made)
-                journal.remove()
+            # Also that of a process which died between the two.
+            path.with_name(_JOURNAL).unlink(missing_ok=True)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
         priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
         write_report(results, folder, priced, past)
-        for text in (text for result in results for text in result.past_training):
+    for result in results:
+        for text in result.past_training:
             say(f"warning: {text}")
     return paths
+
+
+def _timed_with() -> str:
+    """Identify the machine and the packages: what was timed with others is timed again."""
+    found = environment()
+    return fingerprint([asdict(found["hardware"]), found["versions"]])
 
 
 def _inputs(

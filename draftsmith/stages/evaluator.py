@@ -354,7 +354,9 @@ def _answers(
     found: list[Generation] = []
     with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
         for start in range(0, len(requests), size):
-            chunk, name = requests[start : start + size], f"answers of {target.fingerprint}/{start}"
+            chunk = requests[start : start + size]
+            # The rows that fit may be others than when the journal was begun, and the chunks with them.
+            name = f"answers of {target.fingerprint}/{start}+{len(chunk)}"
             if (kept := journal.get(name)) is not None:
                 found += unpack_decoded(kept, chunk).generations
                 bar.update(len(chunk))

@@ -126,7 +126,16 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
     view = _view(results, decision, history)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
     sections = [make(view) for make in _SECTIONS]
-    script = (_TEMPLATES / "report.js").read_text(encoding="utf-8")
+    loader = FileSystemLoader(_TEMPLATES)
+    environment = Environment(
+        loader=loader,
+        autoescape=template.endswith(".html.jinja"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    script, *_ = loader.get_source(environment, "report.js")
     context: dict[str, Any] = {
         "title": ", ".join(targets),
         "subtitle": _subtitle(view),
@@ -138,14 +147,6 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         # Nothing but this very script may run, and nothing may be loaded, whatever else gets into the page.
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
-    environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=template.endswith(".html.jinja"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
     environment.filters |= {"cell": markdown_cell, "fenced": fenced, "cut": cut, "plain": plain, "told": told}
     return environment.get_template(template).render(**context)
 

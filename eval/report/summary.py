@@ -153,16 +153,19 @@ def _precision(system: System) -> str:
     return f" {m.prompts:,} prompts give τ to ±{percent(half)}; for ±{percent(WITHIN, 0)} it takes about {_needed(m):,} of this kind."
 
 
+def _tau_cell(m: Measures) -> str:
+    mark = " simulated" if m.tau is None and m.tau_simulated is not None else ""
+    return between(number(tau_of(m)), interval_of(m), number) + mark
+
+
 def _systems(view: View) -> Table:
     """A row for each system, over all slices."""
     rows = []
     for system in view.systems:
         m = system.drafter.overall
-        mark = " simulated" if m.tau is None and m.tau_simulated is not None else ""
-        tau = between(number(tau_of(m)), interval_of(m), number) + mark
         speed = between(times(m.speedup), speedup_spread(view, system, m), times)
         rates = (significant(m.decode_tok_s), significant(m.baseline_tok_s))
-        rows.append(Row((system.label, tau, speed, *rates, whole(m.prompts), whole(m.rounds))))
+        rows.append(Row((system.label, _tau_cell(m), speed, *rates, whole(m.prompts), whole(m.rounds))))
     columns = ("system", "τ", "speedup", "tok/s", "target alone tok/s", "prompts", "rounds")
     return Table("Every system, over all slices", columns, tuple(rows))
 
@@ -177,12 +180,10 @@ def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
         ends = (milliseconds(base.ttft_baseline_s), times(base.baseline_vs_generate), whole(base.prompts), DASH)
         rows.append(Row((name, ALONE, "1.00", "1.00×", speed, *ends), strong))
     for system, m in pairs:
-        tau = between(number(tau_of(m)), interval_of(m), number)
-        tau += " simulated" if m.tau is None and m.tau_simulated is not None else ""
         speedup = between(times(m.speedup), speedup_spread(view, system, m), times)
         speed = between(significant(m.decode_tok_s), view.spread(result_index, m, m.decode_tok_s_spread), significant)
         ends = (milliseconds(m.ttft_s), times(m.speedup_vs_generate), whole(m.prompts), whole(m.rounds))
-        rows.append(Row((name, system.name, tau, speedup, speed, *ends), strong))
+        rows.append(Row((name, system.name, _tau_cell(m), speedup, speed, *ends), strong))
     return rows
 
 

@@ -290,22 +290,13 @@ def expected_tallies(
         tokens_ST[:, root] -= np.where(depth_S >= left_S, arrive_S, 0.0)
         end_S = np.minimum(root + depth_S + 1, np.maximum(tokens_S, 0))
         np.add.at(visits_ST, (index_S, end_S), np.where(left_S > 0, arrive_S, 0.0))
-    return [
-        Tally(
-            1,
-            float(n),
-            float(rounds_ST[s].sum()),
-            float(drafted_S[s]),
-            accepted_SK[s],
-            reached_SK[s],
-            rounds_T,
-            tokens_T,
-        )
-        for s, n in enumerate(tokens_S.tolist())
-        for rounds_T, tokens_T in [
-            (rounds_ST[s, : max(n, 0)].astype(np.float32), tokens_ST[s, : max(n, 0)].astype(np.float32))
-        ]
-    ]
+    tallies = []
+    for s, n in enumerate(tokens_S.tolist()):
+        # Copies, as a slice would keep the array of all answers.
+        rounds_T, tokens_T = (of_ST[s, : max(n, 0)].astype(np.float32) for of_ST in (rounds_ST, tokens_ST))
+        counts = (float(n), float(rounds_ST[s].sum()), float(drafted_S[s]))
+        tallies.append(Tally(1, *counts, accepted_SK[s], reached_SK[s], rounds_T, tokens_T))
+    return tallies
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ OURS = {
     "heads/export/tuned.py": "reads back what it has just written",
     "heads/target/shape.py": "builds a model of no memory from a configuration that is checked",
     "eval/engines": "talks to servers and processes that it has started",
-    "eval/report/report.py": "the page's script is shipped with the code",
     "eval/measure/machine.py": "reads /proc and /sys",
     "draftsmith/cli/doctor.py": "reads /proc, /sys and accelerate's own settings with patterns",
     "draftsmith/stages/gguf.py": "looks for an option in a script that the user has named to be run",

@@ -11,15 +11,20 @@ import pytest
 import torch
 
 from draftsmith.cli.main import main
+from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode, decode_batch
+from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.measure.cost_table import read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
-from draftsmith.eval.measure.result import DrafterResult, read_result
+from draftsmith.eval.measure.result import DrafterResult, Result, read_result, write_result
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.target.target import load_target
+from draftsmith.heads.target.target import Target, load_target
+from draftsmith.stages import evaluator
+from tests.models import tiny_model
 from tests.workplace import make_workplace, options
 
 pytestmark = pytest.mark.full
@@ -214,3 +219,33 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
         m = found.slices[scope] if scope else found.overall
         for key in ("prompts", "tokens", "rounds", "tau", "tau_simulated", "acceptance_at"):
             assert getattr(m, key) == getattr(expected, key)
+
+
+def test_a_kill_between_a_result_and_its_journal_leaves_no_journal(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ["evaluate", *words, "--no-decode", "--output_dir", str(tmp_path / "run")]
+
+    def dies_after(path: Path, result: Result) -> None:
+        write_result(path, result)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("draftsmith.stages.evaluation.write_result", dies_after)
+        assert main(how) != 0
+    place = tmp_path / "run" / "simulation" / "t0"
+    assert sorted(path.name for path in place.iterdir()) == ["parts.journal", "result.json"]
+    assert main(how) == 0
+    assert [path.name for path in place.iterdir()] == ["result.json"]
+
+
+def test_answers_are_kept_also_where_other_rows_fit_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluator, "_KEPT_BATCHES", 1)
+    target, journal = Target(tiny_model("llama"), path="tiny", fingerprint="0"), Journal()
+    requests = [Request(str(i), "a", (3 + i, 5), 4) for i in range(5)]
+    found = [
+        [(g.request, g.output_ids) for g in evaluator._answers(target, requests, Sampling(), journal, rows)]
+        for rows in (2, 3, 2)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert [request for request, _ in found[1]] == requests

@@ -29,6 +29,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.gguf_file import is_gguf
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import check_same_tokens
 from draftsmith.recipe.schema import Recipe
@@ -249,7 +250,7 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
 def _check_draft_model_path(path: str) -> None:
     """Raise UserError for a local folder that is not there, without asking the Hub for it."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).is_dir():
+    if looks_local and not Path(path).is_dir() and not is_gguf(path):
         raise UserError(
             f"evaluate.baselines names the draft model {path}, but there is no such folder: give one, or a Hub name "
             "owner/model."

@@ -125,11 +125,11 @@ def write_gguf(
 def tokenizer_keys(template: str | None) -> dict[str, Any]:
     """Return the metadata of `tiny_tokenizer`."""
     tokenizer = tiny_tokenizer(template)
-    special = set(tokenizer.all_special_ids) | {token for token in tokenizer.added_tokens_decoder}
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     found = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.pre": "llama-bpe",
         "tokenizer.ggml.tokens": tokenizer.convert_ids_to_tokens(range(len(tokenizer))),
         "tokenizer.ggml.token_type": [3 if token in special else 1 for token in range(len(tokenizer))],
         "tokenizer.ggml.merges": [pair if isinstance(pair, str) else " ".join(pair) for pair in merges],

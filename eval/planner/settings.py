@@ -4,8 +4,8 @@ from pathlib import Path
 
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.files import write_text
-from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet, gguf_obstacle
-from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of
+from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet
+from draftsmith.heads.formats.layout import default_layout, find_layout, gguf_obstacle, layouts_of
 from draftsmith.heads.registry import is_known
 
 _COMMAND = "start.sh"

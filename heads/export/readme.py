@@ -10,11 +10,10 @@ from draftsmith.heads.formats.engines import (
     ENGINES,
     Serving,
     Snippet,
-    gguf_obstacle,
     split_obstacle,
     steps_in_words,
 )
-from draftsmith.heads.formats.layout import Layout
+from draftsmith.heads.formats.layout import Layout, gguf_obstacle
 from draftsmith.heads.target.target import Target
 
 README = "README.md"

@@ -167,13 +167,6 @@ def split_obstacle(engine: str, files: ModelFiles, gpus: int) -> str | None:
     return None if gpus == 1 or split is None else next(split(files, gpus), None)
 
 
-def gguf_obstacle(engine: str, target: str) -> str | None:
-    """Return why `engine` cannot draft for a target in a GGUF file and what to do instead, None where it can and for any other
-    target. The text follows the engine's name."""
-    why = ENGINES[engine].no_gguf if is_gguf(target) else None
-    return None if why is None else f"{why}; start it on the model that the file was made from, and measure the head on that"
-
-
 @dataclass(frozen=True)
 class Adapter:
     """What makes the target the one that the heads draft for. folder: of the adapter; rank: of its matrices."""

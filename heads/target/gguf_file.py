@@ -26,11 +26,12 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError, shown_path
+from draftsmith.fields import shown
 from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.gguf import GgufHeader, read_gguf
 from draftsmith.foreign.tensors import TensorSpan
-from draftsmith.heads.target.config import check_causal, check_config_values, check_weights
+from draftsmith.heads.target.config import MOST_SIZE, check_causal, check_config_values, check_weights
 from draftsmith.heads.target.files import SOURCE, describe_contents, hash_json, hash_tensor, hash_weights, read_source
 from draftsmith.heads.target.identity import TargetIdentity
 
@@ -151,9 +152,21 @@ def open_gguf(path: str) -> GgufTarget:
         why = "holds no language model (no architecture, or no embeddings)", "give another file"
     elif not isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         why = "holds no tokenizer", _OTHER
+    elif odd := next((key for key in _sizes(architecture) if not _is_size(key, metadata.get(key), len(names))), None):
+        why = f"says {odd} {shown(metadata.get(odd))}, which no model with its {len(names)} tensors has", AGAIN
     else:
         return GgufTarget(path, file, header)
     raise UserError(f"The target {path} {why[0]}: {why[1]}.")
+
+
+def _sizes(architecture: str) -> tuple[str, ...]:
+    return tuple(f"{architecture}.{name}" for name in ("embedding_length", "attention.head_count", "block_count"))
+
+
+def _is_size(key: str, value: Any, tensors: int) -> bool:
+    """Whether a number, or one for each layer, can be so many units or heads, or so many layers with as many tensors at least."""
+    numbers, most = value if isinstance(value, list) else [value], tensors if key.endswith("block_count") else MOST_SIZE
+    return bool(numbers) and all(type(one) is int and 0 <= one <= most for one in numbers) and max(numbers) > 0
 
 
 def _find(path: str) -> Path:
@@ -249,7 +262,7 @@ def _rope(target: GgufTarget, config: Any) -> Any:
             stored = torch.frombuffer(bytearray(file.read(factors.size)), dtype=torch.float32)
         if bool((stored == 1).all()):
             return found
-        scaled = found | {"rope_type": "llama3", "factor": float(stored.max())}
+        scaled = found | {"rope_type": "llama3", "factor": round(float(stored.max()), 4)}
         scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         config.rope_parameters = scaled
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))

@@ -99,9 +99,9 @@ class ServedTarget:
     name: str
     target: Target
     folder: Path
-    gguf: Path | None
     requests: list[Request]
     candidates: list[Candidate]
+    gguf: Path | None = None
 
 
 def prepare_target(
@@ -121,7 +121,7 @@ def prepare_target(
     requests, _ = make_requests(session, target)
     path = session.target_path
     gguf = open_gguf(path).file.resolve() if is_gguf(path) else None
-    return ServedTarget(recipes, target, model_folder(path).resolve(), gguf, requests, candidates)
+    return ServedTarget(recipes, target, model_folder(path).resolve(), requests, candidates, gguf)
 
 
 def slug(name: str) -> str:

@@ -40,10 +40,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     tokenizer = read_tokenizer(path, trust_remote_code)
     template = tokenizer.chat_template
     if not template:
-        add = "" if is_gguf(path) else "add a chat_template.jinja to the folder, or "
-        raise UserError(
-            f"The tokenizer in {path} has no chat template: {add}use the instruction-tuned model of the same family."
+        add = " add a chat_template.jinja to the folder, or"
+        text = (
+            f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
+            "instruction-tuned model of the same family."
         )
+        raise UserError(text.replace(add, "") if is_gguf(path) else text)
     if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
         raise UserError(f"The chat template of {path} is no text: write the template itself into chat_template.jinja.")
     _try_template(tokenizer)

@@ -153,7 +153,8 @@ def open_gguf(path: str) -> GgufTarget:
     elif not isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         why = "holds no tokenizer", _OTHER
     elif odd := next((key for key in _sizes(architecture) if not _is_size(key, metadata.get(key), len(names))), None):
-        why = f"says {odd} {shown(metadata.get(odd))}, which no model with its {len(names)} tensors has", AGAIN
+        found = f"says that {odd} is {shown(metadata[odd])}" if odd in metadata else f"does not say {odd}"
+        why = f"{found}, and holds {len(names)} tensors", AGAIN
     else:
         return GgufTarget(path, file, header)
     raise UserError(f"The target {path} {why[0]}: {why[1]}.")

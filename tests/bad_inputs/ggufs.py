@@ -90,6 +90,12 @@ def rename(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / FILE).rename(folder / name)
 
 
+def _unknown(metadata: dict[str, Any], _: object) -> None:
+    found = {key.replace("llama.", "gpt-99."): value for key, value in metadata.items()}
+    metadata.clear()
+    metadata.update(found, **{"general.architecture": "gpt-99"})
+
+
 _EXTRA = (np.ones((2, 32), np.float32), Kind.F32)
 _ROPE = (np.linspace(1, 9, 8, dtype=np.float32), Kind.F32)
 _INFO = _text("output_norm.weight") + _number(1, 4) + _number(64) + _number(0, 4)
@@ -124,7 +130,7 @@ CASES = (
     keys("clip", ("projector",), general__architecture="clip"),
     keys("part", ("split",), split__count=4),
     *(keys(f"head-{name}", ("draft head",), general__architecture=name) for name in ("eagle3", "dflash")),
-    keys("architecture-unknown", ("gpt-99", "not supported"), general__architecture="gpt-99"),
+    _case("architecture-unknown", _unknown, ("gpt-99", "not supported")),
     keys("layers-text", ("block_count",), llama__block_count="many"),
     keys("encoder", (), general__architecture="t5encoder"),
     keys("no-tokens", ("no tokenizer",), tokenizer__ggml__tokens=...),

@@ -63,7 +63,7 @@ _EARLIER = "other weights or another configuration: texts stay exact, fewer draf
 class TargetIdentity:
     """What distinguishes targets. None: not known, and never compared.
 
-    path: folder or Hub name, for people. vocab_size: rows of the output projection, padding included. fingerprint: of
+    path: folder, Hub name or GGUF file, for people. vocab_size: rows of the output projection, padding included. fingerprint: of
     configuration and weights, see `fingerprint_directory`. config, weights, embeddings, lm_head, tokenizer, chat_template:
     hashes; tensors in the dtype as stored. tied: embeddings and lm_head are one matrix. eos_ids: sorted.
     """

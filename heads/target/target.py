@@ -275,10 +275,10 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> Target:
-    """Open a causal language model from a local folder or the Hub and check that it can be a target.
+    """Open a causal language model from a local folder, the Hub or a GGUF file and check that it can be a target.
 
     The check (draftsmith.heads.target.probe) compares taps, final states and logits of a few random tokens with those of
-    the model itself. Weights are read from safetensors only.
+    the model itself. Weights are read from safetensors and GGUF files only.
     Raises UserError, in one sentence, for a path, file or architecture that cannot be used.
     """
     opened = open_model(

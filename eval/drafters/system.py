@@ -18,6 +18,7 @@ from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM, PromptLookup, simu
 from draftsmith.eval.simulate.texts import Simulation, simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.products import pack_linears
 from draftsmith.heads.target.target import Target
 
 DrafterFactory = Callable[[int], Drafter]
@@ -171,6 +172,7 @@ def head_system(
     lossy = "" if typical is None else ", typical (lossy)"
     tuned = ", tuned target" if head.trains.tunes_target or verifier is not None else ""
     drafting = head if threshold is None else head.with_confidence_threshold(threshold)
+    pack_linears(drafting)
 
     def make(k: int) -> Drafter:
         how = {} if tree is None else {"tree": cut_tree(tree, k), "drawn": drawn}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
@@ -21,6 +20,7 @@ from draftsmith.heads.target.files import eos_ids_of, fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity, identify_directory
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.probe import check_target
+from draftsmith.heads.target.products import linear, pack_linears
 
 AttentionMask = Tensor | dict[str, Tensor]
 
@@ -77,7 +77,7 @@ class TargetHead(nn.Module):
         """
         weight, bias = (self.weight, self.bias) if columns is None else self._select(columns)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+            logits = linear(hidden.to(weight.dtype), weight, bias).float()
             if self.scale != 1.0:
                 logits = logits * self.scale
             if self.softcap is not None:
@@ -287,6 +287,7 @@ def load_target(
     directory = opened.directory
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)
+    pack_linears(target.model)
     return target
 
 

@@ -185,6 +185,7 @@ def ways_to_draft(
             typical=draft.typical,
             verifier=tuned,
             threshold=draft.confidence_threshold,
+            weights=draft.weights,
         )
         for draft, tree in ways
     ]
@@ -200,7 +201,7 @@ def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[
     kept: list[SystemUnderTest] = []
     for c in sorted(drafters, key=lambda c: (not c.lossless, c.drawn)):
         if c.head is None or not any(
-            (c.head is k.head) and (c.tree, c.threshold) == (k.tree, k.threshold) for k in kept
+            (c.head is k.head) and (c.tree, c.threshold, c.weights) == (k.tree, k.threshold, k.weights) for k in kept
         ):
             kept.append(c)
     return [c for c in drafters if c in kept]

@@ -15,13 +15,15 @@ from draftsmith.eval.decode.noise import row_key
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer: its token ids, the most tokens to emit, and the key of its random numbers."""
+    """A prompt to answer: its token ids, the most tokens to emit, the key of its random numbers, and whether an end token ends
+    nothing, so that the answer has as many tokens as may be."""
 
     sample_id: str
     slice: str
     prompt_ids: tuple[int, ...]
     max_new_tokens: int
     key: int = 0
+    ignore_eos: bool = False
 
     @classmethod
     def seeded(
@@ -83,7 +85,7 @@ class Generation:
         self.emitted_at.append(time.perf_counter())
         for count, token in enumerate(tokens, 1):
             self.output_ids.append(token)
-            if token in eos_ids:
+            if token in eos_ids and not self.request.ignore_eos:
                 self.finish_reason = "eos"
                 return count
             if len(self.output_ids) == self.request.max_new_tokens:

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.cache import KVCache, layer_shapes, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
+from draftsmith.eval.decode.loop import Loop
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable
@@ -29,7 +29,8 @@ _PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
 _FEWER = (1, 2, 3, 5, 9, 17, 33, 64)
 """The same at larger batches."""
 _ROUNDS = 12
-"""Rounds from which the overhead of a round is taken."""
+"""Rounds of an answer whose rounds are timed whole."""
+_WHOLE = "round"
 
 Job = Callable[[], object]
 
@@ -76,17 +77,15 @@ def measure_table(
     verifies cost as the untuned one does, whose sizes are the same.
     """
     points: list[CostPoint] = []
-    overhead: dict[int, dict[str, float]] = {}
     with tqdm(total=len(batches) * len(contexts), desc="costs", unit="point") as bar:
         for rows in sorted(batches):
             for context in sorted(contexts):
                 bar.set_postfix_str(f"batch {rows}, context {context}")
                 ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
-                if not points or fits_in_memory(target, rows, context):
+                # The target alone and every drafter have an answer under way while passes are timed.
+                if not points or fits_in_memory(target, rows, context, caches=3 + len(systems)):
                     try:
-                        if rows not in overhead:
-                            overhead[rows] = _overheads(target, systems, ids, rows, sampling)
-                        points.append(_point(target, systems, ids, rows, sampling, overhead[rows], seconds))
+                        points.append(_point(target, systems, ids, rows, sampling, seconds))
                     except torch.OutOfMemoryError:
                         torch.cuda.empty_cache()
                 bar.update()
@@ -102,12 +101,12 @@ def measure_table(
     )
 
 
-def fits_in_memory(target: Target, rows: int, context: int) -> bool:
-    """Whether the caches and states of a batch take at most half of the memory that is free."""
+def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:
+    """Whether `caches` caches, and the states, of a batch take at most half of the memory that is free."""
     kinds = [kind for layer in layer_shapes(target) if layer is not None for kind in (layer.keys, layer.values)]
     cached = sum(kind.heads * kind.dim * kind.dtype.itemsize for kind in kinds)
     states = 8 * target.hidden_size * target.dtype.itemsize
-    return rows * (context + _PASSES[-1]) * (2 * cached + states) < available_memory(target.device) / 2
+    return rows * (context + _PASSES[-1]) * (caches * cached + states) < available_memory(target.device) / 2
 
 
 def _point(
@@ -116,43 +115,53 @@ def _point(
     ids: Sequence[int],
     rows: int,
     sampling: Sampling,
-    overhead: dict[str, float],
     seconds: float,
 ) -> CostPoint:
+    """Time a batch behind a context. A round's overhead is all that it takes, as the loop runs it, beyond the pass and the draft
+    that were timed by themselves: emptied caches and the reading of more tokens are in it, too."""
     largest = max([9, *(c.nodes(k) for c in systems for k in c.lengths)])
     passes = {n for n in (_PASSES if rows == 1 else _FEWER) if n <= max(largest, 64 if rows == 1 else 0)} | {largest}
+    passes |= {c.nodes(c.num_speculative_tokens) for c in systems}
     jobs = _verify_jobs(target, ids, rows, sorted(passes))
+    jobs[_WHOLE, ALONE] = _Rounds(target, TargetAlone(), ids, rows, sampling, None)
     for c in systems:
-        lengths = c.lengths if rows == 1 else [k for k in c.lengths if k in (1, 2, 4, c.lengths[-1])]
+        own = c.num_speculative_tokens
+        lengths = [k for k in c.lengths if rows == 1 or k in (1, 2, 4, own, c.lengths[-1])]
         jobs |= _draft_jobs(target, c, lengths, ids, rows, sampling)
         jobs["admit", c.name] = _admit_job(target, c, ids, rows)
+        jobs[_WHOLE, c.name] = _Rounds(c.verified_by(target), c.make(own), ids, rows, sampling, c.typical)
     started = time.perf_counter()
     _time(jobs, target.device, 1)
     once = (time.perf_counter() - started) / (1 + _WARM_UP)
     cost = _by_name(_time(jobs, target.device, max(3, min(31, int(seconds / once)))))
-    return CostPoint(
-        rows, len(ids), cost.pop("verify"), admit_ms=cost.pop("admit", {}), draft_ms=cost, overhead_ms=overhead
-    )
+    verify, admit, whole = (cost.pop(kind, {}) for kind in ("verify", "admit", _WHOLE))
+    parts = {c.name: verify[str(c.nodes(k))] + cost[c.name][str(k)] for c in systems if (k := c.num_speculative_tokens)}
+    overhead = {name: max(0.0, ms - parts.get(name, verify["1"])) for name, ms in whole.items()}
+    return CostPoint(rows, len(ids), verify, admit_ms=admit, draft_ms=cost, overhead_ms=overhead)
 
 
-def _overheads(
-    target: Target, systems: Sequence[SystemUnderTest], ids: Sequence[int], rows: int, sampling: Sampling
-) -> dict[str, float]:
-    """Return what a round of each drafter, and of the target alone, spends on neither the target's pass nor the draft."""
-    ways: dict[str, tuple[Target, Drafter, Any, int]] = {ALONE: (target, TargetAlone(), None, 1)}
-    for c in systems:
-        k = c.num_speculative_tokens
-        ways[c.name] = (c.verified_by(target), c.make(k), c.typical, k)
-    found = {}
-    for name, (own, drafter, typical, k) in ways.items():
-        tokens = max(2, min(1 + _ROUNDS * k, target.context_length - len(ids) - drafter.max_nodes))
-        requests = [Request(f"{row}", "costs", tuple(ids), tokens, row) for row in range(rows)]
-        # The first one warms up.
-        runs = [decode_batch(own, drafter, requests, sampling, typical) for _ in range(4)][1:]
-        kinds = ("commit", "other", "draft") if name == ALONE else ("commit", "other")
-        rounds = [1000 * sum(d.seconds[kind] for kind in kinds) / d.passes for d in runs if d.passes]
-        found[name] = median(rounds) if rounds else 0.0
-    return found
+class _Rounds:
+    """A job that runs one more round of answers as the decoding loop does. `prepare` begins them anew before one ends, so that the
+    batch stays whole."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, ids: Sequence[int], rows: int, sampling: Sampling, typical: Any
+    ) -> None:
+        tokens = 1 + _ROUNDS * (drafter.num_speculative_tokens + 1)
+        room = target.context_length - len(ids) - drafter.max_nodes
+        limit = max(2, min(tokens, room))
+        requests = [Request(str(row), "costs", tuple(ids), limit, row, ignore_eos=True) for row in range(rows)]
+        self._begin = lambda: Loop(target, drafter, requests, sampling, typical, rows)
+        self._loop: Loop | None = None
+
+    def prepare(self) -> None:
+        """Have a round to run, with every row at work."""
+        if self._loop is None or any(answer.finish_reason for answer in self._loop.rows):
+            self._loop = self._begin()
+
+    def __call__(self) -> None:
+        assert self._loop is not None
+        self._loop.round()
 
 
 def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: int) -> dict[tuple[str, str], float]:
@@ -160,6 +169,8 @@ def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: in
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     for repeat in range(repeats + _WARM_UP):
         for key, job in jobs.items():
+            if isinstance(job, _Rounds):
+                job.prepare()
             watch = Stopwatch(device)
             job()
             watch.lap("job")
@@ -188,7 +199,7 @@ def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, floa
 
 
 def _tree_nodes(systems: Sequence[SystemUnderTest]) -> dict[str, dict[str, int]]:
-    return {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
+    return {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree or c.most_nodes}
 
 
 def _prefill(

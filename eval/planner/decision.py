@@ -118,7 +118,7 @@ def make_checks(plan: Plan) -> list[Check]:
                 and pick.tau_simulated is not None
                 and pick.spread is not None
             ):
-                predicted = option.cost.speedup(pick.tau_simulated)
+                predicted = plan.predict(result, option, pick.tau_simulated)
                 key = (result.settings.temperature, pick.drafter, pick.num_speculative_tokens)
                 found.append(Check(*key, predicted, pick.speedup, pick.spread))
     return found

@@ -9,7 +9,7 @@ K: num_speculative_tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
 from draftsmith.errors import UserError
@@ -144,6 +144,16 @@ class Plan:
             cell = self.cell(result, slice_name, batch)
             found += [o.speedup for o in (cell.options if cell else ()) if same_draft(o, option)]
         return found
+
+    def predict(self, result: Result, option: Option, tau: float) -> float:
+        """Return the speedup that a timed run of answers as long as the result's would find, at the headline's place: the drafter
+        also reads every prompt, which the target alone has done with its first token."""
+        point, overall = self.table.at(self.batch, self.context), result.drafters[option.drafter].overall
+        assert point is not None
+        tokens = (overall.tokens or 0) / overall.prompts
+        # All rows of a batch read their prompts together.
+        admitted = point.admit_ms[option.drafter] * tau / tokens if tokens else 0.0
+        return replace(option.cost, overhead=option.cost.overhead + admitted).speedup(tau)
 
     def measured(self, result: Result, option: Option) -> float | None:
         """Return the speedup with which a draft was timed at the headline's batch, None where it was not, or on another machine."""

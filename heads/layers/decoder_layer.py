@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
+from draftsmith.heads.target.products import linear
 from draftsmith.heads.target.target import Derived, Weights
 
 
@@ -101,7 +102,7 @@ class EagleAttention(nn.Module):
     def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys [..., N + G, D], not yet rotated, and values [..., G, D] of x [..., width], in one product."""
         groups = self.k_proj.out_features // self.head_dim
-        heads = F.linear(x, *self._joined()).unflatten(-1, (-1, self.head_dim))
+        heads = linear(x, *self._joined()).unflatten(-1, (-1, self.head_dim))
         return heads[..., :-groups, :], heads[..., -groups:, :]
 
     def _joined(self) -> Weights:

@@ -11,6 +11,7 @@ from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
+from draftsmith.heads.target.attention import GROUPED
 from draftsmith.heads.target.config import check_causal, check_weights, read_model_config
 from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
@@ -66,6 +67,8 @@ def open_model(
             f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}: it was saved without its "
             "language-model head or incompletely; save it as a causal language model."
         )
+    if where.type == "cpu" and attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
     return OpenedModel(model=model.to(where), directory=directory)
 
 

@@ -7,13 +7,13 @@ Aux layer id k is the residual stream that enters decoder layer k = Hugging Face
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.errors import UserError
@@ -21,6 +21,7 @@ from draftsmith.heads.target.files import eos_ids_of, fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity, identify_directory
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.probe import check_target
+from draftsmith.heads.target.products import linear, pack_linears
 
 AttentionMask = Tensor | dict[str, Tensor]
 
@@ -77,7 +78,7 @@ class TargetHead(nn.Module):
         """
         weight, bias = (self.weight, self.bias) if columns is None else self._select(columns)
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = F.linear(hidden.to(weight.dtype), weight, bias).float()
+            logits = linear(hidden.to(weight.dtype), weight, bias).float()
             if self.scale != 1.0:
                 logits = logits * self.scale
             if self.softcap is not None:
@@ -123,10 +124,7 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.head = TargetHead(*_output_projection(model))
         self.vocab_size: int = self.head.vocab_size
-        self._wanted: frozenset[int] = frozenset()
-        self._taps: dict[int, Tensor] = {}
-        for index, layer in enumerate(find_layers(self.decoder, self.num_layers, self.model_type)):
-            layer.register_forward_pre_hook(self._make_tap(index), with_kwargs=True)
+        self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
 
     @property
     def model_type(self) -> str:
@@ -212,8 +210,11 @@ class Target:
         attention_mask (tensor, or dict by layer type), position_ids [B, n] and past_key_values go to the model as
         they are; the cache, if given, is extended in place.
         """
-        self._wanted, self._taps = frozenset(layer_ids), {}
-        try:
+        streams: dict[int, Tensor] = {}
+        # Only the layers that are read have a hook, and only now: each costs as much as a small product.
+        with ExitStack() as hooks:
+            for k in set(layer_ids):
+                hooks.enter_context(_tapped(self._layers[k], k, streams))
             output = self.decoder(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -221,20 +222,19 @@ class Target:
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
             )
-            last: Tensor = output.last_hidden_state
-            streams = [self._taps[k] for k in layer_ids]
-        finally:
-            self._wanted, self._taps = frozenset(), {}
-        if not streams:
+        last: Tensor = output.last_hidden_state
+        if not layer_ids:
             return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
-        return TargetOutput(aux=torch.cat(streams, dim=-1), last=last)
+        return TargetOutput(aux=torch.cat([streams[k] for k in layer_ids], dim=-1), last=last)
 
-    def _make_tap(self, index: int) -> Any:
-        def tap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if index in self._wanted:
-                self._taps[index] = args[0] if args else kwargs["hidden_states"]
 
-        return tap
+def _tapped(layer: nn.Module, index: int, streams: dict[int, Tensor]) -> Any:
+    """Return the handle of a hook, which its `with` removes, that keeps what enters a layer in streams[index]."""
+
+    def tap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams[index] = args[0] if args else kwargs["hidden_states"]
+
+    return layer.register_forward_pre_hook(tap, with_kwargs=True)
 
 
 def context_of(config: Any) -> int | None:
@@ -287,6 +287,7 @@ def load_target(
     directory = opened.directory
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)
+    pack_linears(target.model)
     return target
 
 

@@ -12,9 +12,11 @@ from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.run import COMMAND_STAGES
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
+from draftsmith.train.dashboards import track_results
 from draftsmith.train.meeting import meeting
+from draftsmith.train.world import world
 
 
 @dataclass
@@ -57,4 +59,9 @@ def make_stages(session: Session, command: str, show: Callable[[list[Path]], Non
         show(made.results)
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
         made.export = export_stage(session)
+    if session.recipe.tracking.active and (made.results or made.export) and world().main:
+        if session.named_head is None:
+            track_results(session.recipe)
+        else:
+            say("tracking: --head names a head that was not trained here, so no dashboard is given its results")
     return made

@@ -239,8 +239,10 @@ class Trackio(TrackioTracker, Dashboard):
         self.run.log_artifact(artifact)
 
     def end(self, code: int) -> None:
+        import trackio
+
         with redirect_stdout(stderr):
-            self.finish()
+            trackio.finish()  # as when the process ends, where it would speak again
 
 
 class MLflow(MLflowTracker, Dashboard):

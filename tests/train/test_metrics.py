@@ -3,12 +3,14 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.recipe.schema import TrackingSpec
-from draftsmith.train.metrics import Tracker, flatten
+from draftsmith.train.metrics import Tracker
+from draftsmith.train.trackers import flatten
 
 
 def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -> None:
@@ -47,9 +49,15 @@ def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tau": 2.0}\n'
 
 
+def wandb_run(**calls: Any) -> SimpleNamespace:
+    """A run of W&B that takes everything; calls: what it does instead."""
+    nothing = dict.fromkeys(("log", "finish", "define_metric"), lambda *args, **options: None)
+    return SimpleNamespace(**nothing | calls)
+
+
 def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], int]] = []
-    run = SimpleNamespace(
+    run = wandb_run(
         log=lambda values, step: logged.append((values, step)), finish=lambda exit_code: logged.append(({}, -1))
     )
     monkeypatch.setattr("wandb.init", lambda **options: run)
@@ -59,12 +67,11 @@ def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pyt
     values, step = logged[0]
     assert step == 1
     assert values == {
-        "step": 1,
-        "accuracy/0": 0.5,
-        "accuracy/1": 0.25,
-        "tau/overall": 2.0,
-        "tau/slices/math": 3.0,
-        "speed": 7.0,
+        "train/accuracy/0": 0.5,
+        "train/accuracy/1": 0.25,
+        "heldout/tau": 2.0,
+        "heldout/tau_by_slice/math": 3.0,
+        "train/speed": 7.0,
     }
     assert logged[-1] == ({}, -1)
     assert "speed" not in (tmp_path / "metrics.jsonl").read_text()
@@ -80,7 +87,7 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
 def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: None)
+    run = wandb_run()
     monkeypatch.setattr("wandb.init", lambda **options: ids.append(options["id"]) or run)
     for step in (0, 5, 0):
         with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step):
@@ -106,7 +113,7 @@ def test_a_run_that_did_not_finish_ends_as_such_on_wandb(
     error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: codes.append(exit_code))
+    run = wandb_run(finish=lambda exit_code: codes.append(exit_code))
     monkeypatch.setattr("wandb.init", lambda **options: run)
     with pytest.raises(type(error)), Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0):
         raise error
@@ -120,7 +127,7 @@ def test_an_offline_run_that_goes_on_is_one_run_for_wandb_sync(tmp_path: Path, m
     def init(**options: str) -> SimpleNamespace:
         (tmp_path / "wandb" / f"{next(folders)}-{options['id']}").mkdir(parents=True)
         steps.clear()
-        return SimpleNamespace(log=lambda values, step: steps.append(step), finish=lambda exit_code: None)
+        return wandb_run(log=lambda values, step: steps.append(step))
 
     monkeypatch.setattr("wandb.init", init)
     with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0) as tracker:

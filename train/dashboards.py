@@ -5,11 +5,11 @@ an error.
 """
 
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from sys import stderr
 from types import TracebackType
 from typing import Any
 
@@ -128,7 +128,7 @@ class Dashboards:
                 self._boards.remove(board)
                 print(
                     f"warning: {board.title} failed and gets no more figures ({first_line(error)}): metrics.jsonl has them all.",
-                    file=stderr,
+                    file=sys.stderr,
                 )
 
     def keep(self, kind: str, values: Mapping[str, Any]) -> None:

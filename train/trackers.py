@@ -8,12 +8,12 @@ import io
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from sys import stderr
 from typing import Any
 from uuid import uuid4
 
@@ -221,7 +221,7 @@ class Trackio(TrackioTracker, Dashboard):
 
     def start(self) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((self.place.folder / "trackio").absolute()))
-        with redirect_stdout(stderr):  # standard output is for results
+        with redirect_stdout(sys.stderr):  # standard output is for results
             super().start()
         self.place.keep("trackio", self.run_name_there)
 
@@ -241,7 +241,7 @@ class Trackio(TrackioTracker, Dashboard):
     def end(self, code: int) -> None:
         import trackio
 
-        with redirect_stdout(stderr):
+        with redirect_stdout(sys.stderr):
             trackio.finish()  # as when the process ends, where it would speak again
 
 

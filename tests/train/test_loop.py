@@ -104,7 +104,7 @@ def test_a_dashboard_gets_what_the_clock_and_the_gradient_say(target: Target, tm
 
 
 def test_the_losses_of_the_steps_add_up_to_the_loss(target: Target, tmp_path: Path) -> None:
-    loss = LossSpec(step_decay=0.5, normalize="rows")
+    loss = LossSpec(decay=0.5)
     train(make_recipe(epochs=1, loss=loss), target, make_head(target), make_data(target), tmp_path)
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     counted = sum(0.5**k * value for k, value in enumerate(line["step_loss"]))

@@ -92,10 +92,10 @@ class Dashboards:
         self.kept = {} if fresh else read_kept(self._path)
         if config is not None:
             self.kept["config"] = dict(config)
-        write_text(self._path, "".join(json.dumps({key: values}) + "\n" for key, values in self.kept.items()))
-        PartialState(
-            cpu=not torch.cuda.is_available()
-        )  # accelerate's trackers want one; the training's own is left as it is
+        lines = ({kind: {key: value}} for kind, values in self.kept.items() for key, value in values.items())
+        write_text(self._path, "".join(f"{json.dumps(line)}\n" for line in lines))
+        # Accelerate's trackers want one; that of a training is left as it is.
+        PartialState(cpu=not torch.cuda.is_available())
         place = Place(folder, spec, spec.name or name, self.kept.get("config", {}), fresh)
         try:
             for backend in spec.active:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource
+from draftsmith.errors import UserError
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.stages.data import answers_stage, features_stage, load_samples
 from draftsmith.stages.device import main_process_first
@@ -60,8 +61,16 @@ def make_stages(session: Session, command: str, show: Callable[[list[Path]], Non
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
         made.export = export_stage(session)
     if session.recipe.tracking.active and (made.results or made.export) and world().main:
-        if session.named_head is None:
-            track_results(session.recipe)
-        else:
-            say("tracking: --head names a head that was not trained here, so no dashboard is given its results")
+        _track(session)
     return made
+
+
+def _track(session: Session) -> None:
+    """Give the dashboards of the training what was made from it; whatever is wrong with them, it is made."""
+    if session.named_head is not None:
+        say("tracking: --head names a head that was not trained here, so no dashboard is given its results")
+        return
+    try:
+        track_results(session.recipe)
+    except UserError as error:
+        say(f"warning: {error} The results are in {session.recipe.run_dir}; the next export or evaluation tries again.")

@@ -63,7 +63,11 @@ def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -
 
 
 def test_results_go_to_the_dashboard_of_the_training_once(
-    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -73,6 +77,10 @@ def test_results_go_to_the_dashboard_of_the_training_once(
     assert main(["export", *words, "--head", str(finished)]) == 0
     assert "no dashboard is given its results" in capsys.readouterr().err
     assert not (run / "train" / "tensorboard").exists()
+    with monkeypatch.context() as broken:
+        broken.setattr("draftsmith.train.trackers.TensorBoard.start", lambda board: 1 / 0)
+        assert main(["export", *words]) == 0, "what was made is there"
+    assert "warning: TensorBoard did not start (division by zero)" in capsys.readouterr().err
     for _ in range(2):
         assert main(["export", *words]) == 0
     (events,) = (run / "train" / "tensorboard").glob("events.out.tfevents.*")

@@ -1,0 +1,68 @@
+"""Compare products of few rows with packed weights (heads/target/products.py) with PyTorch's own:
+`python -m scripts.bench.decoder.products --output FILE`.
+
+Both take turns on every shape and number of rows; each time is the first quartile of the repeats, as a busy machine only ever adds to
+one. Writes one JSON file with milliseconds and ratios.
+"""
+
+import shlex
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from draftsmith.eval.measure.machine import environment
+from draftsmith.files import write_json
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
+SHAPES = (
+    (192, 64), (256, 256), (576, 192), (256, 704), (576, 576), (576, 1536), (1536, 576), (256, 6144), (2048, 2048), (576, 49152)
+)  # fmt: skip
+"""(inputs, outputs) of matrices of small targets: projections, feed-forward layers, output projections."""
+_FLOPS = 1.2e9
+
+
+def main() -> None:
+    """Measure and write the file that the command line names."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    output = parser.parse_args().output
+    torch.set_num_threads(1)
+    found = [measure(n, m, rows) for n, m in tqdm(SHAPES, unit="shape") for rows in ROWS]
+    command = shlex.join(["python", "-m", "scripts.bench.decoder.products", *sys.argv[1:]])
+    write_json(output, {"command": command, **environment_json(), "products": found})
+
+
+def environment_json() -> dict[str, object]:
+    """Return commit, date, hardware and versions as plain JSON."""
+    found = environment()
+    return {**found, "hardware": vars(found["hardware"])}
+
+
+@torch.no_grad()
+def measure(inputs: int, outputs: int, rows: int) -> dict[str, float]:
+    """Return the times of one product, and how many times as fast packed weights are."""
+    x, weight = torch.randn(rows, inputs), torch.randn(outputs, inputs)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 2)
+    ways: list[Callable[[], object]] = [
+        lambda: F.linear(x, weight),
+        lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""),
+    ]
+    times: list[list[float]] = [[], []]
+    for repeat in range(max(12, min(300, int(_FLOPS / (2 * rows * inputs * outputs))))):
+        for way in (0, 1) if repeat % 2 else (1, 0):
+            started = time.perf_counter()
+            ways[way]()
+            times[way].append(1000 * (time.perf_counter() - started))
+    plain, fast = (sorted(found)[len(found) // 4] for found in times)
+    shape = {"inputs": inputs, "outputs": outputs, "rows": rows}
+    return {**shape, "plain_ms": round(plain, 4), "packed_ms": round(fast, 4), "ratio": round(plain / fast, 2)}
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,7 @@ from draftsmith.eval.measure.result import (
     Settings,
     environment,
 )
-from draftsmith.eval.measure.turns import Repeats, pack_decoded, run_systems, unpack_decoded
+from draftsmith.eval.measure.turns import SIMULATED_BATCH, Repeats, pack_decoded, run_systems, unpack_decoded
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.files import fingerprint
 from draftsmith.foreign.journal import Journal
@@ -52,8 +52,6 @@ from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info
 from draftsmith.stages.session import Session, say
 
-_SIMULATED_BATCH = 32
-"""Answers made together where nothing is timed."""
 _KEPT_BATCHES = 4
 """Batches of them that are kept together: those of an interrupted one are made again."""
 
@@ -143,7 +141,7 @@ class Evaluator:
         point = table.middle(self.spec.batch)
         say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
         requests = sorted((self._keyed(r, 0) for r in self.requests), key=lambda r: len(r.prompt_ids))
-        longest, fewer = longest_text(requests), (_SIMULATED_BATCH, 8, 2)
+        longest, fewer = longest_text(requests), (SIMULATED_BATCH, 8, 2)
         rows = next((n for n in fewer if fits_in_memory(self.target, n, longest)), 1)
         answers = _answers(self.target, requests, sampling, journal, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
@@ -208,7 +206,7 @@ class Evaluator:
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
-        answers = {self.target: _answers(self.target, requests, sampling, journal, _SIMULATED_BATCH)}
+        answers = {self.target: _answers(self.target, requests, sampling, journal, SIMULATED_BATCH)}
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         for c in self.systems:
@@ -218,14 +216,14 @@ class Evaluator:
                 continue
             own = c.verified_by(self.target)
             if own not in answers:
-                answers[own] = _answers(own, requests, sampling, journal, _SIMULATED_BATCH)
+                answers[own] = _answers(own, requests, sampling, journal, SIMULATED_BATCH)
             simulation = c.simulate(own, answers[own], sampling, c.max_k)
             changed = {}
             if c.verifier is not None:
                 changed = measure_change(self.target, c, answers[own], answers[self.target], self._judge)
             drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
             off_text[c.name] = simulation.off_text
-        return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
+        return self._result(sampling, drafters, off_text, batch=SIMULATED_BATCH, repeats=repeats)
 
     def _simulated_drafter(
         self,

@@ -23,6 +23,8 @@ from draftsmith.heads.target.target import Target
 
 FEW = 2
 """Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""
+SIMULATED_BATCH = 32
+"""Answers made together where nothing is timed."""
 _WAITING = 3
 """Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -275,8 +276,8 @@ class _Run:
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        counted = [sums.loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
-        loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
+        counted = [sums.loss, sums.step_loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
+        loss, step_loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
         check_finite("The loss became", loss, progress.step + 1)
         seen, learned = progress.tokens + int(tokens), progress.rows + int(rows)
         progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)
@@ -285,6 +286,7 @@ class _Run:
             "tokens": progress.tokens,
             "epoch": self._epoch(progress.step),
             "loss": float(loss / divisor),
+            "loss_by_step": (step_loss / step_rows.clamp(min=1)).tolist(),
             "lr": factor * self.spec.lr,
             "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
             "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
@@ -340,5 +342,8 @@ class _Run:
 def _postfix(record: dict[str, Any], progress: Progress, foreseen: Forecast | None, speed: float) -> str:
     tau = f"tau {progress.best_tau:.2f}" if progress.best_tau else ""
     tau += f", forecast {foreseen} at the end " if foreseen else " " if tau else ""
-    learned = f"loss {record['loss']:.3f} acc {record['accuracy'][0]:.2f} " if "loss" in record else ""
+    learned = ""
+    if "loss" in record:
+        a_step = f" ({mean(record['loss_by_step']):.3f} a draft step)" if len(record["loss_by_step"]) > 1 else ""
+        learned = f"loss {record['loss']:.3f}{a_step} acc {record['accuracy'][0]:.2f} "
     return f"{learned}{tau}{speed:.0f} tok/s"

@@ -28,6 +28,7 @@ class StepSums:
     """Sums of one optimizer step over micro-batches (and, after `reduce`, over processes)."""
 
     loss: Tensor
+    step_loss: Tensor
     correct: Tensor
     acceptance: Tensor
     rows: Tensor
@@ -39,11 +40,12 @@ class StepSums:
         """Return sums that are all 0."""
         z = torch.zeros(steps, device=device)
         nothing = torch.zeros((), device=device)
-        return cls(nothing.clone(), z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
+        return cls(nothing.clone(), z.clone(), z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
 
     def add(self, scored: LossOutput, tokens: int) -> None:
         """Add a micro-batch."""
         self.loss += scored.loss_sum.detach()
+        self.step_loss += scored.step_loss
         self.correct += scored.step_correct
         self.acceptance += scored.step_acceptance
         self.rows += scored.step_rows

@@ -133,7 +133,7 @@ def describe(plan: Plan) -> list[str]:
         f"memory {'' if device.name == 'cpu' else 'per GPU '}while training: {_size(plan.train_bytes)} of {_size(device.memory)} "
         f"(target {_size(target.weight_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(plan.head_bytes)}; "
         f"activations and logits {_size(plan.pass_bytes)})",
-        f"{_evaluation(plan)}{one}, {_size(plan.evaluate_bytes)} in memory",
+        _evaluation(plan, one),
         *_summary(plan),
     ]
 
@@ -157,8 +157,8 @@ def _measured(plan: Plan, rates: Rates) -> list[str]:
     return lines
 
 
-def _evaluation(plan: Plan) -> str:
-    """Say what the evaluation measures, and how long its parts take."""
+def _evaluation(plan: Plan, one: str) -> str:
+    """Say what the evaluation measures, and how long its parts take. one: on what."""
     spec, found = plan.recipe.evaluate, EvaluationPlan(plan)
     many = [
         (found.count, "prompt"),
@@ -171,7 +171,7 @@ def _evaluation(plan: Plan) -> str:
     uncounted = ", which stand for those that are not at hand" if plan.prompts.keys() == UNCOUNTED.keys() else ""
     return (
         f"evaluation: {prompts}{uncounted}, {temperatures}, {repeats} of the target and {drafters}, "
-        f"{readable_time(found.seconds)} ({parts}) if no draft is slower than the target alone"
+        f"{readable_time(found.seconds)}{one} ({parts}) if no draft is slower than the target alone, {_size(plan.evaluate_bytes)} in memory"
     )
 
 

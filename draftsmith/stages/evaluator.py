@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,7 @@ class Evaluator:
                 sampling,
                 batch=spec.batch,
                 on_batch=bar.update,
+                on_kept=partial(_count_as_done, bar),
                 picks=list(picks),
                 generate=plain(self.target) if spec.generate and spec.batch == 1 else None,
                 journal=journal,
@@ -340,6 +342,14 @@ def _with_length(system: SystemUnderTest, k: int) -> SystemUnderTest:
     return replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k)
 
 
+def _count_as_done(bar: Any, count: int) -> None:
+    """Count what an earlier process did: it has no part in this one's rate, and the time that is left follows from that."""
+    bar.initial += count
+    bar.last_print_n += count
+    bar.n += count
+    bar.refresh()
+
+
 def _answers(
     target: Target,
     requests: Sequence[Request],
@@ -357,7 +367,7 @@ def _answers(
             name = f"answers of {target.fingerprint}/{start}+{len(chunk)}"
             if (kept := journal.get(name)) is not None:
                 found += unpack_decoded(kept, chunk).generations
-                bar.update(len(chunk))
+                _count_as_done(bar, len(chunk))
                 continue
             made: dict[int, Generation] = {}
             for generation in decode(target, TargetAlone(), chunk, sampling, rows):

@@ -48,9 +48,9 @@ class Session:
         self.processes = world().size
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if world().main else set()
-        self.run = RunDirectory(recipe.run_dir)
+        self.run = RunDirectory(recipe.run_dir, recipe=recipe)
         shared = recipe.data_path != recipe.run_dir
-        self.data = RunDirectory(recipe.data_path, DATA_STAGES) if shared else self.run
+        self.data = RunDirectory(recipe.data_path, DATA_STAGES, recipe) if shared else self.run
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:

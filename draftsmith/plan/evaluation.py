@@ -60,7 +60,8 @@ class EvaluationPlan:
                 able = tree is None or head in spec.beside or tree_kind(tree, draft.drawn) in own
                 if able and (not draft.heads or head in draft.heads):
                     nodes = chain.nodes if tree is None else tree.max_nodes
-                    found.append(Way(nodes, tree is None, not isinstance(tree, DynamicTree), _greedy(draft, spec)))
+                    simulated = draft.typical is None and not draft.drawn and not isinstance(tree, DynamicTree)
+                    found.append(Way(nodes, tree is None, simulated, _greedy(draft, spec)))
         return found + [chain] * len(spec.baselines)
 
     @cached_property

@@ -186,14 +186,15 @@ class Session:
         return fingerprint(parts)
 
     def begin(self, stage: str, inputs: dict[str, Any], needed: Sequence[Path] = ()) -> bool:
-        """Return True where the stage can be reused, with all that is needed; obey --redo the first time the stage begins."""
+        """Return True where the stage can be reused, with all that is needed of it, and say what; obey --redo the first time the
+        stage begins."""
         run, redo = self.directory(stage), stage in self.redo
         done = run.begin(stage, inputs, redo=redo, needed=needed)
         if redo and run is not self.run:
             self.run.clear(stage, release=False)  # what follows from it
         self.redo.discard(stage)
         if done:
-            say(f"{stage}: reusing {run.path}")
+            say(f"{stage}: reusing {needed[0] if needed else run.path}")
         return done
 
     def directory(self, stage: str) -> RunDirectory:

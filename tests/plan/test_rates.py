@@ -31,8 +31,9 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_time", once)
 
 
-def measured(recipe: Recipe, **changes: Any) -> Plan:
-    config = tiny_model("llama", **changes).config
+def measured(recipe: Recipe) -> Plan:
+    """The plan for a target of 16 layers, as the tiny recipes have one."""
+    config = tiny_model("llama", num_hidden_layers=16).config
     planned = PlannedTarget(config, shape_of(config, 4), "float32")
     given = assume(recipe, planned.shape, device_here("cpu"))
     device = rates.measure_device(recipe, planned, given)
@@ -70,7 +71,7 @@ def test_of_a_large_target_some_layers_are_measured(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rates, "_LAYERS", 1.0)
     made = measured(recipe)
     few = shape_of(tiny_model("llama", num_hidden_layers=3).config, 4)
-    assert made.target.layers == 8
+    assert made.target.layers == 16
     share = made.target.step_flops(made.context) / few.step_flops(made.context)
     assert made.pass_seconds(1, 1, made.context) == pytest.approx(share * SECONDS)
 
@@ -93,12 +94,19 @@ def test_a_target_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, 
     assert "too little free memory to measure even 8 layers" in capsys.readouterr().err
 
 
-def test_other_programs_do_not_count() -> None:
-    """A job that waits takes no time on a CPU."""
-    event = __import__("threading").Event()
-    assert rates._seconds(lambda: event.wait(0.2), torch.device("cpu")) < 0.1
+@pytest.mark.parametrize(("own", "process", "counted"), [(3.0, 4.0, 3.0), (1.0, 8.0, 4.0)])
+def test_other_programs_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, own: float, process: float, counted: float
+) -> None:
+    """On a CPU: the time of this thread, or of all threads by their number where this one waits for the others."""
+    for name, seconds in (("thread_time", own), ("process_time", process), ("perf_counter", 99.0)):
+        clock = iter((10.0, 10.0 + seconds))
+        monkeypatch.setattr(rates.time, name, lambda clock=clock: next(clock))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert rates._seconds(lambda: None, torch.device("cpu")) == counted
 
 
+@pytest.mark.usefixtures("clock")
 def test_the_embedded_default_is_planned_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--target.path", "embedded", "--data.limit", "500", "--data.max_length", "128"]) == 0
     lines = capsys.readouterr().out.splitlines()

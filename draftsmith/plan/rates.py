@@ -28,6 +28,7 @@ from draftsmith.eval.decode.clock import Stopwatch
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.eval.decode.verify import Noise, verify
 from draftsmith.eval.measure.machine import ClockWatch, available_memory
+from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import HeadCost, head_cost
 from draftsmith.heads.losses.head_loss import head_loss
@@ -183,7 +184,8 @@ def _make_target(recipe: Recipe, planned: PlannedTarget, device: Device, fewest:
             f"This machine has too little free memory to measure even {layers} layers of the target {recipe.target.path}: name a "
             "GPU of the table with --device."
         )
-    with no_init_weights(), torch.device(device.name):
+    what, remedy = f"No part of the target {recipe.target.path} can be built", "name a GPU of the table with --device"
+    with foreign_code(what, remedy), no_init_weights(), torch.device(device.name):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, planned.dtype), attn_implementation=recipe.target.attn_implementation
         )

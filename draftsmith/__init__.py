@@ -78,7 +78,8 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> "Target":
-    """Return the frozen target in a local folder or of a Hub name, checked to be one that the decoder serves exactly.
+    """Return the frozen target in a local folder, of a Hub name or in a GGUF file, checked to be one that the decoder serves
+    exactly.
 
     dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's. Raises UserError for a path, file or architecture
     that cannot be used, a draft head's folder among them.

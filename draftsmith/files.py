@@ -29,6 +29,11 @@ _TEMPORARY = re.compile(r"\..+\.draftsmith-[0-9a-f]{12}\.(tmp|old)")
 """The names of what is being written or replaced; no other program's files have them."""
 
 
+def default_cache() -> Path:
+    """Return $DRAFTSMITH_CACHE, or ~/.cache/draftsmith: what is made once and can be made again."""
+    return Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
+
+
 @contextmanager
 def explain_os_error(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[None]:
     """Raise UserError, one sentence that names `path`, where the system does not let it be written.

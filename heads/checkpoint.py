@@ -68,7 +68,8 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
     method, vocab = find_method(config["method"]), tensors.get("draft_vocab")
     if vocab is not None:
         check_draft_vocab(vocab, target.vocab_size, file)
-    check_layer_sizes(config, tensors, path / CONFIG)
+    own = {name: value for name, value in config.items() if name != "target"}  # whose sizes are not the head's
+    check_layer_sizes(own, tensors, path / CONFIG)
     with explain_config(path, f"{config['method']} head", remedy):
         head = method.load(config, target, vocab)
     if head.reads.layer_ids:

@@ -17,6 +17,7 @@ from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
 from draftsmith.foreign.json import is_text, read_object
 from draftsmith.foreign.limits import try_out
+from draftsmith.heads.target.gguf_file import is_gguf, model_folder
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
@@ -35,14 +36,16 @@ _TOKENIZER_JSON = (
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a target (a folder or a Hub name); UserError where it or its chat template is missing."""
+    """Load the tokenizer of a target (a folder, a Hub name or a GGUF file); UserError where it or its chat template is missing."""
     tokenizer = read_tokenizer(path, trust_remote_code)
     template = tokenizer.chat_template
     if not template:
-        raise UserError(
+        add = " add a chat_template.jinja to the folder, or"
+        text = (
             f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
             "instruction-tuned model of the same family."
         )
+        raise UserError(text.replace(add, "") if is_gguf(path) else text)
     if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
         raise UserError(f"The chat template of {path} is no text: write the template itself into chat_template.jinja.")
     _try_template(tokenizer)
@@ -62,7 +65,12 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or by a Hub name, with a chat template or without; UserError where it is missing."""
+    """Load a tokenizer from a folder, by a Hub name or from a GGUF file, with a chat template or without; UserError where it is
+    missing."""
+    if is_gguf(path):
+        tokenizer = read_tokenizer(str(model_folder(path)))
+        tokenizer.name_or_path = path  # what messages say, not the cache
+        return tokenizer
     folder = Path(path).expanduser()
     if (folder.is_absolute() or path.startswith(".")) and not folder.is_dir():
         raise UserError(f"There is no folder {path} to load a tokenizer from.")

@@ -5,14 +5,13 @@ once and kept outside the checkout, in $DRAFTSMITH_CACHE or ~/.cache/draftsmith.
 """
 
 import json
-import os
 import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.embedded.corpus import generate_conversations, generate_prompts
-from draftsmith.files import atomic_directory, claim, fingerprint, sweep
+from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep
 
 SHIPPED = Path(__file__).parent / "target"
 CONVERSATIONS, PROMPTS_PER_SLICE = 24_000, 24
@@ -26,11 +25,6 @@ class EmbeddedDefault:
     target: Path
     conversations: Path
     prompts: Path
-
-
-def default_cache() -> Path:
-    """Return $DRAFTSMITH_CACHE, or ~/.cache/draftsmith."""
-    return Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
 
 
 def ensure_embedded(cache: Path | None = None, *, progress: bool = True) -> EmbeddedDefault:

@@ -194,7 +194,7 @@ _PLAN = (
 )
 _FIT = (
     option("--head", type=Path, metavar="FOLDER", help="A checkpoint, a run, an export or a published head."),
-    option("--target", metavar="PATH", help="Folder or Hub name of the target."),
+    option("--target", metavar="PATH", help="Folder, Hub name or GGUF file of the target."),
 )
 
 COMMANDS: dict[str, Command] = {

@@ -12,6 +12,7 @@ from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import read_record
 from draftsmith.heads.target.files import hash_tokenizer
+from draftsmith.heads.target.gguf_file import is_gguf, open_gguf
 from draftsmith.heads.target.identity import (
     CHANGES_OUTPUT,
     KINDS,
@@ -32,14 +33,17 @@ HARMLESS = ("eos",)
 def run_fit(head_folder: Path, target: str) -> int:
     """Print a line for everything that tells targets apart; return 0 where the head fits, 1 where it does not.
 
-    target: a folder or a Hub name. Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
+    target: a folder, a Hub name or a GGUF file. Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
     """
     folder = find_head_folder(head_folder)
     head = check_head(folder)
-    place = find_target_folder(target)
-    if place.resolve() == folder.resolve():
-        raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
-    now = identify_directory(place, target)
+    if is_gguf(target):
+        now = open_gguf(target).identity
+    else:
+        place = find_target_folder(target)
+        if place.resolve() == folder.resolve():
+            raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
+        now = identify_directory(place, target)
     made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
     differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
     lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]

@@ -132,20 +132,20 @@ def check_transformers() -> Iterator[Check]:
 
 
 def caches() -> dict[str, Path]:
-    """The folders that grow: here, the embedded default's cache, the Hub's cache."""
+    """The folders that grow: here, draftsmith's cache, the Hub's cache."""
     hub = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     own = os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith"
     # Not Path.expanduser, which raises where an account has no home: then ~ is a folder that cannot be made.
     return {
         "This folder": Path.cwd(),
-        "Embedded default's cache": Path(os.path.expanduser(own)),
+        "draftsmith's cache": Path(os.path.expanduser(own)),
         "Hub cache": Path(os.path.expanduser(hub)),
     }
 
 
 def check_disk() -> Iterator[Check]:
     """Every folder that grows can be written and has room."""
-    variables = {"Embedded default's cache": "DRAFTSMITH_CACHE", "Hub cache": "HF_HOME"}
+    variables = {"draftsmith's cache": "DRAFTSMITH_CACHE", "Hub cache": "HF_HOME"}
     for name, folder in caches().items():
         fix = f"set {variables[name]} to another folder" if name in variables else "work in another folder"
         there = next(one for one in (folder, *folder.parents) if one.exists())

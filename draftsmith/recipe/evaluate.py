@@ -7,6 +7,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree, load_tree
 from draftsmith.eval.decode.verify import Typical
+from draftsmith.eval.drafters.baselines import BaselineSpec
 from draftsmith.fields import BATCH, LATER, SHARE, TOKENS, Dtype, check_fields, require, within
 
 TEMPERATURE = within(0, 100)
@@ -31,6 +32,8 @@ class DraftSpec:
     confidence_threshold: float | None = field(default=None, metadata=LATER | within(0, 1, above=True, below=True))
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark); null: it never ends early."""
+    weights: Literal["int8", "int4", "float8"] | None = field(default=None, metadata=LATER)
+    """The head's linear layers with weights that torchao rounds to this (extra `quant`); null: as they are. Texts stay exact."""
     heads: list[str] = field(default_factory=list, metadata=LATER)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
@@ -69,29 +72,6 @@ class DraftSpec:
         require(chain or value is None, f"{where} confidence_threshold", value, "only a chain takes it")
         static = self.children is None or not (chain or dynamic)
         require(static, f"{where} children", self.children, "only a static tree takes it")
-
-
-@dataclass(frozen=True)
-class BaselineSpec:
-    """A drafter that is not trained here."""
-
-    kind: str = ""
-    """prompt_lookup repeats what followed the last tokens when they occurred before; draft_model is a smaller model."""
-    path: str | None = None
-    """draft_model: folder or Hub name of a model with the target's tokenizer."""
-    max_ngram: int | None = field(default=None, metadata=within(1, 64))
-    """prompt_lookup: the most tokens that are looked up; null is 3."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "evaluate.baselines: ")
-        known = self.kind in ("prompt_lookup", "draft_model")
-        require(known, "evaluate.baselines: kind", self.kind, "choose prompt_lookup or draft_model")
-        where = f"evaluate.baselines, {self.kind}"
-        lookup = self.kind == "prompt_lookup"
-        require(lookup or bool(self.path), f"{where}: path", self.path, "name the folder of the draft model")
-        require(not lookup or self.path is None, f"{where}: path", self.path, "only a draft_model takes it")
-        longest = self.max_ngram
-        require(lookup or longest is None, f"{where}: max_ngram", longest, "only prompt_lookup takes it")
 
 
 @dataclass(frozen=True)

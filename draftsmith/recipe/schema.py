@@ -21,7 +21,7 @@ class TargetSpec:
     """The frozen target."""
 
     path: str = "embedded"
-    """Folder or Hub name of the target; `embedded` is a tiny Llama that is trained once and cached."""
+    """Folder, Hub name or GGUF file of the target; `embedded` is a tiny Llama that is trained once and cached."""
     dtype: Dtype = "auto"
     """Dtype for answers and hidden states; `auto` is that of the checkpoint."""
     device: str = "auto"

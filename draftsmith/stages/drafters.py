@@ -1,7 +1,7 @@
 """The drafters that an evaluation measures.
 
 They are the run's head and those of `evaluate.beside`, each in every way to draft that `evaluate.drafts` names, and the
-baselines of `evaluate.baselines`: prompt lookup, and draft models that share the target's tokens.
+baselines of `evaluate.baselines`.
 """
 
 from collections import Counter
@@ -11,24 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import draftsmith
+from draftsmith.data.answers.generate import read_answers
 from draftsmith.data.conversations.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.eval.drafters.baselines import Supplies, make_baseline
 from draftsmith.eval.drafters.draft_model import check_context
-from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM
-from draftsmith.eval.drafters.system import (
-    SystemUnderTest,
-    draft_model_system,
-    head_system,
-    prompt_lookup_system,
-    tree_kind,
-)
+from draftsmith.eval.drafters.system import SystemUnderTest, head_system, tree_kind
 from draftsmith.eval.measure.history import trained_length
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.gguf_file import is_gguf
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import check_same_tokens
 from draftsmith.recipe.schema import Recipe
@@ -84,13 +80,18 @@ def with_trained_lengths(
 
 
 def check_named_drafters(recipe: Recipe) -> None:
-    """Raise UserError for heads, trees and draft models of the evaluation that are not there; no target is needed."""
+    """Raise UserError for heads, trees, draft models and outputs of the evaluation that are not there; no target is needed."""
     _compared_folders(recipe)
     for draft in recipe.evaluate.drafts:
         draft.load()
     for baseline in recipe.evaluate.baselines:
         if baseline.path is not None:
             _check_draft_model_path(baseline.path)
+        if baseline.outputs is not None and not Path(baseline.outputs).is_file():
+            raise UserError(
+                f"evaluate.baselines names the outputs {baseline.outputs}, but there is no such file: give an answers.jsonl "
+                "of a run, or leave outputs out."
+            )
 
 
 def drafter_digests(session: Session, drafters: list[SystemUnderTest]) -> dict[str, Any]:
@@ -185,6 +186,7 @@ def ways_to_draft(
             typical=draft.typical,
             verifier=tuned,
             threshold=draft.confidence_threshold,
+            weights=draft.weights,
         )
         for draft, tree in ways
     ]
@@ -200,7 +202,7 @@ def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[
     kept: list[SystemUnderTest] = []
     for c in sorted(drafters, key=lambda c: (not c.lossless, c.drawn)):
         if c.head is None or not any(
-            (c.head is k.head) and (c.tree, c.threshold) == (k.tree, k.threshold) for k in kept
+            (c.head is k.head) and (c.tree, c.threshold, c.weights) == (k.tree, k.threshold, k.weights) for k in kept
         ):
             kept.append(c)
     return [c for c in drafters if c in kept]
@@ -209,23 +211,28 @@ def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[
 def _baselines(session: Session, target: Target, longest: int) -> list[SystemUnderTest]:
     """Return the recipe's baselines, draft models in the dtype of `target`.
 
-    longest: tokens of the longest text that will be decoded. Raises UserError for a draft model that cannot draft for
-    `target`.
+    longest: tokens of the longest text that will be decoded. Raises UserError for what cannot draft for `target`.
     """
     spec = session.recipe.evaluate
-    lengths = (spec.num_speculative_tokens, spec.max_k)
-    found = []
-    for baseline in spec.baselines:
-        if baseline.path is None:
-            ngram = baseline.max_ngram or MAX_NGRAM
-            name = "prompt lookup" if ngram == MAX_NGRAM else f"prompt lookup, {ngram}-grams"
-            found.append(prompt_lookup_system(name, *lengths, max_ngram=ngram))
-        else:
-            model = _load_draft_model(session, target, baseline.path)
-            check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
-            name = f"draft model {Path(model.path).name}"
-            found.append(draft_model_system(name, model, target.vocab_size, *lengths))
+
+    def load_model(path: str) -> Target:
+        model = _load_draft_model(session, target, path)
+        check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
+        return model
+
+    supplies = Supplies(spec.num_speculative_tokens, spec.max_k, target.vocab_size, load_model, _read_outputs)
+    found = [make_baseline(baseline, supplies) for baseline in spec.baselines]
+    for c in found:
+        ahead = c.make(c.num_speculative_tokens).num_speculative_tokens
+        if target.context_length is not None:
+            check_context(f"target beside {c.name}", target.context_length, longest + ahead)
     return found
+
+
+def _read_outputs(path: str) -> list[list[int]]:
+    """Return the output tokens of a file of answers."""
+    samples = read_answers(Path(path)).samples
+    return [sample.ids[sample.mask].tolist() for sample in samples]
 
 
 def _load_draft_model(session: Session, target: Target, path: str) -> Target:
@@ -249,7 +256,7 @@ def _load_draft_model(session: Session, target: Target, path: str) -> Target:
 def _check_draft_model_path(path: str) -> None:
     """Raise UserError for a local folder that is not there, without asking the Hub for it."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
-    if looks_local and not Path(path).is_dir():
+    if looks_local and not Path(path).is_dir() and not is_gguf(path):
         raise UserError(
             f"evaluate.baselines names the draft model {path}, but there is no such folder: give one, or a Hub name "
             "owner/model."

@@ -15,6 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.files import atomic_path
 from draftsmith.heads.formats.engines import GGUF_TYPES
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.stages import gguf_wrapper
 from draftsmith.stages.exporting import export_options
 from draftsmith.stages.session import Session, say
@@ -82,11 +83,14 @@ def check_conversion(session: Session, tree: Path) -> None:
 def export_gguf(
     session: Session, exported: Path, tree: Path, outtype: str | None = None, pre_tokenizer: str | None = None
 ) -> Path:
-    """Convert the export in the folder `exported` to a GGUF file next to it; print the command that converts the target.
+    """Convert the export in the folder `exported` to a GGUF file next to it; print the command that converts the target, or its file.
 
     outtype: None for the dtype of the export. The rest is as in `convert`.
     """
-    dtype, target = session.recipe.export.dtype, Path(session.target_path).absolute()
+    dtype, path = session.recipe.export.dtype, session.target_path
+    target = model_folder(path).absolute()
+    if is_gguf(path):  # which names it
+        pre_tokenizer = pre_tokenizer or open_gguf(path).header.metadata.get("tokenizer.ggml.pre")
     outtype = outtype or GGUF_TYPES[session.target.dtype_name if dtype == "auto" else dtype]
     if not target.is_dir():  # a Hub name, of which the configuration and the tokenizer are needed
         target = Path(snapshot_download(session.target_path, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt"]))
@@ -95,7 +99,7 @@ def export_gguf(
     convert(tree, exported, out, outtype, target=needs, pre_tokenizer=pre_tokenizer)
     arguments = [str(target), "--outfile", "target.gguf", "--outtype", GGUF_TYPES[session.target.dtype_name]]
     say(f"gguf: {out} ({outtype})")
-    say(f"the target: {shlex.join(_command(tree, arguments, pre_tokenizer))}")
+    say(f"the target: {path if is_gguf(path) else shlex.join(_command(tree, arguments, pre_tokenizer))}")
     return out
 
 

@@ -76,7 +76,7 @@ class Session:
 
     @property
     def target_path(self) -> str:
-        """Folder or Hub name of the target."""
+        """Folder, Hub name or GGUF file of the target."""
         path = self.recipe.target.path
         return str(self.embedded.target) if path == "embedded" else path
 
@@ -112,7 +112,7 @@ class Session:
             return None
         if not self.recipe.evaluate.original:
             why = "evaluate.original is false"
-        elif made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).is_dir()):
+        elif made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).exists()):
             why = "it is not there any more"
         else:
             try:

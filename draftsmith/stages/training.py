@@ -20,6 +20,7 @@ from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.files import fingerprint_directory
+from draftsmith.heads.target.gguf_file import model_folder
 from draftsmith.heads.target.shape import shape_of_model
 from draftsmith.heads.vocab import (
     LOW_COVERAGE,
@@ -118,8 +119,8 @@ def train_inputs(session: Session) -> dict[str, Any]:
     recipe, warm = session.recipe, warm_folder(session.recipe)
     head = fingerprint_fields(recipe.head)
     for key in getattr(recipe.head, "MODELS", ()):
-        if head.get(key) and Path(head[key]).is_dir():
-            head[key] = fingerprint_directory(Path(head[key]))
+        if head.get(key) and Path(head[key]).exists():
+            head[key] = fingerprint_directory(model_folder(head[key]))
     volatile = ("checkpoint_minutes", "workers", "warm_start")
     upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)
     return {

@@ -11,6 +11,7 @@ S slots, h key/value heads, d head dim, M tensors of one shape (keys and values 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,21 +39,21 @@ class WriteRange:
     rows_b: Tensor | None = None
     skip: int = 0
 
-    @property
+    @cached_property
     def visible(self) -> int:
         """Slots that the longest row uses once its entries are written."""
         return self.longest + self.count
 
-    @property
+    @cached_property
     def single(self) -> bool:
         """Whether there is one row alone, whose new entries are then one slice."""
         return self.rows_b is None and len(self.lengths_B) == 1
 
     def store(self, buffer_BhSd: Tensor, new_BhNd: Tensor) -> Tensor:
         """Write new entries into a layer's buffer; return the visible slots [b, h, S, d] of the rows written."""
-        visible_BhSd = buffer_BhSd[:, :, : self.visible]
+        visible_BhSd = buffer_BhSd.narrow(2, 0, self.visible)
         if self.single:
-            visible_BhSd[:, :, self.longest :] = new_BhNd
+            buffer_BhSd.narrow(2, self.longest, self.count).copy_(new_BhNd)
             return visible_BhSd
         device = self.lengths_B.device
         rows_B = torch.arange(len(self.lengths_B), device=device) if self.rows_b is None else self.rows_b

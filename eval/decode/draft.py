@@ -7,6 +7,7 @@ new tokens, b admitted rows, L tokens of a prompt, F width of the aux streams, W
 of the target.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
@@ -28,7 +29,9 @@ class Draft:
     were drawn from, one after the other and without replacement; nodes from M on have no children. None where tokens
     were chosen deterministically. A child drawn when no mass was left is never accepted. vocab_W: the target ids of a
     distribution's columns, None if they are the same. tree: the static tree that all rows have, if they have one.
-    linear: whether all rows are chains, None if not known. Both save computing the shape in every round.
+    linear: whether all rows are chains, None if not known. Both save computing the shape in every round. listen: called with
+    the target's logits [B, N, V] at all nodes, once it has read them, padding included, which it reads as the tree says: for
+    drafters that learn from nodes which are never accepted.
     """
 
     tokens_BN: Tensor
@@ -38,6 +41,7 @@ class Draft:
     vocab_W: Tensor | None = None
     tree: StaticTree | None = None
     linear: bool | None = None
+    listen: Callable[[Tensor], None] | None = None
 
     @classmethod
     def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":

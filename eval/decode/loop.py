@@ -87,6 +87,9 @@ class Loop:
         logits_BNV = self.target.head.logits(output.last)
         watch.lap("verify")
 
+        if draft.listen is not None:
+            draft.listen(logits_BNV)
+            watch.lap("draft")
         verdict = self._verify(
             self.rows, draft, logits_BNV, Noise(state.keys_B, state.length_B), self.seen_BV, self.typical
         )

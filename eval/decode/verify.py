@@ -242,6 +242,8 @@ def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
 
     For greedy drafts and deterministic chains. Of equal siblings in a greedy tree, that of the longer path is accepted.
     """
+    if draft.tokens_BN.shape[1] == 1:  # the target alone
+        return Verdict(torch.zeros_like(choice_BN), torch.zeros_like(choice_BN[:, 0]), choice_BN[:, 0])
     if draft.is_chain:
         match_BN = F.pad(draft.tokens_BN[:, 1:] == choice_BN[:, :-1], (1, 0))
     else:

@@ -5,7 +5,6 @@ K: num_speculative_tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation
@@ -13,10 +12,9 @@ from draftsmith.eval.decode.draft import Drafter
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
-from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM, PromptLookup, simulate_prompt_lookup
 from draftsmith.eval.simulate.texts import Simulation, simulate_generations
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.products import pack_linears
 from draftsmith.heads.target.target import Target
@@ -34,12 +32,13 @@ Tree = StaticTree | DynamicTree
 class DraftInfo:
     """How a drafter drafts.
 
-    method: of its head, or a baseline: prompt_lookup, draft_model. num_speculative_tokens: length of its chain or depth
-    of its tree. nodes: most tokens proposed in a round. tree: null for a chain. lossy: its texts do not follow the
+    method: of its head, or the kind of a baseline. num_speculative_tokens: length of its chain or depth of its tree. nodes:
+    most tokens that a round adds to a target pass. tree: null for a chain. lossy: its texts do not follow the
     target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a
     target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one. layer_ids: the
     target's layers that the head reads; num_heads: of Medusa; both are what engines are told. trained_length: tokens of the
-    longest text that the head learned from, null where that is not recorded.
+    longest text that the head learned from, null where that is not recorded. weights: what a head's are rounded to, null for
+    as they are; weight_bytes: of its trained weights, so rounded.
     """
 
     method: str
@@ -52,6 +51,8 @@ class DraftInfo:
     layer_ids: tuple[int, ...] = ()
     num_heads: int = 0
     trained_length: int | None = None
+    weights: str | None = None
+    weight_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class SystemUnderTest:
     a round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None
     for the evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence.
-    trained_length: see `DraftInfo`.
+    trained_length, weights: see `DraftInfo`. shape: the name of a baseline's tree. most_nodes: tokens of its largest target pass,
+    None for the root and K.
     """
 
     name: str
@@ -84,6 +86,9 @@ class SystemUnderTest:
     verifier: Target | None = None
     threshold: float | None = None
     trained_length: int | None = None
+    weights: str | None = None
+    shape: str | None = None
+    most_nodes: int | None = None
 
     @property
     def counts_drafts(self) -> bool:
@@ -108,7 +113,7 @@ class SystemUnderTest:
     def nodes(self, k: int) -> int:
         """Most tokens that the target reads in a round with drafts of length `k`, the root included."""
         if self.tree is None:
-            return 1 + k
+            return self.most_nodes or 1 + k
         tree = cut_tree(self.tree, k)
         return tree.max_nodes if isinstance(tree, DynamicTree) else 1 + len(tree.choices)
 
@@ -119,13 +124,15 @@ class SystemUnderTest:
             method=self.method,
             num_speculative_tokens=self.num_speculative_tokens,
             nodes=self.nodes(self.num_speculative_tokens) - 1,
-            tree=None if self.tree is None else tree_name(self.tree, self.drawn),
+            tree=self.shape if self.tree is None else tree_name(self.tree, self.drawn),
             lossy=not self.lossless,
             parameters=self.parameters,
             tuned=self.verifier is not None,
             layer_ids=() if self.head is None else tuple(self.head.reads.layer_ids),
             num_heads=0 if self.head is None else getattr(self.head.options, "num_heads", 0),
             trained_length=self.trained_length,
+            weights=self.weights,
+            weight_bytes=None if self.head is None else weight_bytes(self.head, self.weights),
         )
 
 
@@ -150,28 +157,24 @@ def head_system(
     typical: Typical | None = None,
     verifier: Target | None = None,
     threshold: float | None = None,
+    weights: str | None = None,
 ) -> SystemUnderTest:
-    """Return the drafter of `head`; its name says how it drafts. verifier, threshold: see `SystemUnderTest`.
+    """Return the drafter of `head`; its name says how it drafts. verifier, threshold, weights: see `SystemUnderTest`.
 
     Draft lengths are clamped to the head's longest; a tree has its own. Raises UserError for one it cannot draft.
     """
     method, limit = find_method(head.method), head.clamp_draft_length(max_k)
     lengths, shape = (min(num_speculative_tokens, limit), limit), ""
     if tree is not None:
-        if (kind := tree_kind(tree, drawn)) not in method.trees:
-            raise UserError(
-                f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts."
-            )
-        if tree.depth > (most := head.clamp_draft_length(tree.depth)):
-            raise UserError(
-                f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
-                "less, or give it `heads` with the names of those that reach it."
-            )
+        _check_tree(tree, drawn, name, head)
         lengths, shape = (tree.depth, tree.depth), f" {tree_name(tree, drawn)}"
+    rounded = "" if weights is None else f", {weights}"
     until = "" if threshold is None else f" until {threshold:g}"
     lossy = "" if typical is None else ", typical (lossy)"
     tuned = ", tuned target" if head.trains.tunes_target or verifier is not None else ""
     drafting = head if threshold is None else head.with_confidence_threshold(threshold)
+    if weights is not None:
+        drafting = quantize_head(drafting, weights)
     pack_linears(drafting)
 
     def make(k: int) -> Drafter:
@@ -185,7 +188,7 @@ def head_system(
     # What a dynamic tree or drawn children propose depends on more than the text.
     simulated = typical is None and not drawn and not isinstance(tree, DynamicTree)
     return SystemUnderTest(
-        name + until + shape + lossy + tuned,
+        name + rounded + until + shape + lossy + tuned,
         head.method,
         make,
         *lengths,
@@ -198,41 +201,21 @@ def head_system(
         head=head,
         verifier=verifier,
         threshold=threshold,
+        weights=weights,
     )
+
+
+def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:
+    """Raise UserError for a tree that the head `name` cannot draft."""
+    if (kind := tree_kind(tree, drawn)) not in find_method(head.method).trees:
+        raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
+    if tree.depth > (most := head.clamp_draft_length(tree.depth)):
+        raise UserError(
+            f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
+            "less, or give it `heads` with the names of those that reach it."
+        )
 
 
 def tree_kind(tree: Tree, drawn: bool) -> str:
     """Return the name that a method's `trees` has for this kind of tree."""
     return "dynamic" if isinstance(tree, DynamicTree) else "drawn" if drawn else "static"
-
-
-def prompt_lookup_system(
-    name: str, num_speculative_tokens: int, max_k: int, *, max_ngram: int = MAX_NGRAM
-) -> SystemUnderTest:
-    """Return prompt lookup, a drafter without training."""
-    return SystemUnderTest(
-        name,
-        "prompt_lookup",
-        partial(PromptLookup, max_ngram=max_ngram),
-        num_speculative_tokens,
-        max_k,
-        simulate=lambda target, generations, sampling, k: simulate_prompt_lookup(generations, k, max_ngram=max_ngram),
-        fixed_length=False,
-        parameters=0,
-    )
-
-
-def draft_model_system(
-    name: str, model: Target, vocab_size: int, num_speculative_tokens: int, max_k: int
-) -> SystemUnderTest:
-    """Return a separate draft model for a target of `vocab_size`, whose tokens it must share."""
-    return SystemUnderTest(
-        name,
-        "draft_model",
-        lambda k: DraftModel(model, k, vocab_size),
-        num_speculative_tokens,
-        max_k,
-        simulate=lambda target, generations, sampling, k: simulate_draft_model(target, model, generations, sampling, k),
-        parameters=sum(p.numel() for p in model.model.parameters()),
-        fingerprint=model.fingerprint,
-    )

@@ -212,7 +212,7 @@ def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, floa
 
 
 def _tree_nodes(systems: Sequence[SystemUnderTest]) -> dict[str, dict[str, int]]:
-    return {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree is not None}
+    return {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree or c.most_nodes}
 
 
 def _prefill(

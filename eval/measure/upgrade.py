@@ -31,7 +31,7 @@ def upgrade(value: Any) -> Any:
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
     to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
-    wait for each token, and right answers. What is malformed stays so, for the reader to name.
+    wait for each token, right answers, and what a head's weights are rounded to. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
     if version not in (1, 2, 3, 4, 5, 6):
@@ -51,6 +51,8 @@ def upgrade(value: Any) -> Any:
                 "layer_ids": [],
                 "num_heads": 0,
                 "trained_length": None,
+                "weights": None,
+                "weight_bytes": None,
                 **drafter["draft"],
             }
         for one in measures:

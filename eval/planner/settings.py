@@ -5,7 +5,7 @@ from pathlib import Path
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.files import write_text
 from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet
-from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of
+from draftsmith.heads.formats.layout import default_layout, find_layout, gguf_obstacle, layouts_of
 from draftsmith.heads.registry import is_known
 
 _COMMAND = "start.sh"
@@ -38,7 +38,8 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
         heads=draft.num_heads,
         by_batch=decision.rules.by_batch,
     )
-    return {engine: served.start(serving) for engine, served in layout.engines.items()}
+    takes = (one for one in layout.engines.items() if gguf_obstacle(one[0], serving.target) is None)
+    return {engine: served.start(serving) for engine, served in takes}
 
 
 def write_settings(folder: Path, decision: Decision) -> None:

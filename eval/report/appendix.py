@@ -55,19 +55,25 @@ def memory(view: View) -> Section:
         if draft is not None or m.peak_memory_bytes is not None:
             shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
             peaks = (m.peak_memory_bytes, m.peak_memory_baseline_bytes)
-            sizes = (number(None if size is None else size / 2**20, 0) for size in peaks)
-            rows.append(Row((s.label, *shape, whole(draft.parameters if draft else None), *sizes)))
-    columns = ("system", "draft", "tokens per round", "parameters", "peak MiB", "target alone MiB")
+            held = (draft.parameters, draft.weight_bytes) if draft else (None, None)
+            sizes = (_mebibytes(size) for size in peaks)
+            rows.append(Row((s.label, *shape, whole(held[0]), _mebibytes(held[1], 1), *sizes)))
+    columns = ("system", "draft", "tokens per round", "parameters", "weights MiB", "peak MiB", "target alone MiB")
     return Section(
         "memory",
         "Drafts and memory",
-        "How each system drafts, how many tokens it proposes per round at most, its parameters (the trained ones of a head), "
+        "How each system drafts, how many tokens it proposes per round at most, its parameters (the trained ones of a head) and the size "
+        "of their weights, as rounded where they are, "
         "and the largest GPU memory in use while decoding, weights of the target and of everything in the comparison included "
         "(not measured without a GPU).",
         tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
         missing="How the drafters draft was not recorded.",
         folded=True,
     )
+
+
+def _mebibytes(size: int | None, digits: int = 0) -> str:
+    return number(None if size is None else size / 2**20, digits)
 
 
 def looping(view: View) -> Section:

@@ -5,8 +5,15 @@ from dataclasses import dataclass
 
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.contracts import ModelFiles
-from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Serving, Snippet, split_obstacle, steps_in_words
-from draftsmith.heads.formats.layout import Layout
+from draftsmith.heads.formats.engines import (
+    ADAPTER_NAME,
+    ENGINES,
+    Serving,
+    Snippet,
+    split_obstacle,
+    steps_in_words,
+)
+from draftsmith.heads.formats.layout import Layout, gguf_obstacle
 from draftsmith.heads.target.target import Target
 
 README = "README.md"
@@ -106,4 +113,6 @@ def _why_not(exported: Exported, engine: str) -> str | None:
         return f"{rule.why} ({rule.what}); {rule.instead}"
     if serving.adapter is not None and not ENGINES[engine].serves_adapters:
         return "is started on the target without its adapter; export with `export.adapter: merge`"
+    if (why := gguf_obstacle(engine, serving.target)) is not None:
+        return why
     return split_obstacle(engine, exported.files, serving.gpus)

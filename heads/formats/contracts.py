@@ -265,8 +265,8 @@ heads, D head size."""
 
 
 def target_reference(target: Target) -> str:
-    """Return how an engine finds the target from wherever it is started: a folder's full path, or a Hub name."""
-    return str(Path(target.path).resolve()) if Path(target.path).is_dir() else target.path
+    """Return how an engine finds the target from wherever it is started: the full path of a folder or file, or a Hub name."""
+    return str(Path(target.path).resolve()) if Path(target.path).exists() else target.path
 
 
 # A speculators config keeps what makes the layer in a section of its own.

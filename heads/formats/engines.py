@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.heads.formats.contracts import Config, ModelFiles, flatten
+from draftsmith.heads.target.gguf_file import is_gguf
 
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 ADAPTER_NAME = "tuned"
@@ -44,6 +45,7 @@ class Engine:
     served.json. counters: where it tells how many drafted tokens were accepted; `_MEASURE` where nobody knows. split: what keeps
     it from dividing a draft over GPUs, None for a program that serves nothing; `one_gpu` until its source was read.
     serves_adapters: it drafts for a target with a LoRA adapter; False, and the target is started alone, unless its source says so.
+    no_gguf: what keeps it from drafting for a target in a GGUF file, in words that follow its name; None where it does.
     """
 
     title: str
@@ -51,6 +53,7 @@ class Engine:
     counters: str
     split: Split | None
     serves_adapters: bool
+    no_gguf: str | None
 
 
 def _layer(config: Config, gpus: int) -> Iterator[str]:
@@ -104,6 +107,7 @@ def _whole_layers(_: ModelFiles, gpus: int) -> Iterator[str]:
     yield from ()
 
 
+_NO_GGUF = "reads no GGUF files"
 _GROWS = "its command line shows the text as it grows, several tokens a step"
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
@@ -113,22 +117,40 @@ ENGINES: dict[str, Engine] = {
         "tau",
         split=_vllm,
         serves_adapters=True,
+        no_gguf="reads GGUF files with a plugin alone (vllm-gguf-plugin), and takes their format for the draft as well",
     ),
-    "sglang": Engine("SGLang", "0.5.23", "`accept len` in its log is tau", split=divided, serves_adapters=False),
-    "tensorrt_llm": Engine("TensorRT-LLM", "commit 00679c66c", _MEASURE, split=divided, serves_adapters=False),
+    "sglang": Engine(
+        "SGLang",
+        "0.5.23",
+        "`accept len` in its log is tau",
+        split=divided,
+        serves_adapters=False,
+        no_gguf="keeps the embeddings of a GGUF file packed, which its drafts share, and takes its format for the draft as well",
+    ),
+    "tensorrt_llm": Engine(
+        "TensorRT-LLM", "commit 00679c66c", _MEASURE, split=divided, serves_adapters=False, no_gguf=_NO_GGUF
+    ),
     "llama_cpp": Engine(
         "llama.cpp",
         "commit 0c1e57098",
         "`draft_n` and `draft_n_accepted` in the `timings` of every answer",
         split=_whole_layers,
         serves_adapters=False,
+        no_gguf=None,
     ),
-    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=_tgi, serves_adapters=False),
-    "medusa_original": Engine("FasterDecoding/Medusa", "main", _GROWS, split=one_gpu, serves_adapters=False),
-    "transformers": Engine("transformers", "5.23.0", _MEASURE, split=None, serves_adapters=False),
-    "hydra_original": Engine("zankner/Hydra", "main", _GROWS, split=one_gpu, serves_adapters=False),
+    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=_tgi, serves_adapters=False, no_gguf=_NO_GGUF),
+    "medusa_original": Engine(
+        "FasterDecoding/Medusa", "main", _GROWS, split=one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
+    ),
+    "transformers": Engine("transformers", "5.23.0", _MEASURE, split=None, serves_adapters=False, no_gguf=None),
+    "hydra_original": Engine("zankner/Hydra", "main", _GROWS, split=one_gpu, serves_adapters=False, no_gguf=_NO_GGUF),
     "speculators": Engine(
-        "speculators", "0.9.0", "it serves nothing: it trains and evaluates further", split=None, serves_adapters=False
+        "speculators",
+        "0.9.0",
+        "it serves nothing: it trains and evaluates further",
+        split=None,
+        serves_adapters=False,
+        no_gguf=_NO_GGUF,
     ),
 }
 SERVED: dict[str, list[str]] = json.loads(Path(__file__).with_name("served.json").read_text(encoding="utf-8"))
@@ -291,12 +313,20 @@ def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
     def lines(serving: Serving) -> list[Snippet]:
         kind, convert = ["--outtype", GGUF_TYPES[serving.dtype]], ["python", "convert_hf_to_gguf.py"]
         tokenizer = [] if whole else ["--target-model-dir", serving.target]
-        server = ["llama-server", "-m", "target.gguf", "-md", "draft.gguf", "--spec-type", spec_type]
-        commands = (
-            [*convert, serving.target, "--outfile", "target.gguf", *kind],
-            [*convert, serving.draft, *tokenizer, "--outfile", "draft.gguf", *kind],
-            [*server, "--spec-draft-n-max", f"{serving.tokens}"],
-        )
+        target, draft = "target.gguf", "draft.gguf"
+        commands = [
+            [*convert, serving.target, "--outfile", target, *kind],
+            [*convert, serving.draft, *tokenizer, "--outfile", draft, *kind],
+        ]
+        if is_gguf(serving.target):
+            target = serving.target
+            del commands[0]
+            if not whole:  # which takes the tokenizer out of the target's file
+                path = Path(serving.draft)
+                draft, own = f"{path}.gguf", ["draftsmith", "export", "--recipe", "recipe.yaml"]
+                commands = [[*own, "--export.layout", path.name, "--gguf", "llama.cpp"]]
+        server = ["llama-server", "-m", target, "-md", draft, "--spec-type", spec_type]
+        commands.append([*server, "--spec-draft-n-max", f"{serving.tokens}"])
         return [Snippet("bash", "".join(_shell(words).text for words in commands))]
 
     return lines
@@ -304,11 +334,13 @@ def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
 
 def start_transformers(serving: Serving) -> list[Snippet]:
     """transformers' assisted generation."""
+    place, file = serving.target.rsplit("/", 1) if is_gguf(serving.target) else (serving.target, None)
+    gguf = f", gguf_file={json.dumps(file)}" if file else ""
     text = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"target = {json.dumps(serving.target)}\n"
-        "tokenizer = AutoTokenizer.from_pretrained(target)\n"
-        "model = AutoModelForCausalLM.from_pretrained(target)\n"
+        f"target = {json.dumps(place)}\n"
+        f"tokenizer = AutoTokenizer.from_pretrained(target{gguf})\n"
+        f"model = AutoModelForCausalLM.from_pretrained(target{gguf})\n"
         f"draft = AutoModelForCausalLM.from_pretrained({json.dumps(serving.draft)})\n"
         f"draft.generation_config.num_assistant_tokens = {serving.tokens}\n"
         'messages = [{"role": "user", "content": "What is two plus two?"}]\n'

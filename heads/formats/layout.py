@@ -18,6 +18,7 @@ from draftsmith.heads.formats.contracts import Contract, ExportRequest, ModelFil
 from draftsmith.heads.formats.engines import ENGINES, SERVED, SPECULATORS_COMPLETE, Start, start_speculators
 from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
+from draftsmith.heads.target.gguf_file import is_gguf
 from draftsmith.heads.target.target import Target
 
 Found = Callable[[ModelFiles, Target, DraftHead], bool]
@@ -164,3 +165,14 @@ def served_by_speculators(width: str) -> Served:
         refused=False,
     )
     return Served(start_speculators, rules=(rule,), caveats=(SPECULATORS_COMPLETE,))
+
+
+def gguf_obstacle(engine: str, target: str) -> str | None:
+    """Return why `engine` cannot draft for a target in a GGUF file and what to do instead, None where it can and for any other
+    target. The text follows the engine's name."""
+    why = ENGINES[engine].no_gguf if is_gguf(target) else None
+    return (
+        None
+        if why is None
+        else f"{why}; start it on the model that the file was made from, and measure the head on that"
+    )

@@ -9,8 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
 from draftsmith.errors import UserError
 from draftsmith.fields import shown
+from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.tensors import BITS, TensorSpan
 
@@ -118,6 +123,34 @@ def check_sizes(
         raise UserError(
             f"{file} describes a model of {parameters:.3g} parameters, but the weights beside it hold at most {most:.3g}: "
             "they are of different models, or some weights are missing; fetch the target again."
+        )
+
+
+def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
+    """Raise UserError where a configuration, named by its file, and the headers of the weights are of different models.
+
+    Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
+    """
+    text = config.get_text_config(decoder=True)
+    check_layers(text, spans, file)
+    with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        described = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        parameters = sum(value.numel() for value in model.parameters())
+    check_sizes(described, parameters, spans, file, quantized=getattr(config, "quantization_config", None) is not None)
+
+
+def check_causal(path: str, config: Any, trust_remote_code: bool) -> None:
+    """Raise UserError unless the configuration is one of a causal, decoder-only language model."""
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"The target {path} is an encoder-decoder model ({config.model_type}): "
+            "choose a decoder-only causal language model."
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise UserError(
+            f"The target {path} is of type {config.model_type!r}, not a causal language model: "
+            "choose a decoder-only model that can generate text."
         )
 
 

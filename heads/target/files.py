@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 import draftsmith.foreign.json as foreign
 from draftsmith.errors import UserError
+from draftsmith.files import sha256_file
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.files import read_bytes, read_text
 from draftsmith.foreign.tensors import TensorSpan, read_header, read_index
@@ -43,6 +44,10 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """The files of a model besides configuration and weights: tokenizer, chat template, and how its answers end."""
+
+
+SOURCE = "gguf.source"
+"""The record in a folder of the cache of the GGUF file that it was made of. Not .json: exports copy those."""
 
 
 def hash_json(value: Any) -> str:
@@ -193,11 +198,30 @@ def fingerprint_directory(directory: Path) -> str:
     Weights under 200 MB are hashed in full; of larger ones every tensor contributes its name, dtype, shape
     and 64 evenly spaced pieces of 256 bytes (both ends included), so that any real training step shows
     while an 8B model costs well under a second. Resharding, renaming the folder or another transformers version
-    change nothing. The tokenizer and generation_config.json are not part of it (draftsmith.heads.target.identity has them).
+    change nothing. A folder that was made of a GGUF file has that file's. The tokenizer and generation_config.json are not part of it (draftsmith.heads.target.identity has them).
     Raises UserError for a damaged or missing weight file.
     """
+    if (source := read_source(directory)) is not None:
+        return source["fingerprint"]
     spans = read_directory(directory)
     return hash_weights(spans, json.dumps(stable_config(directory), sort_keys=True).encode())
+
+
+def read_source(directory: Path) -> dict[str, Any] | None:
+    """Return the identity of the GGUF file that a folder was made of, as JSON; None for any other folder, and for one that was
+    changed or damaged since."""
+    try:
+        record = read_object(directory / SOURCE)
+        return record["identity"] if record and record["contents"] == describe_contents(directory) else None
+    except (UserError, KeyError):
+        return None
+
+
+def describe_contents(directory: Path) -> dict[str, str]:
+    """Return name -> hash of the files in a folder, those of the weights together, and as `hash_weights` does."""
+    weights = {file.name for file in weight_files(directory)}
+    others = {file.name: sha256_file(file) for file in directory.iterdir() if file.name not in (SOURCE, *weights)}
+    return {"weights": hash_weights(read_directory(directory)), **others}
 
 
 def hash_weights(spans: Sequence[TensorSpan], before: bytes = b"") -> str:

@@ -11,6 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.target.files import (
     EMBEDDINGS,
+    SOURCE,
     find_projection,
     find_tensor,
     fingerprint_directory,
@@ -23,6 +24,7 @@ from draftsmith.heads.target.files import (
     read_directory,
     read_eos_ids,
     read_object,
+    read_source,
     stable_config,
 )
 
@@ -61,7 +63,7 @@ _EARLIER = "other weights or another configuration: texts stay exact, fewer draf
 class TargetIdentity:
     """What distinguishes targets. None: not known, and never compared.
 
-    path: folder or Hub name, for people. vocab_size: rows of the output projection, padding included. fingerprint: of
+    path: folder, Hub name or GGUF file, for people. vocab_size: rows of the output projection, padding included. fingerprint: of
     configuration and weights, see `fingerprint_directory`. config, weights, embeddings, lm_head, tokenizer, chat_template:
     hashes; tensors in the dtype as stored. tied: embeddings and lm_head are one matrix. eos_ids: sorted.
     """
@@ -122,9 +124,11 @@ def identify_directory(folder: Path, path: str | None = None) -> TargetIdentity:
     """Return the identity of the target in `folder` from its files alone; a folder of 16 GB takes about a second.
 
     path: the recorded name, `folder` by default. What the folder has no files for is None. Raises UserError for
-    damaged files.
+    damaged files. A folder that was made of a GGUF file has that file's.
     """
     folder = Path(folder)
+    if (source := read_source(folder)) is not None:
+        return replace(TargetIdentity.from_json(source, str(folder / SOURCE)), path=path or str(folder))
     raw = read_object(folder / "config.json")
     configs = read_configs(folder)
     text = configs[0] if configs else None
@@ -206,11 +210,11 @@ def _by_fingerprint(recorded: TargetIdentity, now: TargetIdentity) -> bool:
 
 
 def _known(pair: tuple[Any, Any]) -> bool:
-    """Whether two values can be compared: hashes of tokenizers only where they are of the same file."""
+    """Whether two values can be compared: hashes that name a kind of file only where that is the same."""
     a, b = pair
     if a is None or b is None:
         return False
-    return not (isinstance(a, str) and ":" in a) or a.split(":")[0] == str(b).split(":")[0]
+    return str(a).rpartition(":")[0] == str(b).rpartition(":")[0]
 
 
 def _sizes(recorded: TargetIdentity, now: TargetIdentity) -> Difference:

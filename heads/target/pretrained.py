@@ -1,21 +1,20 @@
 """Opening a model with transformers; whatever is wrong with it is a UserError of one sentence."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.tensors import TensorSpan
-from draftsmith.heads.target.config import check_layers, check_sizes, read_model_config
+from draftsmith.heads.target.attention import GROUPED
+from draftsmith.heads.target.config import check_causal, check_weights, read_model_config
 from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
+from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -31,7 +30,7 @@ class OpenedModel:
 def open_model(
     path: str, *, dtype: str, device: str | torch.device, attn_implementation: str, trust_remote_code: bool
 ) -> OpenedModel:
-    """Load a causal language model from a local folder or a Hub name; only safetensors, never pickled weights.
+    """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights.
 
     Raises UserError for: a missing path, a folder that is no model, an encoder-only or encoder-decoder model, a type
     transformers does not know, missing, pickled or damaged weights, an unknown dtype, a missing device.
@@ -43,18 +42,19 @@ def open_model(
         raise UserError(f"device {str(device)!r} is not available here ({first_line(error)}): use cpu.") from error
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
-    _check_path(path)
-    if Path(path).is_dir() and not trust_remote_code:
-        read_model_config(Path(path), "the target")
-    config = load_config(path, trust_remote_code)
-    _check_config(path, config, trust_remote_code)
-    directory = weights_directory(path)
+    place = str(model_folder(path))
+    _check_path(place)
+    if Path(place).is_dir() and not trust_remote_code:
+        read_model_config(Path(place), "the target")
+    config = load_config(place, trust_remote_code)
+    check_causal(path, config, trust_remote_code)
+    directory = weights_directory(place)
     spans = read_directory(directory)
     if not trust_remote_code:  # whose sizes may be called anything
-        _check_weights(directory, spans, config)
+        check_weights(config, spans, directory / "config.json")
     with foreign_code(f"Cannot load the target {path}", "fetch it again, or choose another"):
         model, info = AutoModelForCausalLM.from_pretrained(
-            path,
+            place,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
@@ -67,6 +67,8 @@ def open_model(
             f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}: it was saved without its "
             "language-model head or incompletely; save it as a causal language model."
         )
+    if where.type == "cpu" and attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED)
     return OpenedModel(model=model.to(where), directory=directory)
 
 
@@ -88,42 +90,15 @@ def _check_path(path: str) -> None:
 
 
 def load_config(path: str, trust_remote_code: bool = False, what: str = "the target") -> Any:
-    """Return the config of a local folder or a Hub name. Raises UserError, which calls it `what`, where there is none."""
+    """Return the config of a local folder, a Hub name or a GGUF file. Raises UserError, which calls it `what`, where there is none."""
+    if is_gguf(path):
+        return open_gguf(path).read_config()
     remedy = (
         "check its path" if Path(path).exists() else "check its path, or for a Hub name its spelling and the network"
     )
     remote = "; it may need --target.trust_remote_code true, which runs code from its repository"
     with foreign_code(f"The config of {what} {path} cannot be read", remedy, {"trust_remote_code": remote}):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-
-
-def _check_weights(directory: Path, spans: Sequence[TensorSpan], config: Any) -> None:
-    """Raise UserError where the configuration and the headers of the weights are of different models.
-
-    Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
-    """
-    file = directory / "config.json"
-    text = config.get_text_config(decoder=True)
-    check_layers(text, spans, file)
-    with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        described = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        parameters = sum(value.numel() for value in model.parameters())
-    check_sizes(described, parameters, spans, file, quantized=getattr(config, "quantization_config", None) is not None)
-
-
-def _check_config(path: str, config: Any, trust_remote_code: bool) -> None:
-    """Raise UserError unless the configuration is one of a causal, decoder-only language model."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"The target {path} is an encoder-decoder model ({config.model_type}): "
-            "choose a decoder-only causal language model."
-        )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        raise UserError(
-            f"The target {path} is of type {config.model_type!r}, not a causal language model: "
-            "choose a decoder-only model that can generate text."
-        )
 
 
 def _fetch_tokenizer(path: str) -> None:
@@ -138,8 +113,9 @@ def _fetch_tokenizer(path: str) -> None:
 
 
 def weights_directory(path: str) -> Path:
-    """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub if need be)."""
-    folder = Path(path)
+    """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub, or made of a GGUF file, if need
+    be)."""
+    folder = model_folder(path)
     if not folder.is_dir():
         with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):
             for name in ("model.safetensors", "model.safetensors.index.json"):

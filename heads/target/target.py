@@ -7,6 +7,7 @@ Aux layer id k is the residual stream that enters decoder layer k = Hugging Face
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -123,10 +124,7 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.head = TargetHead(*_output_projection(model))
         self.vocab_size: int = self.head.vocab_size
-        self._wanted: frozenset[int] = frozenset()
-        self._taps: dict[int, Tensor] = {}
-        for index, layer in enumerate(find_layers(self.decoder, self.num_layers, self.model_type)):
-            layer.register_forward_pre_hook(self._make_tap(index), with_kwargs=True)
+        self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
 
     @property
     def model_type(self) -> str:
@@ -212,8 +210,11 @@ class Target:
         attention_mask (tensor, or dict by layer type), position_ids [B, n] and past_key_values go to the model as
         they are; the cache, if given, is extended in place.
         """
-        self._wanted, self._taps = frozenset(layer_ids), {}
-        try:
+        streams: dict[int, Tensor] = {}
+        # Only the layers that are read have a hook, and only now: each costs as much as a small product.
+        with ExitStack() as hooks:
+            for k in set(layer_ids):
+                hooks.enter_context(_tapped(self._layers[k], k, streams))
             output = self.decoder(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -221,20 +222,19 @@ class Target:
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
             )
-            last: Tensor = output.last_hidden_state
-            streams = [self._taps[k] for k in layer_ids]
-        finally:
-            self._wanted, self._taps = frozenset(), {}
-        if not streams:
+        last: Tensor = output.last_hidden_state
+        if not layer_ids:
             return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
-        return TargetOutput(aux=torch.cat(streams, dim=-1), last=last)
+        return TargetOutput(aux=torch.cat([streams[k] for k in layer_ids], dim=-1), last=last)
 
-    def _make_tap(self, index: int) -> Any:
-        def tap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if index in self._wanted:
-                self._taps[index] = args[0] if args else kwargs["hidden_states"]
 
-        return tap
+def _tapped(layer: nn.Module, index: int, streams: dict[int, Tensor]) -> Any:
+    """Return the handle of a hook, which its `with` removes, that keeps what enters a layer in streams[index]."""
+
+    def tap(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams[index] = args[0] if args else kwargs["hidden_states"]
+
+    return layer.register_forward_pre_hook(tap, with_kwargs=True)
 
 
 def context_of(config: Any) -> int | None:
@@ -275,10 +275,10 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> Target:
-    """Open a causal language model from a local folder or the Hub and check that it can be a target.
+    """Open a causal language model from a local folder, the Hub or a GGUF file and check that it can be a target.
 
     The check (draftsmith.heads.target.probe) compares taps, final states and logits of a few random tokens with those of
-    the model itself. Weights are read from safetensors only.
+    the model itself. Weights are read from safetensors and GGUF files only.
     Raises UserError, in one sentence, for a path, file or architecture that cannot be used.
     """
     opened = open_model(

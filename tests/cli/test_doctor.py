@@ -147,15 +147,15 @@ def test_gpu_lines_follow_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_folder_that_cannot_be_written_or_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "deep" / "cache"))
-    assert the(list(doctor.check_disk()), "Embedded default's cache").state in ("ok", "note")
+    assert the(list(doctor.check_disk()), "draftsmith's cache").state in ("ok", "note")
     assert not (tmp_path / "deep").exists()  # looking leaves nothing behind
 
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=doctor.GB))
-    assert the(list(doctor.check_disk()), "Embedded default's cache").state == "bad"
+    assert the(list(doctor.check_disk()), "draftsmith's cache").state == "bad"
 
     (tmp_path / "file").touch()
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file" / "cache"))
-    check = the(list(doctor.check_disk()), "Embedded default's cache")
+    check = the(list(doctor.check_disk()), "draftsmith's cache")
     assert check.state == "bad"
     assert "DRAFTSMITH_CACHE" in check.fix
 
@@ -168,7 +168,7 @@ def test_cache_folder_is_the_one_that_data_uses(tmp_path: Path, monkeypatch: pyt
             monkeypatch.setenv("DRAFTSMITH_CACHE", value)
         else:
             monkeypatch.delenv("DRAFTSMITH_CACHE", raising=False)
-        assert doctor.caches()["Embedded default's cache"] == default_cache()
+        assert doctor.caches()["draftsmith's cache"] == default_cache()
 
 
 @pytest.mark.parametrize(

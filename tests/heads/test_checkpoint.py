@@ -16,6 +16,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method, methods
 from draftsmith.heads.target.target import Target
 from tests.batches import documents_of, pack
+from tests.exports import make_medusa
 from tests.models import tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -64,6 +65,16 @@ def test_the_targets_embedding_is_shared_not_stored(tmp_path):
     save_head(make_head(target), tmp_path / "head", target)
     assert "embed_tokens.weight" not in load_file(tmp_path / "head" / "model.safetensors")
     assert load_head(tmp_path / "head", target).embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
+
+
+def test_no_tensor_need_be_as_large_as_the_targets_vocabulary(tmp_path):
+    target = Target(tiny_model("llama", vocab_size=5000), path="models/wide", fingerprint="abc")
+    head = make_medusa(target, original_lm_head=True)
+    save_head(head, tmp_path / "head", target)
+    assert (
+        max(size for value in load_file(tmp_path / "head" / checkpoint.WEIGHTS).values() for size in value.shape) < 4096
+    )
+    assert load_head(tmp_path / "head", target).state_dict().keys() == head.state_dict().keys()
 
 
 def test_an_embedding_of_its_own_is_stored_and_never_reaches_the_target(tmp_path):

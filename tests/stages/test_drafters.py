@@ -1,5 +1,6 @@
 """The baselines and the drafters of an evaluation: what is made of a recipe, and what is refused in a sentence."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,9 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.draft_model import DraftModel
+from draftsmith.eval.drafters.lookahead import Lookahead
 from draftsmith.eval.drafters.prompt_lookup import PromptLookup
+from draftsmith.eval.drafters.suffix_decoding import SuffixRules
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3.head import build as build_eagle
 from draftsmith.heads.eagle3.options import Eagle3Options
@@ -19,7 +22,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.stages.drafters import at_temperature, select_drafters
+from draftsmith.stages.drafters import at_temperature, check_named_drafters, select_drafters
 from draftsmith.stages.session import Session
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -109,6 +112,59 @@ def test_baselines_are_measured_with_the_heads(session: Session, workplace: Path
     assert (drafter.num_speculative_tokens, drafter.width) == (4, session.target.vocab_size)
     assert draft.info.parameters == sum(p.numel() for p in drafter.model.model.parameters())
     assert draft.fingerprint == drafter.model.fingerprint
+
+
+def test_suffix_and_lookahead_decoding_are_measured_as_named(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    row = {"id": "a", "slice": "s", "prompt_ids": [4, 5], "output_ids": [6, 7]}
+    lines = [json.dumps(row | {"output_ids": [6 + n, 7]}) for n in range(3)]
+    (workplace / "earlier.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    outputs = f"outputs: {workplace / 'earlier.jsonl'}"
+    wanted = (
+        "{kind: suffix}, {kind: suffix, tree: true, alpha: 2}, {kind: suffix, OUTPUTS, max_cached_requests: 2}, "
+        "{kind: lookahead}, {kind: lookahead, W: 4, N: 3}"
+    ).replace("OUTPUTS", outputs)
+    plain, tree, after, ahead, small = selected(session, workplace, heads, "{tree: chain}", wanted)[2:]
+    assert [c.name for c in (plain, tree, after, ahead, small)] == [
+        "suffix decoding",
+        "suffix decoding, tree, alpha 2.0",
+        "suffix decoding, max_cached_requests 2, after earlier.jsonl",
+        "lookahead",
+        "lookahead, W 4, N 3, G 15",
+    ]
+    assert [(c.info.tree, c.nodes(3)) for c in (plain, tree)] == [(None, 4), ("suffix tree", 4)]
+    assert tree.make(2).rules == SuffixRules(alpha=2, tree=True)
+    assert after.make(2).outputs.text_T.tolist() == [7, 7, -1, 8, 7, -1]
+    assert (plain.fingerprint, len(after.fingerprint)) == (None, 16)
+    assert [c.simulate is not None for c in (plain, tree, after, ahead, small)] == [True, True, True, False, False]
+    assert not any(c.fixed_length for c in (plain, tree, after, ahead, small))
+    drafter = small.make(small.num_speculative_tokens)
+    assert isinstance(drafter, Lookahead)
+    assert (drafter.W, drafter.N, drafter.G) == (4, 3, 15)
+    assert (small.lengths, small.nodes(2), small.info.nodes) == ((2,), drafter.max_nodes, 37)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "longest", "said"),
+    [
+        ("{kind: lookahead}", 240, "target beside lookahead reads at most 256 tokens, but .* has 257"),
+        ("{kind: suffix, outputs: chat.jsonl}", 100, r"chat.jsonl, line 1 is not an answer"),
+    ],
+)
+def test_baselines_that_cannot_draft_are_refused(
+    session: Session, workplace: Path, heads: dict[str, DraftHead], baseline: str, longest: int, said: str
+) -> None:
+    baseline = baseline.replace("chat.jsonl", str(workplace / "chat.jsonl"))
+    fake = session_with(session, workplace, "--evaluate.baselines", f"[{baseline}]")
+    with pytest.raises(UserError, match=said):
+        select_drafters(fake, {"medusa": heads["medusa"]}, session.target, longest)
+
+
+def test_outputs_that_are_not_there_are_refused_before_any_work(workplace: Path) -> None:
+    words = ["--evaluate.baselines", "[{kind: suffix, outputs: nowhere.jsonl}]"]
+    with pytest.raises(UserError, match=r"names the outputs nowhere.jsonl, but there is no such file"):
+        check_named_drafters(parse_recipe([*options(workplace, workplace / "run"), *words]))
 
 
 def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(

@@ -13,9 +13,11 @@ from draftsmith.cli.main import main
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
+from draftsmith.heads.target.gguf_file import model_folder
 from draftsmith.heads.target.target import load_target
 from draftsmith.stages.gguf import SCRIPT, check_tree, convert
 from tests.exports import make_eagle3, make_medusa
+from tests.ggufs import tiny_llama, write_gguf
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -230,3 +232,20 @@ def test_a_real_tree(trained: Path, tmp_path: Path) -> None:
         env = os.environ | {"PYTHONPATH": str(tree / "gguf-py")}
         read = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert read.stdout.strip() == kind
+
+
+def test_the_target_is_a_gguf_file(
+    make_tree: MakeTree, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "cache"))
+    write_gguf(file := tmp_path / "tiny.gguf", tiny_llama(layers=8))
+    target = load_target(str(file))
+    save_head(make_eagle3(target, None), tmp_path / "head", target)
+    words = ["--target.path", str(file), "--target.device", "cpu", "--head.layer_ids", "[1,3,5]"]
+    words += ["--head", str(tmp_path / "head"), "--output_dir", str(tmp_path / "run")]
+    words += ["--gguf", str(make_tree()), "--export.layout", "eagle3_llama_cpp"]
+    assert main(["export", *words]) == 0
+    said, found = capsys.readouterr(), json.loads((tmp_path / "run/export/eagle3_llama_cpp.gguf").read_text())
+    assert f"the target: {file}" in said.err.splitlines()
+    assert found["argv"][2:4] == ["--target-model-dir", str(model_folder(str(file)))]
+    assert found["pre"] == "llama-bpe", "as the file says"

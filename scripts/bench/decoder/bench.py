@@ -40,7 +40,7 @@ from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.session import Session
-from scripts.bench.pages.markdown import markdown_table
+from scripts.bench.pages.tables import markdown_table
 
 ALONE = "target alone"
 _PROFILED = 6

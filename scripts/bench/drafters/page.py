@@ -12,7 +12,7 @@ import numpy as np
 from jinja2 import Template
 
 from draftsmith.files import write_text
-from scripts.bench.pages.markdown import markdown_table
+from scripts.bench.pages.tables import markdown_table
 
 LENGTHS = ("3", "5", "7")
 Entry = dict[str, Any]

@@ -216,7 +216,7 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
         say(f"llama.cpp does not serve {candidate.name}")
         return []
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder.parent / "target.gguf"
+    target = side.served.gguf or folder.parent / "target.gguf"
     if not target.exists():
         convert(tree, side.served.folder, target, "f32", pre_tokenizer=PRE_TOKENIZER)
     exported, draft = side.export(layout, folder), folder / "draft-f32.gguf"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.pages.markdown import markdown_table
+from scripts.bench.pages.tables import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, RESULTS = ROOT / "docs" / "engines.md", ROOT / "docs" / "results" / "engines"

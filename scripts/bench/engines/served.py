@@ -16,6 +16,7 @@ from draftsmith.eval.measure.machine import available_cores
 from draftsmith.files import fingerprint
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
@@ -93,13 +94,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class ServedTarget:
-    """A target in float32, its folder, the prompts, and the heads that draft for it."""
+    """A target in float32, its folder and, where it came in one, its GGUF file, the prompts, and the heads that draft for it."""
 
     name: str
     target: Target
     folder: Path
     requests: list[Request]
     candidates: list[Candidate]
+    gguf: Path | None = None
 
 
 def prepare_target(
@@ -117,7 +119,9 @@ def prepare_target(
     folders = dict(heads) | _train_all(missing, recipes, session, work, words)
     candidates = [Candidate(p.name, p.layouts, load_head(folders[p.name], target).eval()) for p in plans]
     requests, _ = make_requests(session, target)
-    return ServedTarget(recipes, target, Path(session.target_path).resolve(), requests, candidates)
+    path = session.target_path
+    gguf = open_gguf(path).file.resolve() if is_gguf(path) else None
+    return ServedTarget(recipes, target, model_folder(path).resolve(), requests, candidates, gguf)
 
 
 def slug(name: str) -> str:

@@ -12,7 +12,9 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
+from draftsmith.eval.drafters.lookahead import Lookahead
 from draftsmith.eval.drafters.prompt_lookup import PromptLookup
+from draftsmith.eval.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
 from draftsmith.heads.target.target import Target
 from tests.far_device import far_device, move_module
 from tests.models import tiny_model
@@ -45,6 +47,8 @@ def known() -> dict[tuple[int, ...], list[int]]:
 
 DRAFTERS: dict[str, Callable[[bool], Drafter]] = {
     "prompt lookup": lambda far: PromptLookup(3),
+    "suffix tree": lambda far: SuffixDecoding(4, SuffixRules(alpha=2, tree=True), Outputs([[5, 7, 9]])),
+    "lookahead": lambda far: Lookahead(3, 3, 2),
     "draft model": lambda far: DraftModel(make_model(far, seed=0, vocab_size=V), 3, V),
     "smaller vocabulary": lambda far: DraftModel(make_model(far, seed=1, vocab_size=V - 16), 3, V),
 }

@@ -45,10 +45,10 @@ def after(words: list[str], option: str) -> str:
     return words[words.index(option) + 1]
 
 
-def write(folder: Path, layout: str, **options) -> str:
+def write(folder: Path, layout: str, name: str = "my target", **options) -> str:
     """Export a plain head and return its README. The target is a folder with a space in its name."""
     target = make_target()
-    target.path = str(folder.parent / "my target")
+    target.path = str(folder.parent / name)
     Path(target.path).mkdir(parents=True, exist_ok=True)
     keywords = {"num_speculative_tokens": 5, "dtype": "bfloat16"} | options
     export_head(PLAIN[layouts()[layout].method](target), target, folder, layout=layout, **keywords)
@@ -101,6 +101,30 @@ def test_llama_cpp_converts_both_in_the_dtype_of_the_export(tmp_path):
     assert after(serve, "--spec-draft-n-max") == "5"
     text = write(place, "eagle3_llama_cpp", dtype="bfloat16")
     assert text.count("--outtype bf16") == 2, "an older export is replaced, README and all"
+
+
+@pytest.mark.parametrize("layout", layouts())
+def test_engines_are_started_on_a_gguf_file_or_say_why_not(layout, tmp_path):
+    target = str(tmp_path / "my.Q4_1.gguf")
+    text = write(tmp_path / layout, layout, "my.Q4_1.gguf", num_speculative_tokens=3)
+    found = commands(text)
+    for engine in layouts()[layout].engines:
+        refused = (
+            f"Not with this export: {ENGINES[engine].title} {ENGINES[engine].no_gguf}; start it on the model" in text
+        )
+        assert refused == (engine not in ("llama_cpp", "transformers"))
+    assert all(words[0] in ("llama-server", "draftsmith", "python") for words in found)
+    assert not any("target.gguf" in words for words in found)
+    assert all(f'gguf_file="{Path(target).name}"' in block for block in blocks(text, "python"))
+    for words in found:
+        if words[0] == "llama-server":
+            assert after(words, "-m") == target
+            made = after(words, "-md")
+            assert made == ("draft.gguf" if layout == "draft_model" else f"{tmp_path / layout}.gguf")
+    if layout.endswith("_llama_cpp"):
+        assert [words[0] for words in found] == ["draftsmith", "llama-server"]
+        assert after(found[0], "--export.layout") == layout
+    assert f"`{target}`" in text
 
 
 def test_the_facts_are_those_of_the_head(tmp_path):

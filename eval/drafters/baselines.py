@@ -1,0 +1,176 @@
+"""The drafters without a head of this run: their kinds, options and systems. A new one is a module, its options in
+`BaselineSpec`, and one entry of `BASELINES`; recipe, help, checks and evaluation read these.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.drafters.lookahead import Lookahead, most_nodes
+from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM, PromptLookup, simulate_prompt_lookup
+from draftsmith.eval.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, simulate_suffix_decoding
+from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.fields import LATER, check_fields, require, within
+from draftsmith.files import fingerprint
+from draftsmith.heads.target.target import Target
+
+
+@dataclass(frozen=True)
+class BaselineSpec:
+    """A drafter that is not trained here."""
+
+    kind: str = ""
+    """prompt_lookup repeats what followed the last tokens when they occurred before; suffix takes what followed them most often,
+    in earlier answers too; lookahead lets the target guess ahead in the pass that verifies; draft_model is a smaller model."""
+    path: str | None = None
+    """draft_model: folder or Hub name of a model with the target's tokenizer."""
+    max_ngram: int | None = field(default=None, metadata=within(1, 64))
+    """prompt_lookup: the most tokens that are looked up; null is 3."""
+    W: int | None = field(default=None, metadata=LATER | within(1, 128))
+    """lookahead: columns of the window of guesses; null is 15."""
+    N: int | None = field(default=None, metadata=LATER | within(2, 32))
+    """lookahead: tokens of an n-gram, so that at most N - 1 are accepted at once; null is 5."""
+    G: int | None = field(default=None, metadata=LATER | within(1, 128))
+    """lookahead: the most n-grams that are verified at once; null is 15."""
+    tree: bool | None = field(default=None, metadata=LATER)
+    """suffix: draft a tree of the likeliest continuations; null is false, a chain, as vLLM does."""
+    alpha: float | None = field(default=None, metadata=LATER | within(0, 64, above=True))
+    """suffix: drafted tokens for each token of the match, at most; null is 1. vLLM's suffix_decoding_max_spec_factor."""
+    max_tree_depth: int | None = field(default=None, metadata=LATER | within(2, 1024))
+    """suffix: the most tokens of a match and its draft together; null is 24. vLLM's suffix_decoding_max_tree_depth."""
+    min_token_prob: float | None = field(default=None, metadata=LATER | within(0, 1, above=True))
+    """suffix: the least probability, by counts, of a path that is drafted; null is 0.1. vLLM's suffix_decoding_min_token_prob."""
+    outputs: str | None = field(default=None, metadata=LATER)
+    """suffix: an answers.jsonl of draftsmith with earlier outputs, such as the run's own; null looks at a prompt's own text alone."""
+    max_cached_requests: int | None = field(default=None, metadata=LATER | within(1, 10**6))
+    """suffix: take the last so many answers of `outputs`; null is 10000. vLLM's suffix_decoding_max_cached_requests."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "evaluate.baselines: ")
+        kinds = [*BASELINES]
+        known = self.kind in BASELINES
+        require(known, "evaluate.baselines: kind", self.kind, f"choose {', '.join(kinds[:-1])} or {kinds[-1]}")
+        where = f"evaluate.baselines, {self.kind}"
+        takers = {option: kind for kind, baseline in BASELINES.items() for option in baseline.options}
+        for option, kind in takers.items():
+            value = getattr(self, option)
+            require(kind == self.kind or value is None, f"{where}: {option}", value, f"only {kind} takes it")
+        if self.kind == "draft_model":
+            require(bool(self.path), f"{where}: path", self.path, "name the folder of the draft model")
+        if self.outputs is None:
+            value = self.max_cached_requests
+            require(value is None, f"{where}: max_cached_requests", value, "it counts answers of `outputs`; name those")
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The options that are set, for names."""
+        options = {option: getattr(self, option) for option in BASELINES[self.kind].options}
+        return {option: value for option, value in options.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Supplies:
+    """What the systems of baselines are made from: draft length and longest one, size of the target's vocabulary, and the
+    readers of draft models and of files of answers, which raise UserError."""
+
+    num_speculative_tokens: int
+    max_k: int
+    vocab_size: int
+    load_model: Callable[[str], Target]
+    read_outputs: Callable[[str], Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """A kind of baseline. options: the fields of `BaselineSpec` that it takes, no other kind does. make: its system."""
+
+    options: tuple[str, ...]
+    make: Callable[[BaselineSpec, Supplies], SystemUnderTest]
+
+
+def make_baseline(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
+    """Return the drafter that a recipe names. Raises UserError for a model or file that cannot be used."""
+    return BASELINES[spec.kind].make(spec, supplies)
+
+
+def _prompt_lookup(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
+    ngram = spec.max_ngram or MAX_NGRAM
+    return SystemUnderTest(
+        "prompt lookup" if ngram == MAX_NGRAM else f"prompt lookup, {ngram}-grams",
+        spec.kind,
+        partial(PromptLookup, max_ngram=ngram),
+        supplies.num_speculative_tokens,
+        supplies.max_k,
+        simulate=lambda target, generations, sampling, k: simulate_prompt_lookup(generations, k, max_ngram=ngram),
+        fixed_length=False,
+        parameters=0,
+    )
+
+
+def _suffix(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
+    chosen = spec.chosen
+    rules = SuffixRules(**{key: chosen[key] for key in SuffixRules.__dataclass_fields__ if key in chosen})
+    earlier = [] if spec.outputs is None else supplies.read_outputs(spec.outputs)
+    outputs = Outputs(earlier[-(spec.max_cached_requests or 10_000) :])
+    said = [
+        *(["tree"] if rules.tree else []),
+        *(f"{key} {value}" for key, value in chosen.items() if key not in ("tree", "outputs")),
+        *([] if spec.outputs is None else [f"after {Path(spec.outputs).name}"]),
+    ]
+    return SystemUnderTest(
+        ", ".join(["suffix decoding", *said]),
+        spec.kind,
+        lambda k: SuffixDecoding(k, rules, outputs),
+        supplies.num_speculative_tokens,
+        supplies.max_k,
+        simulate=lambda target, generations, sampling, k: simulate_suffix_decoding(generations, k, rules, outputs),
+        fixed_length=False,
+        parameters=0,
+        fingerprint=None if spec.outputs is None else fingerprint(outputs.text_T.tolist()),
+        shape="suffix tree" if rules.tree else None,
+    )
+
+
+def _lookahead(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
+    W, N, G = spec.W or 15, spec.N or 5, spec.G or 15
+    # What it drafts depends on the target's guesses, so that it cannot be simulated.
+    return SystemUnderTest(
+        "lookahead" if not spec.chosen else f"lookahead, W {W}, N {N}, G {G}",
+        spec.kind,
+        lambda k: Lookahead(W, k + 1, G),
+        N - 1,
+        N - 1,
+        fixed_length=False,
+        parameters=0,
+        shape=f"{G} n-grams, window {W}x{N - 1}",
+        most_nodes=most_nodes(W, N, G),
+    )
+
+
+def _draft_model(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
+    assert spec.path is not None
+    model = supplies.load_model(spec.path)
+    return SystemUnderTest(
+        f"draft model {Path(model.path).name}",
+        spec.kind,
+        lambda k: DraftModel(model, k, supplies.vocab_size),
+        supplies.num_speculative_tokens,
+        supplies.max_k,
+        simulate=lambda target, generations, sampling, k: simulate_draft_model(target, model, generations, sampling, k),
+        parameters=sum(p.numel() for p in model.model.parameters()),
+        fingerprint=model.fingerprint,
+    )
+
+
+BASELINES: dict[str, Baseline] = {
+    "prompt_lookup": Baseline(("max_ngram",), _prompt_lookup),
+    "suffix": Baseline(
+        ("tree", "alpha", "max_tree_depth", "min_token_prob", "outputs", "max_cached_requests"), _suffix
+    ),
+    "lookahead": Baseline(("W", "N", "G"), _lookahead),
+    "draft_model": Baseline(("path",), _draft_model),
+}
+"""The kinds of baselines, by name."""

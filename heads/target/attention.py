@@ -1,0 +1,43 @@
+"""Attention of a target on a CPU: PyTorch's kernel there takes a mask and fewer key heads than query heads at once.
+
+transformers copies keys and values for every query head where a mask is given, as on GPUs no kernel takes both. A draft always has
+a mask; on a CPU the copies took longer than the attention itself.
+"""
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+GROUPED = "draftsmith_grouped"
+"""The name that transformers knows it by."""
+
+
+def _grouped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention [B, n, N, D] of queries [B, N, n, D] over keys and values [B, G, S, D], G a divisor of N."""
+    plain = all(options.get(name) is None for name in ("position_bias", "softcap"))
+    if attention_mask is None or not plain or query.device.type != "cpu":
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
+        )
+        return found
+    attended = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, _grouped)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)

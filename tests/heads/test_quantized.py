@@ -1,0 +1,119 @@
+"""Heads with rounded weights: the numbers that torchao's rule says, the original untouched, and drafts that stay exact."""
+
+import builtins
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.drafters.system import head_system
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.conformance.spec import tiny_target
+from draftsmith.heads.quantized import BITS, quantize_head, weight_bytes
+from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.target import Target
+from tests.heads.conformance.test_suite import SPECS
+
+pytest.importorskip("torchao")
+pytestmark = pytest.mark.full
+
+TARGET = tiny_target(hidden_size=64)
+
+
+def head_of(name: str, target: Target = TARGET) -> DraftHead:
+    method, options, vocab = SPECS[name]
+    torch.manual_seed(0)
+    head = find_method(method).build(options, target, vocab).eval()
+    for parameter in head.parameters():
+        if parameter.requires_grad and not parameter.any():  # what training moves away from zero
+            parameter.data.normal_(std=0.02)
+    return head
+
+
+def weights(head: DraftHead) -> dict[str, Tensor]:
+    return {name: m.weight.detach().clone() for name, m in head.named_modules() if isinstance(m, nn.Linear)}
+
+
+@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("name", [name for name in SPECS if name != "another package's"])
+def test_every_method_is_rounded_as_torchao_says(name: str, kind: str) -> None:
+    head = head_of(name)
+    before = weights(head)
+    if kind == "int4" and not any(w.shape[1] % 32 == 0 for w in before.values()):
+        with pytest.raises(UserError, match="int4: no layer of the"):
+            quantize_head(head, kind)
+        return
+    rounded = weights(quantize_head(head, kind))
+    assert rounded.keys() == before.keys()
+    changed = 0
+    for key, exact in before.items():
+        torch.testing.assert_close(weights(head)[key], exact, rtol=0, atol=0)
+        groups = exact.shape[1] if kind != "int4" else next((n for n in (128, 64, 32) if exact.shape[1] % n == 0), 0)
+        if not groups:
+            torch.testing.assert_close(rounded[key], exact, rtol=0, atol=0)
+            continue
+        largest = exact.unflatten(1, (-1, groups)).abs().amax(2, keepdim=True)
+        error = (rounded[key] - exact).unflatten(1, (-1, groups)).abs()
+        # Half a step of an integer grid; of 3 bits of mantissa, half of an eighth of the number, or of the smallest step.
+        step = (
+            largest / 448 * 2**-9 + exact.unflatten(1, (-1, groups)).abs() / 8
+            if kind == "float8"
+            else largest / (2 ** (BITS[kind] - 1) - 1)
+        )
+        assert bool((error <= 0.51 * step + 1e-8).all())
+        levels = [len(row.unique()) for row in rounded[key].unflatten(1, (-1, groups)).flatten(0, 1)]
+        assert max(levels) <= 2 ** BITS[kind]
+        changed += int((rounded[key] != exact).any())
+    assert changed
+    assert weight_bytes(head, kind) < weight_bytes(head)
+
+
+def test_bytes_are_those_of_the_rounded_weights_and_their_scales() -> None:
+    head = head_of("eagle3")
+    linear = sum(w.numel() for w in weights(head).values())
+    rows = sum(w.shape[0] for w in weights(head).values())
+    others = sum(p.numel() for p in head.parameters() if p.requires_grad) - linear
+    assert weight_bytes(head) == 4 * (linear + others)
+    assert weight_bytes(head, "int8") == linear + 4 * (rows + others)
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_texts_stay_exact_and_the_simulation_is_of_the_rounded_head(kind: str) -> None:
+    head = head_of("eagle3")
+    system = head_system("eagle3", head, 3, 3, weights=kind)
+    assert system.name == f"eagle3, {kind}"
+    assert (system.info.weights, system.info.weight_bytes) == (kind, weight_bytes(head, kind))
+    requests = [Request.seeded(str(i), "a", [3 + i, 4, 5], 24, 0) for i in range(4)]
+    alone = decode_batch(TARGET, TargetAlone(), requests, Sampling()).generations
+    drafted = decode_batch(TARGET, system.make(3), requests, Sampling()).generations
+    assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
+    assert system.simulate is not None
+    tallies = system.simulate(TARGET, alone, Sampling(), 3).tallies
+    assert [round(t[2].rounds) for t in tallies] == [len(g.rounds) for g in drafted]
+
+
+def test_without_torchao_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.startswith("torchao"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(UserError, match=r"weights is int8, which needs torchao: pip install 'draftsmith\[quant\]'"):
+        quantize_head(head_of("eagle3"), "int8")
+
+
+def test_a_layer_with_a_channel_of_zeros_keeps_its_weights_in_float8() -> None:
+    head = head_of("medusa")
+    first = next(m for m in head.modules() if isinstance(m, nn.Linear))
+    first.weight.data[0] = 0
+    rounded = weights(quantize_head(head, "float8"))
+    assert all(bool(w.isfinite().all()) for w in rounded.values())

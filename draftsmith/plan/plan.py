@@ -12,8 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
-from draftsmith.data.conversations.load import load_conversations
+from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, shown_path
@@ -35,6 +37,8 @@ from draftsmith.recipe.schema import Recipe
 
 UNCOUNTED = {"": 100}
 """The prompts that a plan counts with where they are not at hand."""
+_SAMPLED = 200
+"""Conversations whose prompts are measured."""
 _BUSY = 0.15
 """Share of the cores that other programs may take, unsaid, while the machine is measured."""
 
@@ -250,18 +254,30 @@ def _at_hand(recipe: Recipe) -> str:
     return str(SHIPPED) if recipe.target.path == "embedded" else recipe.target.path
 
 
-def count_conversations(recipe: Recipe) -> int:
-    """Return data.limit, or the rows of local files if they are fewer. Raises UserError for a Hub data set without a limit."""
-    spec = recipe.data
-    sources = _local(recipe, spec.sources, "conversations")
-    if sources is not None:
-        return len(load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit))
-    if spec.limit is None:
-        raise UserError(
-            "data.limit is null and the data are not local files, so nobody knows how many conversations there are: add "
-            "--data.limit N."
+def local_conversations(recipe: Recipe) -> list[Conversation] | None:
+    """Return the conversations to learn from, None where they are not local files."""
+    spec, sources = recipe.data, _local(recipe, recipe.data.sources, "conversations")
+    if sources is None:
+        return None
+    return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
+
+
+def prompt_tokens(recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation]) -> int | None:
+    """Return the mean tokens of the first prompts, as far as they fit beside an answer; None where the target's tokenizer is not
+    at hand, or none of them fits."""
+    try:
+        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code)
+        prompts = prepare_prompts(
+            tokenizer,
+            conversations[:_SAMPLED],
+            max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
+            max_length=_longest(recipe, target),
+            template=recipe.data.template,
         )
-    return spec.limit
+    except UserError:  # which the run will say; a plan needs the config alone
+        return None
+    answer = min(recipe.answers.max_new_tokens // 2, _longest(recipe, target) // 2)
+    return min(round(mean(len(prompt.ids) for prompt in prompts)), _longest(recipe, target) - answer)
 
 
 def count_prompts(recipe: Recipe) -> Mapping[str, int]:

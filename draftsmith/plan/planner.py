@@ -6,7 +6,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.plan.figures import Device, Plan, PlannedTarget
-from draftsmith.plan.plan import assume, count_conversations, count_prompts, make_plan, read_target
+from draftsmith.plan.plan import assume, count_prompts, local_conversations, make_plan, prompt_tokens, read_target
 from draftsmith.plan.rates import measure_device
 from draftsmith.recipe.schema import Recipe
 
@@ -14,7 +14,7 @@ from draftsmith.recipe.schema import Recipe
 @dataclass(frozen=True)
 class Planner:
     """What plans are made of. samples: conversations at hand; prompts: of the evaluation, by slice. asked: fields of Assumptions that
-    the user gave."""
+    the user gave, or that the data tell."""
 
     target: PlannedTarget
     device: Device
@@ -29,11 +29,20 @@ class Planner:
         Raises UserError for a recipe that cannot be planned, before anything is measured, and for assumptions about GPUs where this
         machine is measured.
         """
-        target, samples = read_target(recipe), count_conversations(recipe)
+        target, conversations = read_target(recipe), local_conversations(recipe)
+        samples = recipe.data.limit if conversations is None else len(conversations)
+        if samples is None:
+            raise UserError(
+                "data.limit is null and the data are not local files, so nobody knows how many conversations there are: add "
+                "--data.limit N."
+            )
         if recipe.data.heldout >= samples:
             raise UserError(
                 f"data.heldout is {recipe.data.heldout} but there are only {samples} conversations: lower it or add data."
             )
+        if conversations is not None and "prompt" not in asked:
+            known = prompt_tokens(recipe, target.shape, conversations)
+            asked = {**asked, **({} if known is None else {"prompt": known})}
         found = cls(target, device, samples, count_prompts(recipe), asked)
         given = found.plan(recipe).given
         if not device.measured:

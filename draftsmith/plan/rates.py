@@ -21,6 +21,7 @@ from transformers.initialization import no_init_weights
 
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features.extract import compute_features
+from draftsmith.data.features.store import DTYPES
 from draftsmith.data.packing import collate
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.cache import KVCache, run_draft
@@ -120,7 +121,8 @@ class _Bench:
         """Return texts of _TOKENS tokens together, with answers as long, beside their prompts, as those of the plan."""
         length = self._length
         place = torch.arange(length)
-        answer = place >= round(length * self.given.prompt / (self.given.prompt + self.given.answer))
+        prompt = round(length * self.given.prompt / (self.given.prompt + self.given.answer))
+        answer = place >= max(0, min(prompt, length - 3))
         return [Tokenized(place % self.shape.vocab, answer, str(n), "") for n in range(_TOKENS // length)]
 
     def _features(self, texts: list[Tokenized]) -> list[Features]:
@@ -137,10 +139,11 @@ class _Bench:
         cache.append(self.context)
         ids_BN = torch.arange(texts * tokens, device=target.device).view(texts, tokens) % self.shape.vocab
         draft, keys_B = Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), ids_BN[:, 0]
+        sampling = replace(self.recipe.answers.sampling, repetition_penalty=1.0)  # there are no texts to look back at
 
         def job() -> None:
             logits_BNV = target.head.logits(run_draft(target, cache, draft).last)
-            verify(draft, logits_BNV, self.recipe.answers.sampling, Noise(keys_B, cache.lengths_B))
+            verify(draft, logits_BNV, sampling, Noise(keys_B, cache.lengths_B))
 
         return texts * tokens * self.shape.step_flops(self.context) / _time(job, target.device)
 
@@ -187,7 +190,9 @@ def _make_target(recipe: Recipe, planned: PlannedTarget, device: Device, fewest:
     what, remedy = f"No part of the target {recipe.target.path} can be built", "name a GPU of the table with --device"
     with foreign_code(what, remedy), no_init_weights(), torch.device(device.name):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, planned.dtype), attn_implementation=recipe.target.attn_implementation
+            config,
+            dtype=DTYPES.get(planned.dtype, torch.bfloat16),
+            attn_implementation=recipe.target.attn_implementation,
         )
     model.tie_weights()
     block = torch.randn(2**16, device=device.name) / 50

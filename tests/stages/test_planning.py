@@ -187,7 +187,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     """A kill by any way loses the part it comes in: what came before is not decoded again, and no figure changes."""
     place = "draftsmith.stages.evaluator.decode" if how else "draftsmith.eval.measure.turns.decode_batch"
     work = decode if how else decode_batch
-    monkeypatch.setattr("draftsmith.stages.evaluator._SIMULATED_BATCH", 1)
+    monkeypatch.setattr("draftsmith.stages.evaluator.SIMULATED_BATCH", 1)
     monkeypatch.setattr("draftsmith.stages.evaluator._KEPT_BATCHES", 1)
     own = ["--evaluate.plan_batches", "[]", "--evaluate.repeats", "2", "--evaluate.temperatures", "[1.0]", *how]
     calls, last = 0, 10**6

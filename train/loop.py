@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.measure.forecast import Forecast
+from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
@@ -126,16 +128,38 @@ class _Run:
         if not self.accelerator.is_main_process:
             return self._train(progress, None)
         print(self._batch_size(), file=sys.stderr)
-        config = {"recipe": json.loads(json.dumps(asdict(self.recipe), default=str))}
-        with Tracker(self.folder, self.recipe.tracking, self.recipe.name, config, progress.step) as tracker:
+        with Tracker(self.folder, self.recipe.tracking, self.recipe.name, self._config(), progress.step) as tracker:
             return self._train(progress, tracker)
+
+    def _config(self) -> dict[str, Any]:
+        """Return what dashboards show beside the figures: the recipe, what the head is made from, and with what."""
+        around = environment()
+        return json.loads(  # type: ignore[no-any-return]
+            json.dumps(
+                {
+                    "recipe": asdict(self.recipe),
+                    "inputs": self.data.identity,
+                    "target": {"path": self.target.path, "fingerprint": self.target.fingerprint},
+                    "versions": around["versions"],
+                    "hardware": asdict(around["hardware"]),
+                    "commit": around["commit"],
+                    "world_size": self.accelerator.num_processes,
+                    "tokens_per_step": self._most_tokens,
+                },
+                default=str,
+            )
+        )
+
+    @property
+    def _most_tokens(self) -> int:
+        """The tokens of a full optimizer step, over all processes: the global batch."""
+        return self.schedule.window * self.spec.rows * self.spec.row_tokens
 
     def _batch_size(self) -> str:
         """Return in words how many tokens an optimizer step takes."""
         processes, spec = self.accelerator.num_processes, self.spec
         parts = f"{processes} process{'es' if processes > 1 else ''} x {spec.accumulation} (accumulation) x {spec.rows} rows"
-        tokens = self.schedule.window * spec.rows * spec.row_tokens
-        return f"training: {parts} of {spec.row_tokens} tokens = up to {tokens:,} tokens a step"
+        return f"training: {parts} of {spec.row_tokens} tokens = up to {self._most_tokens:,} tokens a step"
 
     def _train(self, progress: Progress, tracker: Tracker | None) -> Path:
         """Train; the main process has a tracker."""
@@ -161,7 +185,7 @@ class _Run:
                         foreseen = tracker.foresee(record, self.total, self.draft_length) if tracker else None
                     speed = self.pace.speed(progress.tokens)
                     if tracker:
-                        tracker.log(record, {"tokens_per_second": speed})
+                        tracker.log(record, self.pace.figures(progress.tokens, self.accelerator.device))
                     bar.update()
                     bar.set_postfix_str(_postfix(record, progress, foreseen, speed), refresh=False)
                     stopping = self._maybe_checkpoint(progress, interrupt)
@@ -179,6 +203,8 @@ class _Run:
             warn_at_start(self.spec.warm_start, progress.best_step, progress.best_tau)
             pace = {"train_seconds": self.pace.seconds, "tokens_per_second": self.pace.speed(progress.tokens)}
             write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
+            best = {"best/tau": progress.best_tau, "best/step": progress.best_step}
+            tracker.summarise(best | {"train/seconds": self.pace.seconds})
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
 
@@ -257,6 +283,7 @@ class _Run:
         sums = StepSums.zeros(self.train_steps, device)
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
+        self.pace.beside = {"muon_lr": factor * self.spec.muon_lr} if self.spec.optimizer == "muon" else {}
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for batch, counts in window:
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short
@@ -273,11 +300,14 @@ class _Run:
                     if self.spec.precision != "fp16":  # whose scaler leaves such steps out
                         check_finite("The loss became", sums.loss, progress.step + 1)
                         check_finite("The norm of the gradient became", norm, progress.step + 1)
+                    if norm is not None and isfinite(norm):
+                        self.pace.beside["grad_norm"] = float(norm)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        counted = [sums.loss, sums.step_loss, sums.correct, sums.acceptance, sums.rows, sums.tokens, sums.tuned]
-        loss, step_loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(counted, "sum")
+        loss, step_loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(
+            list(vars(sums).values()), "sum"
+        )
         check_finite("The loss became", loss, progress.step + 1)
         seen, learned = progress.tokens + int(tokens), progress.rows + int(rows)
         progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)
@@ -286,7 +316,7 @@ class _Run:
             "tokens": progress.tokens,
             "epoch": self._epoch(progress.step),
             "loss": float(loss / divisor),
-            "loss_by_step": (step_loss / step_rows.clamp(min=1)).tolist(),
+            "step_loss": (step_loss / step_rows.clamp(min=1)).tolist(),
             "lr": factor * self.spec.lr,
             "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
             "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
@@ -344,6 +374,6 @@ def _postfix(record: dict[str, Any], progress: Progress, foreseen: Forecast | No
     tau += f", forecast {foreseen} at the end " if foreseen else " " if tau else ""
     learned = ""
     if "loss" in record:
-        a_step = f" ({mean(record['loss_by_step']):.3f} a draft step)" if len(record["loss_by_step"]) > 1 else ""
+        a_step = f" ({mean(record['step_loss']):.3f} a draft step)" if len(record["step_loss"]) > 1 else ""
         learned = f"loss {record['loss']:.3f}{a_step} acc {record['accuracy'][0]:.2f} "
     return f"{learned}{tau}{speed:.0f} tok/s"

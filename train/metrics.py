@@ -1,4 +1,4 @@
-"""The figures of training: what an optimizer step sums up, the clock, and where they go (metrics.jsonl, Weights & Biases)."""
+"""The figures of training: what an optimizer step sums up, the clock, and where they go (metrics.jsonl, dashboards)."""
 
 import json
 import time
@@ -7,8 +7,8 @@ from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from uuid import uuid4
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -16,16 +16,14 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.forecast import Forecast, Point, forecast
 from draftsmith.eval.measure.history import point_of
 from draftsmith.files import explain_os_error, write_text
-from draftsmith.foreign.files import read_lines
-from draftsmith.foreign.json import parse_json
 from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.recipe.schema import TrackingSpec
-from draftsmith.train.stopping import code_of
+from draftsmith.train.dashboards import Dashboards, read_past
 
 
 @dataclass
 class StepSums:
-    """Sums of one optimizer step over micro-batches (and, after `reduce`, over processes)."""
+    """Sums of one optimizer step over micro-batches; step_loss, correct, acceptance and rows by draft step."""
 
     loss: Tensor
     step_loss: Tensor
@@ -40,7 +38,7 @@ class StepSums:
         """Return sums that are all 0."""
         z = torch.zeros(steps, device=device)
         nothing = torch.zeros((), device=device)
-        return cls(nothing.clone(), z.clone(), z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
+        return cls(nothing.clone(), z, z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
 
     def add(self, scored: LossOutput, tokens: int) -> None:
         """Add a micro-batch."""
@@ -72,32 +70,27 @@ def tuned_figures(sums: Tensor) -> dict[str, Any]:
 
 @dataclass
 class Pace:
-    """The clock of this process; its readings never reach files that a resume must reproduce."""
+    """The clock of this process; its readings never reach files that a resume must reproduce. beside: what else of the last step
+    goes to dashboards alone."""
 
     first_tokens: int
     seconds: float = 0.0
     saved_at: float = field(default_factory=time.perf_counter)
+    beside: dict[str, float] = field(default_factory=dict)
 
     def speed(self, tokens: int) -> float:
         """Return the tokens per second of training since the process began, without evaluations and checkpoints."""
         return (tokens - self.first_tokens) / max(self.seconds, 1e-9)
 
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """Flatten nested mappings and lists into `a/b` and `a/0` keys, as dashboards want them."""
-    flat: dict[str, float] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, (list, tuple)):
-            flat |= flatten({str(i): v for i, v in enumerate(value)}, f"{prefix}{key}/")
-        elif value is not None:
-            flat[prefix + key] = value
-    return flat
+    def figures(self, tokens: int, device: torch.device) -> dict[str, float]:
+        """Return what dashboards get of a step beyond its record: speed, memory (of a GPU the peak) and what was noted beside it."""
+        on_gpu = device.type == "cuda"
+        used = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
+        return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30, **self.beside}
 
 
 class Tracker:
-    """Append one JSON object per line to metrics.jsonl and mirror it to W&B, whose run ends as the training does.
+    """Append one JSON object per line to metrics.jsonl and mirror it to the dashboards, whose runs end as the training does.
 
     curve: the evaluations so far, also those before an interruption. The file holds no clock times, so that an interrupted and resumed run leaves the same file.
     """
@@ -105,37 +98,11 @@ class Tracker:
     def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
         self.path = folder / "metrics.jsonl"
         # A run that starts over evaluates its initial head again, as step 0.
-        kept = self._cut_after(resume_step or -1)
-        self.curve = [point for record in kept if (point := point_of(record, str(self.path)))]
-        self._run: Any = None
-        if spec.wandb == "disabled":
-            return
-        import wandb
-
-        identity = self._run_id(folder, new=resume_step == 0)
-        before = sorted((folder / "wandb").glob(f"offline-run-*-{identity}"))
-        try:
-            self._run = wandb.init(
-                project=spec.project,
-                name=name,
-                id=identity,
-                resume="allow" if spec.wandb == "online" else None,
-                config=config,
-                dir=str(folder),
-                mode=spec.wandb,
-                settings=wandb.Settings(silent=True, console="off"),
-            )
-        except wandb.errors.Error as error:
-            raise UserError(
-                f"Weights & Biases did not start ({' '.join(str(error).split())}): run `wandb login`, or set "
-                "tracking.wandb to offline or disabled."
-            ) from error
-        if spec.wandb == "offline":
-            # `wandb sync` takes no file for the continuation of another: this one holds all steps, the others leave its sight.
-            for values in kept:
-                self._run.log(flatten(values), step=values["step"])
-            for old in before:
-                old.rename(old.with_name(old.name.replace("offline-run", "continued-run")))
+        past = read_past(self.path, resume_step or -1)
+        if self.path.exists():  # what a killed run wrote after its last checkpoint will be written again
+            write_text(self.path, b"".join(past.lines).decode())
+        self.curve = [point for record in past.records if (point := point_of(record, str(self.path)))]
+        self._boards = Dashboards(folder, spec, name, config, past, fresh=resume_step == 0)
 
     def __enter__(self) -> "Tracker":
         return self
@@ -143,37 +110,7 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._run is not None:
-            self._run.finish(exit_code=0 if error is None else code_of(error))
-
-    def _run_id(self, folder: Path, *, new: bool) -> str:
-        """Return the run's id on W&B: a resumed run keeps that of the interrupted one, so that both are one dashboard; a run
-        that starts over has a new one, as W&B takes no step twice."""
-        path = folder / "wandb_id"
-        if new or not path.exists():
-            write_text(path, uuid4().hex[:12])
-        return path.read_text(encoding="utf-8")
-
-    def _cut_after(self, step: int) -> list[dict[str, Any]]:
-        """Drop lines that a killed run wrote after its last checkpoint, which will be written again; return the others."""
-        if not self.path.exists():
-            return []
-        kept: list[bytes] = []
-        records: list[dict[str, Any]] = []
-        remedy = "remove that line, or add --redo train to begin again"
-        for number, line in enumerate(read_lines(self.path, remedy), start=1):
-            if not line.endswith(b"\n"):
-                break
-            place = f"{self.path}, line {number}"
-            record = parse_json(line, place, remedy)
-            if not isinstance(record, dict) or type(record.get("step")) is not int:
-                raise UserError(f"{place} holds no step of a training: {remedy}.")
-            if record["step"] > step:
-                break
-            kept.append(line)
-            records.append(record)
-        write_text(self.path, b"".join(kept).decode())
-        return records
+        self._boards.__exit__(kind, error, trace)
 
     def foresee(self, record: dict[str, Any], total: int, num_speculative_tokens: int) -> Forecast | None:
         """Add the evaluation in `record` to the curve, and the forecast of tau after `total` steps to the record; return it,
@@ -188,8 +125,11 @@ class Tracker:
         return found
 
     def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
-        """Log one step; `extra` (speeds) goes to W&B only."""
+        """Log one step; `extra` (speeds, memory) goes to the dashboards only."""
         with explain_os_error(self.path), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
-        if self._run is not None:
-            self._run.log(flatten(values) | (extra or {}), step=values["step"])
+        self._boards.log(values, extra or {})
+
+    def summarise(self, values: dict[str, float]) -> None:
+        """Give the dashboards the figures that stand for the whole run."""
+        self._boards.summary(values)

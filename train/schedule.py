@@ -5,7 +5,8 @@ plan is pure, resuming is skipping, and 2 processes see what 1 process with twic
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -18,11 +19,12 @@ from draftsmith.recipe.schema import TrainSpec
 
 @dataclass(frozen=True)
 class TrainData:
-    """Features and which of them are trained on and which are held out."""
+    """Features and which of them are trained on and which are held out. identity: what identifies them, for dashboards."""
 
     source: FeatureSource
     train: list[int]
     heldout: list[int]
+    identity: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class DraftSpec:
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark); null: it never ends early."""
     weights: Literal["int8", "int4", "float8"] | None = field(default=None, metadata=LATER)
-    """The head's linear layers with weights that torchao rounds to this (extra `quant`); null: as they are. Texts stay exact."""
+    """The head's linear layers with weights rounded to this, as torchao does; null: as they are. Texts stay exact."""
     heads: list[str] = field(default_factory=list, metadata=LATER)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"

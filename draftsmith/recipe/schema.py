@@ -191,17 +191,64 @@ class ExportSpec:
         check_fields(self, "export.")
 
 
+Backend = Literal["wandb", "tensorboard", "trackio", "mlflow"]
+
+_TAKEN_BY: dict[str, tuple[Backend, ...]] = {
+    "project": ("wandb", "trackio", "mlflow"),
+    "entity": ("wandb",),
+    "group": ("wandb", "trackio", "mlflow"),
+    "tags": ("wandb", "mlflow"),
+    "notes": ("wandb", "mlflow"),
+    "name": ("wandb", "trackio", "mlflow"),
+    "artifacts": ("wandb", "trackio", "mlflow"),
+}
+"""Which dashboards have a place for what a key of `tracking` says."""
+
+
 @dataclass(frozen=True)
 class TrackingSpec:
-    """Weights & Biases."""
+    """Dashboards. Each keeps what it is given in the run directory, unless its own environment variables name another place."""
 
-    wandb: Literal["disabled", "offline", "online"] = "disabled"
-    """Where the dashboards go; offline runs can be uploaded later with `wandb sync`."""
+    backends: list[Backend] = field(default_factory=list)
+    """Where figures go besides metrics.jsonl: wandb, tensorboard, trackio, mlflow; the last three come with the extra
+    `trackers`."""
+    wandb: Literal["disabled", "offline", "online"] | None = None
+    """offline and online turn Weights & Biases on, disabled turns it off; null is offline where `backends` names it. Offline runs
+    can be uploaded later with `wandb sync`."""
     project: str = "draftsmith"
-    """Project name."""
+    """Project of W&B and Trackio, experiment of MLflow."""
+    entity: str | None = None
+    """User or team on W&B; null takes the account's default."""
+    group: str | None = None
+    """Group of runs on W&B and Trackio; on MLflow it is the tag `group`."""
+    tags: list[str] = field(default_factory=list)
+    """Tags on W&B and MLflow."""
+    notes: str | None = None
+    """A description, on W&B and MLflow."""
+    name: str | None = None
+    """Name of the run on W&B, Trackio and MLflow; null is that of the recipe."""
+    artifacts: Literal["none", "results", "all"] = "none"
+    """Files to keep on W&B, Trackio or MLflow: results, which are those of the evaluation with its report; all, the exported head
+    too. They hold texts of the prompts and answers."""
 
     def __post_init__(self) -> None:
         check_fields(self, "tracking.")
+        require(len(set(self.backends)) == len(self.backends), "tracking.backends", self.backends, "name each once")
+        both = self.wandb == "disabled" and "wandb" in self.backends
+        require(not both, "tracking.wandb", self.wandb, "but tracking.backends names wandb: leave one of the two out")
+        if self.wandb == "disabled" and not self.backends:
+            return  # all is turned off, as from the command line for a trial
+        for key, takers in _TAKEN_BY.items():
+            value = getattr(self, key)
+            taken = value in (None, [], getattr(type(self), key, None)) or set(takers) & set(self.active)
+            why = f"no dashboard takes it: add {' or '.join(takers)} to tracking.backends, or leave it out"
+            require(bool(taken), f"tracking.{key}", value, why)
+
+    @property
+    def active(self) -> tuple[Backend, ...]:
+        """The dashboards that are on."""
+        alone: tuple[Backend, ...] = ("wandb",) if self.wandb in ("offline", "online") else ()
+        return tuple(dict.fromkeys((*alone, *self.backends)))
 
 
 @dataclass(frozen=True)

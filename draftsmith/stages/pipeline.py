@@ -6,15 +6,18 @@ from pathlib import Path
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource
+from draftsmith.errors import UserError
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.stages.data import answers_stage, features_stage, load_samples
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.run import COMMAND_STAGES
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
+from draftsmith.train.dashboards import track_results
 from draftsmith.train.meeting import meeting
+from draftsmith.train.world import world
 
 
 @dataclass
@@ -57,4 +60,17 @@ def make_stages(session: Session, command: str, show: Callable[[list[Path]], Non
         show(made.results)
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
         made.export = export_stage(session)
+    if session.recipe.tracking.active and (made.results or made.export) and world().main:
+        _track(session)
     return made
+
+
+def _track(session: Session) -> None:
+    """Give the dashboards of the training what was made from it; whatever is wrong with them, it is made."""
+    if session.named_head is not None:
+        say("tracking: --head names a head that was not trained here, so no dashboard is given its results")
+        return
+    try:
+        track_results(session.recipe)
+    except UserError as error:
+        say(f"warning: {error} The results are in {session.recipe.run_dir}; the next export or evaluation tries again.")

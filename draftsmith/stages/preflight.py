@@ -20,6 +20,7 @@ from draftsmith.stages.planning import longest_text
 from draftsmith.stages.session import Session, say
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.train.parallel import check_launch
+from draftsmith.train.trackers import check_installed
 
 
 def preflight(session: Session, command: str) -> list[SystemUnderTest]:
@@ -35,6 +36,7 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
     check_folder("output_dir", recipe.run_dir)
     check_folder("data_dir", recipe.data_path)
     check_launch(recipe.train)
+    check_installed(recipe.tracking)
     learning, evaluating = command in ("run", "train"), command in ("run", "evaluate")
     making = learning or command == "extract"
     count = len(session.conversations) if making else 0

@@ -84,7 +84,13 @@ def train_stage(session: Session, start: Start, features: FeatureSource) -> Path
     with main_process_first(session.device) as main:
         done = session.begin("train", _with_equal_batch(session, inputs, folder))
     if not done:
-        loop.train(session.recipe, session.target, start.head, TrainData(features, start.train, start.heldout), folder)
+        loop.train(
+            session.recipe,
+            session.target,
+            start.head,
+            TrainData(features, start.train, start.heldout, flat_inputs(inputs)),
+            folder,
+        )
         if main:
             session.finish("train", read_object(folder / "summary.json", "add --redo train") | start.facts())
             past = read_history(session.recipe.run_dir)

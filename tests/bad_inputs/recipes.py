@@ -175,6 +175,13 @@ _VALUES = (
     value("export.tensor_parallel", 0),
     value("tracking.wandb", "maybe"),
     value("tracking.wandb", True),
+    value("tracking.backends", ["comet"]),
+    value("tracking.backends", ["wandb", "wandb"]),
+    value("tracking.backends", "wandb"),
+    *(value(f"tracking.{key}", "x") for key in ("project", "entity", "group", "notes", "name")),
+    value("tracking.tags", ["x"]),
+    value("tracking.artifacts", "all"),
+    value("tracking.artifacts", "some"),
 )
 
 

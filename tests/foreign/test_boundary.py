@@ -38,7 +38,7 @@ OURS = {
     "eval/measure/machine.py": "reads /proc and /sys",
     "draftsmith/cli/doctor.py": "reads /proc, /sys and accelerate's own settings with patterns",
     "draftsmith/stages/gguf.py": "looks for an option in a script that the user has named to be run",
-    "train/metrics.py": "the identifier that it wrote itself",
+    "train/trackers.py": "the identifier that it wrote itself",
     "train/meeting.py": "what the processes of one training tell each other",
     "train/loop.py": "makes plain JSON of a recipe",
     "draftsmith/stages/run.py": "makes plain JSON of settings",

@@ -1,8 +1,5 @@
 """Heads with rounded weights: the numbers that torchao's rule says, the original untouched, and drafts that stay exact."""
 
-import builtins
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,12 +12,11 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.conformance.spec import tiny_target
-from draftsmith.heads.quantized import BITS, quantize_head, weight_bytes
+from draftsmith.heads.quantized import BITS, quantize_head, round_weights, weight_bytes
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target
 from tests.heads.conformance.test_suite import SPECS
 
-pytest.importorskip("torchao")
 pytestmark = pytest.mark.full
 
 TARGET = tiny_target(hidden_size=64)
@@ -98,22 +94,37 @@ def test_texts_stay_exact_and_the_simulation_is_of_the_rounded_head(kind: str) -
     assert [round(t[2].rounds) for t in tallies] == [len(g.rounds) for g in drafted]
 
 
-def test_without_torchao_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", BITS)
+def test_the_numbers_are_those_of_torchao(kind: str, dtype: torch.dtype) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    config = {
+        "int8": lambda: torchao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=torchao.PerAxis(0)),
+        "int4": lambda: torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(64)),
+        "float8": torchao.Float8WeightOnlyConfig,
+    }[kind]()
+    layer = nn.Sequential(nn.Linear(192, 96).to(dtype))
+    found = round_weights(layer[0].weight.detach().clone(), kind)
+    torchao.quantize_(layer, config)
+    torch.testing.assert_close(found, layer[0].weight.dequantize(), rtol=0, atol=0)
 
-    def without(name: str, *rest: Any) -> Any:
-        if name.startswith("torchao"):
-            raise ImportError(name)
-        return real(name, *rest)
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"weights is int8, which needs torchao: pip install 'draftsmith\[quant\]'"):
-        quantize_head(head_of("eagle3"), "int8")
+def test_numbers_by_hand() -> None:
+    row = torch.tensor([[0.1, -0.75, 0.3, 0.04] + [0.0] * 28])
+    # s = 0.75 / 7.5 = 0.1: the steps from -8 to 7; 0.04 is nearer to none.
+    torch.testing.assert_close(round_weights(row, "int4")[0, :4], torch.tensor([0.1, -0.8, 0.3, 0.0]))
+    # s = 0.75 / 127.5: 0.1 is 17 steps, 0.3 is 51, 0.04 is 6.8.
+    steps = torch.tensor([17.0, -128.0, 51.0, 7.0])
+    torch.testing.assert_close(round_weights(row, "int8")[0, :4], steps * 0.75 / 127.5)
+    # s = 0.75 / 448: 59.7 lies between 56 and 60, 179.2 between 176 and 192, 23.9 between 22 and 24.
+    numbers = torch.tensor([60.0, -448.0, 176.0, 24.0])
+    torch.testing.assert_close(round_weights(row, "float8")[0, :4], numbers * 0.75 / 448)
 
 
-def test_a_layer_with_a_channel_of_zeros_keeps_its_weights_in_float8() -> None:
+def test_a_layer_with_a_channel_of_zeros_has_no_nan() -> None:
     head = head_of("medusa")
     first = next(m for m in head.modules() if isinstance(m, nn.Linear))
     first.weight.data[0] = 0
-    rounded = weights(quantize_head(head, "float8"))
-    assert all(bool(w.isfinite().all()) for w in rounded.values())
+    for kind in BITS:
+        rounded = weights(quantize_head(head, kind))
+        assert all(bool(w.isfinite().all()) for w in rounded.values())

@@ -49,6 +49,15 @@ def test_the_committed_runs_hold_the_keys_of_today(method: str) -> None:
     assert {key for key in made if made[key] != found[key]} <= changed
 
 
+def test_dashboards_make_no_stage_again() -> None:
+    tracking = ["--tracking.backends", "[wandb, mlflow]", "--tracking.group", "g", "--tracking.artifacts", "all"]
+    plain, tracked = parse_recipe([]), parse_recipe(tracking)
+    assert plain.tracking != tracked.tracking
+    assert trained(plain) == trained(tracked)
+    sections = [field for field in vars(plain) if field != "tracking"]
+    assert [getattr(plain, name) for name in sections] == [getattr(tracked, name) for name in sections]
+
+
 @dataclass(frozen=True)
 class Inner:
     old: int = 1

@@ -252,6 +252,17 @@ def test_settings_of_a_store_are_warned_of_where_there_is_none(
         assert ("features.shard_mb is 1, but features.source is online" in capsys.readouterr().err) == said
 
 
+@pytest.mark.parametrize(("backend", "module"), [("trackio", "trackio"), ("mlflow", "sqlalchemy")])
+def test_a_dashboard_that_is_not_installed(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, module: str
+) -> None:
+    monkeypatch.setattr("draftsmith.train.trackers.find_spec", lambda name: None if name == module else name)
+    session = session_of(workplace, tmp_path, "medusa", {}, f"--tracking.backends=[{backend}]")
+    with pytest.raises(UserError, match=rf"names {backend}, but the package {module} is .*draftsmith\[trackers\]"):
+        preflight(session, "train")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("optimizer", "warned"), [("adamw", True), ("muon", False)])
 def test_a_rate_of_the_other_optimizer_is_warned_of(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, warned: bool

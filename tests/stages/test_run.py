@@ -62,6 +62,37 @@ def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -
     assert load_eagle3_directory(finished / "export" / "eagle3", target).reads.layer_ids == (2, 4, 6)
 
 
+def test_results_go_to_the_dashboard_of_the_training_once(
+    workplace: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    words = [*options(workplace, run), "--tracking.backends", "[tensorboard]"]
+    assert main(["export", *words, "--head", str(finished)]) == 0
+    assert "no dashboard is given its results" in capsys.readouterr().err
+    assert not (run / "train" / "tensorboard").exists()
+    with monkeypatch.context() as broken:
+        broken.setattr("draftsmith.train.trackers.TensorBoard.start", lambda board: 1 / 0)
+        assert main(["export", *words]) == 0, "what was made is there"
+    assert "warning: TensorBoard did not start (division by zero)" in capsys.readouterr().err
+    for _ in range(2):
+        assert main(["export", *words]) == 0
+    (events,) = (run / "train" / "tensorboard").glob("events.out.tfevents.*")
+    found = EventAccumulator(str(events))
+    found.Reload()
+    lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [event.step for event in found.Scalars("train/loss")] == [line["step"] for line in lines]
+    assert "evaluation/slices/text_summary" in found.Tags()["tensors"]
+    tau = read_result(run / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall.tau
+    assert found.Scalars("evaluation/eagle3/t0/tau")[0].value == pytest.approx(tau)
+
+
 def test_answers_keep_their_ids_and_metrics_their_steps(finished: Path) -> None:
     rows = [json.loads(line) for line in (finished / "answers.jsonl").read_text().splitlines()]
     assert len(rows) == 80

@@ -71,6 +71,17 @@ def test_removing_takes_what_follows_and_no_more(tmp_path: Path) -> None:
     assert all(run.record(stage) is None for stage in FOLLOWERS["features"])
 
 
+def test_removing_a_training_takes_its_dashboards(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.begin("train", {})
+    for name in ("wandb", "trackio", "mlflow", "tensorboard"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+    for name in ("wandb_id", "trackio_id", "mlflow_id", "metrics.jsonl", "dashboards.jsonl"):
+        (tmp_path / "train" / name).write_text("")
+    run.clear("train")
+    assert not (tmp_path / "train").exists()
+
+
 def test_removing_what_runs_share_leaves_the_other_runs_heads(tmp_path: Path) -> None:
     """The directory of another run, of which this one makes answers and hidden states alone."""
     own, shared = RunDirectory(tmp_path), RunDirectory(tmp_path, DATA_STAGES)

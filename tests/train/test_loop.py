@@ -18,9 +18,10 @@ from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.target import Target
-from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrackingSpec, TrainSpec
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import Progress, latest_checkpoint
+from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
 from tests.models import tiny_model
@@ -75,8 +76,8 @@ def test_the_loss_is_told_by_draft_step_too(target: Target, tmp_path: Path) -> N
         recipe = make_recipe(max_steps=1)
         train(recipe, target, head, make_data(target), tmp_path / str(steps))
         record = json.loads((tmp_path / str(steps) / "metrics.jsonl").read_text().splitlines()[0])
-        assert len(record["loss_by_step"]) == steps
-        losses[steps] = record["loss"], record["loss_by_step"]
+        assert len(record["step_loss"]) == steps
+        losses[steps] = record["loss"], record["step_loss"]
     assert losses[1][0] == pytest.approx(losses[1][1][0])
     whole, (first, *later) = losses[3]
     weighted = [make_recipe().train.loss.step_weight(k) * loss for k, loss in enumerate(later, 1)]
@@ -94,6 +95,38 @@ def test_training_learns_and_keeps_the_best_head(target: Target, tmp_path: Path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["best_tau"] == max(taus)
     assert load_head(best, target).reads.layer_ids == LAYERS
+
+
+def test_a_dashboard_gets_what_the_clock_and_the_gradient_say(target: Target, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = make_recipe(epochs=1, optimizer="muon", muon_lr=0.02, warmup=0.0)
+    recipe = replace(recipe, tracking=TrackingSpec(backends=["tensorboard"]))
+    train(recipe, target, make_head(target), make_data(target), tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("grad_norm", "memory_gib", "tokens_per_second", "muon_lr"):
+        assert name not in lines[0]
+        found = events.Scalars(f"train/{name}")
+        assert [event.step for event in found] == [line["step"] for line in lines]
+        assert all(event.value > 0 for event in found)
+    assert events.Scalars("train/muon_lr")[0].value == pytest.approx(0.02)
+    assert events.Scalars("best/tau")[0].value == pytest.approx(
+        json.loads((tmp_path / "summary.json").read_text())["best_tau"]
+    )
+    config = read_kept(tmp_path / "dashboards.jsonl")["config"]
+    assert (config["target"]["fingerprint"], config["world_size"], config["tokens_per_step"]) == ("0", 1, 128)
+    assert "torch" in config["versions"]
+
+
+def test_the_losses_of_the_steps_add_up_to_the_loss(target: Target, tmp_path: Path) -> None:
+    loss = LossSpec(decay=0.5)
+    train(make_recipe(epochs=1, loss=loss), target, make_head(target), make_data(target), tmp_path)
+    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    counted = sum(0.5**k * value for k, value in enumerate(line["step_loss"]))
+    assert 0 < line["loss"] <= counted * (1 + 1e-6), "later steps have fewer rows than the first, which divides the sum"
+    assert line["loss"] == pytest.approx(counted, rel=0.2)
 
 
 def test_evaluations_foretell_the_end(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

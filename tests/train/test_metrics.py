@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.recipe.schema import TrackingSpec
-from draftsmith.train.metrics import Tracker, flatten
+from draftsmith.train.dashboards import read_kept
+from draftsmith.train.metrics import Tracker
+from draftsmith.train.trackers import TensorBoard, flatten
 
 
 def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -> None:
@@ -47,9 +50,15 @@ def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tau": 2.0}\n'
 
 
+def wandb_run(**calls: Any) -> SimpleNamespace:
+    """A run of W&B that takes everything; calls: what it does instead."""
+    nothing = dict.fromkeys(("log", "finish", "define_metric"), lambda *args, **options: None)
+    return SimpleNamespace(**nothing | calls)
+
+
 def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[dict[str, float], int]] = []
-    run = SimpleNamespace(
+    run = wandb_run(
         log=lambda values, step: logged.append((values, step)), finish=lambda exit_code: logged.append(({}, -1))
     )
     monkeypatch.setattr("wandb.init", lambda **options: run)
@@ -59,12 +68,11 @@ def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pyt
     values, step = logged[0]
     assert step == 1
     assert values == {
-        "step": 1,
-        "accuracy/0": 0.5,
-        "accuracy/1": 0.25,
-        "tau/overall": 2.0,
-        "tau/slices/math": 3.0,
-        "speed": 7.0,
+        "train/accuracy/0": 0.5,
+        "train/accuracy/1": 0.25,
+        "heldout/tau": 2.0,
+        "heldout/tau_by_slice/math": 3.0,
+        "train/speed": 7.0,
     }
     assert logged[-1] == ({}, -1)
     assert "speed" not in (tmp_path / "metrics.jsonl").read_text()
@@ -80,12 +88,61 @@ def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
 
 def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: None)
+    run = wandb_run()
     monkeypatch.setattr("wandb.init", lambda **options: ids.append(options["id"]) or run)
     for step in (0, 5, 0):
         with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step):
             pass
     assert ids[0] == ids[1] != ids[2]
+
+
+def test_a_dashboard_that_fails_on_the_way_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def log(values: dict[str, float], step: int) -> None:
+        logged.append(step)
+        if step == 2:
+            raise ConnectionError("the network is down")
+
+    logged: list[int] = []
+    monkeypatch.setattr("wandb.init", lambda **options: wandb_run(log=log))
+    with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0) as tracker:
+        for step in (1, 2, 3):
+            tracker.log({"step": step})
+    assert logged == [1, 2]
+    assert "Weights & Biases failed and gets no more figures (the network is down)" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+
+
+def test_a_dashboard_that_does_not_start_is_said_and_the_others_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("wandb.init", lambda **options: wandb_run(finish=lambda exit_code: ended.append(exit_code)))
+    monkeypatch.setattr(TensorBoard, "start", lambda board: (_ for _ in ()).throw(OSError("no\nroom")))
+    with pytest.raises(UserError, match=r"TensorBoard did not start \(no room\): leave tensorboard out"):
+        Tracker(tmp_path, TrackingSpec(wandb="online", backends=["tensorboard"]), "x", {}, 0)
+    assert ended == [1]
+
+
+def test_a_dashboard_that_is_added_later_gets_the_steps_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[int, float]] = []
+    run = wandb_run(log=lambda values, step: logged.append((step, values["train/loss"])))
+    monkeypatch.setattr("wandb.init", lambda **options: run)
+    for spec, steps in ((TrackingSpec(), (1, 2, 3, 4)), (TrackingSpec(wandb="online"), (3, 4, 5))):
+        with Tracker(tmp_path, spec, "x", {}, steps[0] - 1) as tracker:
+            for step in steps:
+                tracker.log({"step": step, "loss": 1.0 / step})
+    assert logged == [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
+
+
+def test_damage_to_what_dashboards_are_given_again_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "dashboards.jsonl"
+    path.write_text('{"clocks": {"1": {"speed": 1.0}}}\n{"clocks": {"1": {"speed": 2.0}}}\n{"clocks": {"2')
+    assert read_kept(path) == {"clocks": {"1": {"speed": 2.0}}}
+    path.write_text("[1]\n")
+    with pytest.raises(UserError, match=r"dashboards.jsonl, line 1 holds nothing for a dashboard: remove the file"):
+        read_kept(path)
 
 
 def test_flatten_leaves_out_what_is_missing() -> None:
@@ -106,7 +163,7 @@ def test_a_run_that_did_not_finish_ends_as_such_on_wandb(
     error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
-    run = SimpleNamespace(log=lambda values, step: None, finish=lambda exit_code: codes.append(exit_code))
+    run = wandb_run(finish=lambda exit_code: codes.append(exit_code))
     monkeypatch.setattr("wandb.init", lambda **options: run)
     with pytest.raises(type(error)), Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0):
         raise error
@@ -120,7 +177,7 @@ def test_an_offline_run_that_goes_on_is_one_run_for_wandb_sync(tmp_path: Path, m
     def init(**options: str) -> SimpleNamespace:
         (tmp_path / "wandb" / f"{next(folders)}-{options['id']}").mkdir(parents=True)
         steps.clear()
-        return SimpleNamespace(log=lambda values, step: steps.append(step), finish=lambda exit_code: None)
+        return wandb_run(log=lambda values, step: steps.append(step))
 
     monkeypatch.setattr("wandb.init", init)
     with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0) as tracker:

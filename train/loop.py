@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -371,5 +372,8 @@ class _Run:
 def _postfix(record: dict[str, Any], progress: Progress, foreseen: Forecast | None, speed: float) -> str:
     tau = f"tau {progress.best_tau:.2f}" if progress.best_tau else ""
     tau += f", forecast {foreseen} at the end " if foreseen else " " if tau else ""
-    learned = f"loss {record['loss']:.3f} acc {record['accuracy'][0]:.2f} " if "loss" in record else ""
+    learned = ""
+    if "loss" in record:
+        a_step = f" ({mean(record['step_loss']):.3f} a draft step)" if len(record["step_loss"]) > 1 else ""
+        learned = f"loss {record['loss']:.3f}{a_step} acc {record['accuracy'][0]:.2f} "
     return f"{learned}{tau}{speed:.0f} tok/s"

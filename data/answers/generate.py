@@ -23,7 +23,8 @@ from draftsmith.files import explain_os_error, fingerprint
 from draftsmith.foreign.json import read_json_lines
 from draftsmith.heads.target.target import Target
 
-_BATCHES_PER_CHUNK = 4
+BATCHES_PER_CHUNK = 4
+"""Batches of answers that are decoded, and written, together."""
 
 
 def regenerate(
@@ -48,7 +49,7 @@ def regenerate(
     partial = path.with_suffix(path.suffix + ".partial")
     requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
     check_requests(target, requests)
-    chunk_size = batch * _BATCHES_PER_CHUNK
+    chunk_size = batch * BATCHES_PER_CHUNK
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if partial.is_symlink():

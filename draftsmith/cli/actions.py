@@ -3,7 +3,6 @@
 import os
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,12 +19,15 @@ from draftsmith.eval.report.comparison import comparison_json, comparison_markdo
 from draftsmith.eval.report.report import headline_table, write_report
 from draftsmith.files import check_file, write_json, write_text
 from draftsmith.plan import plan as planning
-from draftsmith.plan.figures import find_device
+from draftsmith.plan.figures import device_here, find_device
+from draftsmith.plan.planner import Planner
+from draftsmith.plan.shorter import shorter
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import samples_at_hand
+from draftsmith.stages.device import choose_device
 from draftsmith.stages.evaluation import costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
 from draftsmith.stages.pipeline import make_stages
@@ -214,23 +216,20 @@ def inspect(own: Namespace, words: list[str]) -> int:
 
 def plan(own: Namespace, words: list[str]) -> int:
     """Say what a recipe needs."""
-    device = find_device(own.device)
+    device = None if own.device in (None, "cpu") else find_device(own.device)
     recipe = _recipe("plan", words, "recipes/eagle3/qwen3-8b.yaml")
-    target = planning.target_shape(recipe)
     asked = {"gpus": own.gpus, "utilisation": own.utilisation, "prompt": own.prompt_tokens, "answer": own.answer_tokens}
-    given = planning.assume(recipe, target, device)
-    given = replace(given, **{key: value for key, value in asked.items() if value is not None})
-    count = planning.count_conversations(recipe)
-    if recipe.data.heldout >= count:
-        raise UserError(
-            f"data.heldout is {recipe.data.heldout} but there are only {count} conversations: lower it or add data."
-        )
-    found = planning.make_plan(recipe, target, count, given)
+    planner = Planner.of(
+        recipe,
+        device or device_here(choose_device(own.device or recipe.target.device)),
+        {key: value for key, value in asked.items() if value is not None},
+    )
+    found = planner.plan(recipe)
     if own.comment:
         print(planning.comment(found))
         return 0
-    foreseen = planning.foresee(found, own.pilot)
-    print("\n".join([f"plan of {recipe.name}", *planning.describe(found), *foreseen]))
+    lines = [*planning.describe(found), *shorter(found, planner.plan), *planning.foresee(found, own.pilot)]
+    print("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:
         print("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
     return 0

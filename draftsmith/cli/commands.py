@@ -163,7 +163,12 @@ _COUNT = option(
     help="How many conversations.",
 )
 _PLAN = (
-    option("--device", default="h100", metavar="NAME", help="The GPU; h100 if left out."),
+    option(
+        "--device",
+        metavar="NAME",
+        help="cpu, whose speed is measured here in about 20 seconds, or a GPU of the table (h100, a100, ...); this machine's if left "
+        "out.",
+    ),
     *(
         option(name, metavar="N", type=whole_number(name, "a number of at least 1"), help=text)
         for name, text in (
@@ -233,7 +238,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
     "plan": Command(
-        "data size, time and memory that a recipe needs, from the target's config alone", "actions:plan", _PLAN
+        "hours, disk and memory that every stage of a recipe needs, here or on GPUs, and what would make it shorter",
+        "actions:plan",
+        _PLAN,
     ),
     "doctor": Command(
         "check this machine, or with --head and --target whether a head belongs to a target",

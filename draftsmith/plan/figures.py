@@ -1,15 +1,22 @@
-"""The figures of a plan: one formula per property, over a recipe, a target's dimensions and stated assumptions.
+"""The figures of a plan: one formula per property, over a recipe, a target's dimensions, and assumptions or measured rates.
 
 Symbols: S conversations, p and a tokens of a prompt and of an answer; the rest as in heads/cost.py.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+import torch
+
+from draftsmith.data.answers.generate import BATCHES_PER_CHUNK
 from draftsmith.data.features.store import DTYPES, estimate_bytes
+from draftsmith.data.packing import CHUNK_BATCHES
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.machine import Clocks, available_memory
 from draftsmith.heads.cost import HeadCost
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.spec import LossSpec
@@ -18,16 +25,42 @@ from draftsmith.recipe.schema import Recipe
 
 BANDWIDTH_SHARE = 0.6
 """Share of the memory bandwidth that a decoding pass reaches, kernel launches included."""
+ANSWER_BYTES = 11
+"""Bytes on disk per token of an answers file: its id in decimals, and its text."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOP/s that a machine reached in this recipe's own work, by the formulas of this file. forward: in passes over whole
+    texts. passes: in a decoding pass, by the tokens that it reads, ascending. train: in a training pass. clocks: of the measuring."""
+
+    forward: float
+    passes: tuple[tuple[int, float], ...]
+    train: float
+    clocks: Clocks
+
+    def of_pass(self, tokens: float) -> float:
+        """Return the FLOP/s of a pass that reads so many tokens: a straight line over their logarithm between those measured."""
+        return float(
+            np.interp(math.log(tokens), [math.log(n) for n, _ in self.passes], [rate for _, rate in self.passes])
+        )
 
 
 @dataclass(frozen=True)
 class Device:
-    """name: as on the command line. flops: bf16 tensor-core FLOP/s. bandwidth: memory bytes/s. memory: bytes."""
+    """name: as on the command line. flops: bf16 tensor-core FLOP/s. bandwidth: memory bytes/s. memory: bytes, free
+    ones of a machine that is measured. rates: as they were measured, None for a device of the table."""
 
     name: str
     flops: float
     bandwidth: float
     memory: float
+    rates: Rates | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is not of the table: its rates are measured, or are to be."""
+        return self.name not in DEVICES
 
 
 DEVICES: dict[str, Device] = {
@@ -47,15 +80,24 @@ DEVICES: dict[str, Device] = {
 def find_device(name: str) -> Device:
     """Return the device of that name. Raises UserError for one that is not in the table."""
     if name.lower() not in DEVICES:
-        raise UserError(f"--device {name!r} is not in the table: choose one of {', '.join(DEVICES)}.")
+        raise UserError(f"--device {name!r} is not in the table: choose cpu, or one of {', '.join(DEVICES)}.")
     return DEVICES[name.lower()]
+
+
+def device_here(device: str) -> Device:
+    """Return the row of the table for torch's device, a GPU by the name that it gives itself, else a device to be measured."""
+    if device != "cpu":
+        calls_itself = torch.cuda.get_device_name(device).lower().replace(" ", "")
+        if (row := next((row for name, row in DEVICES.items() if name in calls_itself), None)) is not None:
+            return row
+    return Device(device, 0.0, 0.0, float(available_memory(torch.device(device))))
 
 
 @dataclass(frozen=True)
 class Assumptions:
     """What a plan assumes about hardware and texts. device, gpus: training uses all GPUs, answers, hidden states and the
-    evaluation one. utilisation: share of the peak FLOP/s that training and prefill reach. prompt, answer: mean tokens per
-    conversation."""
+    evaluation one. utilisation: share of the peak FLOP/s that training and prefill reach, of a device that was not measured.
+    prompt, answer: mean tokens per conversation."""
 
     device: Device
     gpus: int
@@ -65,49 +107,81 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
+class PlannedTarget:
+    """A target's config, its dimensions, and the dtype that the recipe runs it in."""
+
+    config: Any
+    shape: TargetShape
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The figures of a recipe. Times in seconds, sizes in bytes."""
+    """The figures of a recipe. Times in seconds, sizes in bytes. prompts: of the evaluation, by slice."""
 
     recipe: Recipe
     target: TargetShape
     head: HeadCost
     samples: int
     given: Assumptions
+    prompts: Mapping[str, int]
 
     @property
     def tokens(self) -> int:
         """Tokens of all conversations, S * (p + a)."""
         return self.samples * (self.given.prompt + self.given.answer)
 
+    def pass_seconds(self, texts: float, tokens: float, context: float, itemsize: int | None = None) -> float:
+        """Seconds of a decoding pass that reads so many tokens of each of `texts` texts, behind `context` tokens.
+
+        As measured; else bound by FLOPs or by memory, of which it reads the weights (of experts only those visited) and the
+        texts' keys and values. itemsize: bytes per number where these are not the target's, which decide what memory bounds.
+        """
+        device, target = self.given.device, self.target
+        size = 1.0 if itemsize is None else itemsize / target.itemsize
+        flops = texts * tokens * target.step_flops(context)
+        if device.rates is not None:
+            return size * flops / device.rates.of_pass(texts * tokens)
+        read = target.touched_bytes(texts * tokens) + texts * context * target.kv_bytes
+        return max(size * read / (device.bandwidth * BANDWIDTH_SHARE), self.seconds(flops))
+
+    @property
+    def context(self) -> float:
+        """Tokens before the middle token of an answer, p + a/2."""
+        return self.given.prompt + self.given.answer / 2
+
     @property
     def answer_seconds(self) -> float:
-        """Seconds of prefill, bound by FLOPs, and of decoding, bound by memory.
+        """Seconds of prefill, bound by FLOPs, and of decoding.
 
-        Rows that are done leave a batch and none takes their place, so a batch of b prompts takes max_new_tokens
-        passes, over b * a / max_new_tokens rows on average. A pass reads the weights (of experts only those visited)
-        and the keys and values of those rows, p + a/2 tokens long on average.
+        A chunk of c batches of b prompts is decoded in b rows, which the waiting prompts take over as others end: (c - 1) * a
+        passes until none waits, and max_new_tokens more until the longest answer ends, all over c * b * a rows.
         """
-        spec, given, target = self.recipe.answers, self.given, self.target
-        rows = spec.batch * min(1.0, given.answer / spec.max_new_tokens)
-        context = given.prompt + given.answer / 2
-        read = target.touched_bytes(rows) + rows * context * target.kv_bytes
-        read_seconds = read / (given.device.bandwidth * BANDWIDTH_SHARE)
-        step = max(read_seconds, self.seconds(rows * target.step_flops(context)))
-        passes = math.ceil(self.samples / spec.batch) * spec.max_new_tokens
-        return self.seconds(self.samples * target.forward_flops(given.prompt)) + passes * step
+        spec, given = self.recipe.answers, self.given
+        chunk = min(self.samples, spec.batch * BATCHES_PER_CHUNK)
+        passes = max(0.0, chunk / spec.batch - 1) * given.answer + spec.max_new_tokens
+        rows = max(1.0, min(spec.batch, chunk * given.answer / passes))
+        step = self.pass_seconds(rows, 1, self.context)
+        return (
+            self.seconds(self.samples * self.target.forward_flops(given.prompt)) + self.samples / chunk * passes * step
+        )
 
     @property
     def answer_flops(self) -> float:
         """FLOPs of a pass over every prompt and every answer token."""
         given, target = self.given, self.target
-        context = given.prompt + given.answer / 2
-        return self.samples * (target.forward_flops(given.prompt) + given.answer * target.step_flops(context))
+        return self.samples * (target.forward_flops(given.prompt) + given.answer * target.step_flops(self.context))
 
     @property
     def answer_bytes(self) -> float:
         """Memory of answering: the weights, and keys and values for the longest row of a batch in every row."""
         longest = min(self.recipe.data.max_length, self.target.context)
         return self.target.weight_bytes + self.recipe.answers.batch * longest * self.target.kv_bytes
+
+    @property
+    def answer_file_bytes(self) -> int:
+        """Bytes on disk of the answers."""
+        return ANSWER_BYTES * self.tokens
 
     @property
     def store_bytes(self) -> int:
@@ -121,6 +195,14 @@ class Plan:
     def feature_flops(self) -> float:
         """FLOPs of one pass of the target over every text, logits included."""
         return self.samples * self.target.forward_flops(self.given.prompt + self.given.answer)
+
+    @property
+    def feature_bytes(self) -> float:
+        """Memory of extraction: the weights, and the states of a chunk of passes."""
+        return (
+            self.target.weight_bytes
+            + CHUNK_BATCHES * self.recipe.features.batch_tokens * self.store_bytes / self.tokens
+        )
 
     @cached_property
     def rows(self) -> list[float]:
@@ -158,7 +240,7 @@ class Plan:
     def read_rate(self) -> float:
         """Bytes per second that a store must deliver to all GPUs together, so that training does not wait for it."""
         stored = self.store_bytes / self.tokens * self.seen_tokens
-        return stored * self.given.gpus / self.seconds(self.train_flops)
+        return stored * self.given.gpus / self.train_pass_seconds(self.train_flops)
 
     @property
     def online_flops(self) -> float:
@@ -167,9 +249,40 @@ class Plan:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of training: its FLOPs over those per second that all GPUs together reach."""
+        """Seconds of training: its FLOPs over those per second that all GPUs together reach, and the evaluations on the held-out
+        answers, of which one GPU makes forward passes, a third of the FLOPs."""
+        spec, data = self.recipe.train, self.recipe.data
+        heldout = self.train_flops / self.seen_tokens * data.heldout * (self.given.prompt + self.given.answer) / 3
+        looks = min(spec.evaluations, self.steps)
+        own = self.train_pass_seconds(self.train_flops / self.given.gpus + looks * heldout)
         online = self.online_flops if self.recipe.features.source == "online" else 0.0
-        return self.seconds(self.train_flops + online) / self.given.gpus
+        return own + self.seconds(online) / self.given.gpus
+
+    def train_pass_seconds(self, flops: float) -> float:
+        """Return the time that so many FLOPs of the head take on one GPU."""
+        rates = self.given.device.rates
+        return self.seconds(flops) if rates is None else flops / rates.train
+
+    @property
+    def train_file_bytes(self) -> float:
+        """Bytes on disk of training: the best head, and the last checkpoint with its optimizer state."""
+        return 4 * (self.head.matrices + self.head.others) + self._state_bytes
+
+    @property
+    def _state_bytes(self) -> float:
+        """Bytes of weights and optimizer state: of all parameters in fp32, two moments with AdamW and one with Muon."""
+        inner = 4 if self.recipe.train.optimizer == "muon" else 8
+        return (4 + inner) * self.head.matrices + 12 * self.head.others
+
+    @property
+    def export_bytes(self) -> float:
+        """Bytes on disk of the exported head; with a tuned target also those of the merged model."""
+        dtype = self.recipe.export.dtype
+        size = self.target.itemsize if dtype == "auto" else DTYPES[dtype].itemsize
+        tuned = tuned_parameters(self.head)
+        merged = self.target.parameters if tuned and self.recipe.export.adapter != "keep" else tuned
+        embeddings = self.recipe.export.include_embeddings * self.target.vocab * self.target.hidden
+        return float(size * (self.head.matrices + self.head.others + merged + embeddings))
 
     @property
     def train_bytes(self) -> float:
@@ -188,15 +301,6 @@ class Plan:
         return activation_bytes(self.head, spec.rows * spec.row_tokens, self.rows, spec.loss)
 
     @property
-    def evaluate_seconds(self) -> float:
-        """Seconds per prompt and temperature, at most: `repeats` answers of the target alone and as many drafted ones, which
-        take no more passes, and one of `generate`; each pass reads all weights that a token is multiplied with."""
-        spec, target = self.recipe.evaluate, self.target
-        read = target.touched_bytes(spec.batch) + spec.batch * self.given.prompt * target.kv_bytes
-        passes = (2 * spec.repeats + spec.generate) * min(self.given.answer, spec.max_new_tokens) / spec.batch
-        return passes * read / (self.given.device.bandwidth * BANDWIDTH_SHARE)
-
-    @property
     def evaluate_bytes(self) -> float:
         """Memory of the target, of a tuned target's own weights, and of float32 copies of both where greedy texts are compared
         in float32."""
@@ -205,8 +309,9 @@ class Plan:
         return float(parameters * (size + 4 if exact and size < 4 else size))
 
     def seconds(self, flops: float) -> float:
-        """Return the time that so many FLOPs take on one GPU."""
-        return flops / (self.given.device.flops * self.given.utilisation)
+        """Return the time that so many FLOPs of the target take on one GPU, in passes over whole texts."""
+        rates = self.given.device.rates
+        return flops / (self.given.device.flops * self.given.utilisation if rates is None else rates.forward)
 
 
 def tuned_parameters(cost: HeadCost) -> int:

@@ -1,18 +1,27 @@
 """`draftsmith plan`: the time, disk and memory of a recipe, from it and the target's config alone; no weights are loaded.
 
+    draftsmith plan --recipe R                         # for this machine, whose rates are measured
     draftsmith plan --recipe R --device h100 --gpus 8
 
-Every figure is a formula over dimensions. Lengths of texts and the share of its peak that a GPU reaches are assumptions,
-which the plan states.
+Every figure is a formula over dimensions. Lengths of texts are assumptions, which the plan states, and so is the share of its peak
+that a GPU of the table reaches.
 """
 
 import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
+from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
+from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, shown_path
 from draftsmith.eval.measure.forecast import FEWEST
 from draftsmith.eval.measure.history import read_history
+from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
@@ -22,12 +31,22 @@ from draftsmith.heads.target.pretrained import load_config
 from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
 from draftsmith.heads.target.tokens import check_mask_token
-from draftsmith.plan.figures import BANDWIDTH_SHARE, Assumptions, Device, Plan
+from draftsmith.plan.evaluation import EvaluationPlan
+from draftsmith.plan.figures import BANDWIDTH_SHARE, Assumptions, Device, Plan, PlannedTarget, Rates
 from draftsmith.recipe.schema import Recipe
 
+UNCOUNTED = {"": 100}
+"""The prompts that a plan counts with where they are not at hand."""
+_SAMPLED = 200
+"""Conversations whose prompts are measured."""
+_BUSY = 0.15
+"""Share of the cores that other programs may take, unsaid, while the machine is measured."""
 
-def make_plan(recipe: Recipe, target: TargetShape, samples: int, given: Assumptions) -> Plan:
-    """Return the plan of a recipe. Raises UserError for lengths that do not fit it."""
+
+def make_plan(
+    recipe: Recipe, target: TargetShape, samples: int, given: Assumptions, prompts: Mapping[str, int] = UNCOUNTED
+) -> Plan:
+    """Return the plan of a recipe. prompts: of the evaluation, by slice. Raises UserError for lengths that do not fit it."""
     longest = _longest(recipe, target)
     if given.prompt + given.answer > longest:
         raise UserError(
@@ -35,7 +54,7 @@ def make_plan(recipe: Recipe, target: TargetShape, samples: int, given: Assumpti
             "train.row_tokens and the target allow: give other --prompt-tokens and --answer-tokens."
         )
     _check_head(recipe, target)
-    return Plan(recipe, target, head_cost(recipe.method, recipe.head, target), samples, given)
+    return Plan(recipe, target, head_cost(recipe.method, recipe.head, target), samples, given, prompts)
 
 
 def _check_head(recipe: Recipe, target: TargetShape) -> None:
@@ -54,38 +73,127 @@ def _check_head(recipe: Recipe, target: TargetShape) -> None:
         find_layout(recipe.export.layout, recipe.method)
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a stage takes: seconds, and bytes on disk and, at once, in memory."""
+
+    name: str
+    seconds: float
+    disk: float
+    memory: float
+
+
+def stages_of(plan: Plan) -> list[Stage]:
+    """Return what each stage of a run takes."""
+    recipe, stored = plan.recipe, plan.recipe.features.source == "store"
+    stages = [
+        Stage("training", plan.train_seconds, plan.train_file_bytes, plan.train_bytes),
+        Stage("evaluation", EvaluationPlan(plan).seconds, 0, plan.evaluate_bytes),
+        Stage("export", 0, plan.export_bytes, 0),
+    ]
+    if stored:
+        stages.insert(0, Stage("hidden states", plan.seconds(plan.feature_flops), plan.store_bytes, plan.feature_bytes))
+    if recipe.answers.regenerate:
+        stages.insert(0, Stage("answers", plan.answer_seconds, plan.answer_file_bytes, plan.answer_bytes))
+    return stages
+
+
+def total_seconds(plan: Plan) -> float:
+    """Return the seconds of a run."""
+    return sum(stage.seconds for stage in stages_of(plan))
+
+
 def describe(plan: Plan) -> list[str]:
     """Return the plan as lines of text, for the terminal and for the comment that opens a recipe."""
     recipe, given, target = plan.recipe, plan.given, plan.target
     device, gpus = given.device, f"{given.gpus} {given.device.name}" if given.gpus > 1 else given.device.name
     spec, online = recipe.train, plan.seconds(plan.online_flops) / given.gpus
     active = f", {_count(target.active)} of them multiplied per token" if target.experts else ""
-    lines = [
-        f"target: {_count(target.parameters)} parameters{active}, {_size(target.weight_bytes)} in memory",
-        f"assumed: {plan.samples} conversations of {given.prompt} prompt and {given.answer} answer tokens; {gpus}, which "
-        f"reach {given.utilisation:.0%} of {device.flops / 1e12:.0f} TFLOP/s and {BANDWIDTH_SHARE:.0%} of "
-        f"{device.bandwidth / 1e12:.3g} TB/s",
-    ]
+    one = "" if device.name == "cpu" else " on one GPU"
+    texts = f"{plan.samples} conversations of {given.prompt} prompt and {given.answer} answer tokens"
+    lines = [f"target: {_count(target.parameters)} parameters{active}, {_size(target.weight_bytes)} in memory"]
+    if device.rates is None:
+        lines.append(
+            f"assumed: {texts}; {gpus}, which reach {given.utilisation:.0%} of {device.flops / 1e12:.0f} TFLOP/s and "
+            f"{BANDWIDTH_SHARE:.0%} of {device.bandwidth / 1e12:.3g} TB/s"
+        )
+    else:
+        lines += [f"assumed: {texts}", *_measured(plan, device.rates)]
     if recipe.answers.regenerate:
         lines.append(
-            f"answers: {_count(plan.samples * given.answer)} tokens, {plan.answer_flops:.2g} FLOP, {_time(plan.answer_seconds)} on one "
-            f"GPU, {_size(plan.answer_bytes)} in memory"
+            f"answers: {_count(plan.samples * given.answer)} tokens, {plan.answer_flops:.2g} FLOP, {readable_time(plan.answer_seconds)}{one}, "
+            f"{_size(plan.answer_file_bytes)} on disk, {_size(plan.answer_bytes)} in memory"
         )
-    stored = f"{_size(plan.store_bytes)} on disk, {_time(plan.seconds(plan.feature_flops))} on one GPU, then read at "
-    stored += f"{_size(plan.read_rate)}/s while training"
-    used, other = (f"stored: {stored}", f"online: {_time(online)} more training")
+    stored = f"{_size(plan.store_bytes)} on disk, {readable_time(plan.seconds(plan.feature_flops))}{one}, "
+    stored += f"{_size(plan.feature_bytes)} in memory, then read at {_size(plan.read_rate)}/s while training"
+    used, other = (f"stored: {stored}", f"online: {readable_time(online)} more training")
     used, other = (other, used) if recipe.features.source == "online" else (used, other)
     trained = _count(plan.head.matrices + plan.head.others)
-    lines += [
+    return [
+        *lines,
         f"hidden states {used}; if {other}",
-        f"training: {plan.steps} steps, {plan.train_flops:.2g} FLOP of the head, {_time(plan.train_seconds)} on {gpus}",
-        f"memory per GPU while training: {_size(plan.train_bytes)} of {_size(device.memory)} (target "
-        f"{_size(target.weight_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(plan.head_bytes)}; "
+        f"training: {plan.steps} steps, {plan.train_flops:.2g} FLOP of the head, {readable_time(plan.train_seconds)} on {gpus}, "
+        f"{_size(plan.train_file_bytes)} on disk",
+        f"memory {'' if device.name == 'cpu' else 'per GPU '}while training: {_size(plan.train_bytes)} of {_size(device.memory)} "
+        f"(target {_size(target.weight_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(plan.head_bytes)}; "
         f"activations and logits {_size(plan.pass_bytes)})",
-        f"evaluation: at most {_time(100 * plan.evaluate_seconds)} per 100 prompts and temperature on one GPU, "
-        f"{_size(plan.evaluate_bytes)} in memory",
+        _evaluation(plan, one),
+        *_summary(plan),
     ]
+
+
+def _measured(plan: Plan, rates: Rates) -> list[str]:
+    """Say what was measured, and what made it slow."""
+    device, batch = plan.given.device, plan.recipe.answers.batch
+    alone, together = (1000 * plan.pass_seconds(rows, 1, plan.context) for rows in (1, batch))
+    others = rates.clocks.others or 0.0
+    lines = [
+        f"measured in {readable_time(rates.clocks.wall_s)}: {device.name}, {rates.forward / 1e9:.3g} GFLOP/s over whole texts and "
+        f"{rates.train / 1e9:.3g} in training; decoding, {alone:.3g} ms a pass at batch 1 ({_size(device.bandwidth)}/s of "
+        f"weights) and {together:.4g} ms at batch {batch}"
+    ]
+    if others > _BUSY:
+        lines.append(
+            f"busy: other programs took {others:.0%} of the cores meanwhile; the plan is for a machine without them"
+        )
+    if plan.recipe.train.precision == "bf16" and rates.train < rates.forward / 4 and emulates_bf16(device.name):
+        lines.append('slow: this CPU emulates bf16, which training computes in: set train.precision to "no"')
     return lines
+
+
+def _evaluation(plan: Plan, one: str) -> str:
+    """Say what the evaluation measures, and how long its parts take. one: on what."""
+    spec, found = plan.recipe.evaluate, EvaluationPlan(plan)
+    many = [
+        (found.count, "prompt"),
+        (len(spec.temperatures), "temperature"),
+        (spec.repeats, "repeat"),
+        (len(found.ways), "drafter"),
+    ]
+    prompts, temperatures, repeats, drafters = (f"{n} {word}{'s' if n > 1 else ''}" for n, word in many)
+    parts = ", ".join(f"{name} {readable_time(seconds)}" for name, seconds in found.parts.items())
+    uncounted = ", which stand for those that are not at hand" if plan.prompts.keys() == UNCOUNTED.keys() else ""
+    return (
+        f"evaluation: {prompts}{uncounted}, {temperatures}, {repeats} of the target and {drafters}, "
+        f"{readable_time(found.seconds)}{one} ({parts}) if no draft is slower than the target alone, {_size(plan.evaluate_bytes)} in memory"
+    )
+
+
+def _summary(plan: Plan) -> list[str]:
+    """Return lines with the size of the export, the whole, and what does not fit in memory."""
+    stages, memory = stages_of(plan), plan.given.device.memory
+    whole = sum(stage.seconds for stage in stages)
+    shares = ", ".join(f"{stage.name} {stage.seconds / whole:.0%}" for stage in stages if stage.seconds)
+    disk, most = sum(stage.disk for stage in stages), max(stage.memory for stage in stages)
+    return [
+        f"export: {_size(plan.export_bytes)} on disk",
+        f"total: {readable_time(whole)} ({shares}), {_size(disk)} on disk, {_size(most)} in memory at once",
+        *(
+            f"does not fit: {stage.name} needs {_size(stage.memory)} of memory, and {plan.given.device.name} has {_size(memory)}"
+            for stage in stages
+            if stage.memory > memory
+        ),
+    ]
 
 
 def foresee(plan: Plan, pilot: Path | None) -> list[str]:
@@ -121,42 +229,71 @@ def comment(plan: Plan, width: int = 116) -> str:
 
 def assume(recipe: Recipe, target: TargetShape, device: Device, gpus: int = 1) -> Assumptions:
     """Assume answers of half of answers.max_new_tokens after prompts of a quarter of data.max_length (less where the
-    context is short), at 40% of the peak."""
+    context is short), at 40% of the peak, or at the rates that are measured."""
     longest = _longest(recipe, target)
-    return Assumptions(device, gpus, 0.4, longest // 4, min(recipe.answers.max_new_tokens // 2, longest // 2))
+    answer = min(recipe.answers.max_new_tokens // 2, longest // 2)
+    return Assumptions(device, gpus, 0.4, longest // 4, answer)
 
 
 def _longest(recipe: Recipe, target: TargetShape) -> int:
     return min(recipe.data.max_length, recipe.train.row_tokens, target.context)
 
 
-def target_shape(recipe: Recipe) -> TargetShape:
-    """Return the dimensions of the recipe's target from its config."""
-    spec = recipe.target
-    if spec.path == "embedded":
-        raise UserError(
-            "The embedded default needs no plan, it takes minutes on a CPU: name a target with --target.path."
-        )
-    refuse_head(spec.path)
-    config = load_config(spec.path, spec.trust_remote_code)
+def read_target(recipe: Recipe) -> PlannedTarget:
+    """Return what the config of the recipe's target says."""
+    spec, path = recipe.target, _at_hand(recipe)
+    refuse_head(path)
+    config = load_config(path, spec.trust_remote_code)
     named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = named if spec.dtype == "auto" else spec.dtype
-    return shape_of(config, DTYPES[dtype].itemsize if dtype in DTYPES else 2)
+    return PlannedTarget(config, shape_of(config, DTYPES[dtype].itemsize if dtype in DTYPES else 2), dtype)
 
 
-def count_conversations(recipe: Recipe) -> int:
-    """Return data.limit; without one, count the rows of local files. Raises UserError for a Hub data set without one."""
-    from draftsmith.data.conversations.load import load_conversations
+def _at_hand(recipe: Recipe) -> str:
+    """Return the path of the recipe's target, that of the embedded default by its name."""
+    return str(SHIPPED) if recipe.target.path == "embedded" else recipe.target.path
 
-    spec = recipe.data
-    if spec.limit is not None:
-        return spec.limit
-    if not spec.sources or not all(Path(source).expanduser().exists() for source in spec.sources):
-        raise UserError(
-            "data.limit is null and the data are not local files, so nobody knows how many conversations there are: add "
-            "--data.limit N."
+
+def local_conversations(recipe: Recipe) -> list[Conversation] | None:
+    """Return the conversations to learn from, None where they are not local files."""
+    spec, sources = recipe.data, _local(recipe, recipe.data.sources, "conversations")
+    if sources is None:
+        return None
+    return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
+
+
+def prompt_tokens(recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation]) -> int | None:
+    """Return the mean tokens of the first prompts, as far as they fit beside an answer; None where the target's tokenizer is not
+    at hand, or none of them fits."""
+    try:
+        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code)
+        prompts = prepare_prompts(
+            tokenizer,
+            conversations[:_SAMPLED],
+            max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
+            max_length=_longest(recipe, target),
+            template=recipe.data.template,
         )
-    return len(load_conversations(spec.sources, split=spec.split, slice=spec.slice))
+    except UserError:  # which the run will say; a plan needs the config alone
+        return None
+    answer = min(recipe.answers.max_new_tokens // 2, _longest(recipe, target) // 2)
+    return min(round(mean(len(prompt.ids) for prompt in prompts)), _longest(recipe, target) - answer)
+
+
+def count_prompts(recipe: Recipe) -> Mapping[str, int]:
+    """Return how many prompts of each slice the evaluation takes; UNCOUNTED where they are not local files."""
+    spec, sources = recipe.evaluate, _local(recipe, recipe.evaluate.prompts, "prompts")
+    if sources is None:
+        return UNCOUNTED
+    found = Counter(conversation.slice for conversation in load_conversations(sources))
+    return {name: min(count, spec.per_slice or count) for name, count in found.items()}
+
+
+def _local(recipe: Recipe, named: Sequence[str], what: str) -> list[str] | None:
+    """Return the files that a recipe names, or the embedded default's; None where they are not all here."""
+    if not named and recipe.target.path == "embedded":
+        return [str(getattr(ensure_embedded(), what))]
+    return [*named] if named and all(Path(one).expanduser().exists() for one in named) else None
 
 
 def _count(number: float) -> str:
@@ -170,7 +307,8 @@ def _size(size: float) -> str:
     return readable_bytes(round(size))
 
 
-def _time(seconds: float) -> str:
+def readable_time(seconds: float) -> str:
+    """Return a time in words, such as "3.2 h"."""
     if seconds >= 5400:
         return f"{seconds / 3600:.3g} h"
     return f"{seconds / 60:.2g} min" if seconds >= 90 else f"{seconds:.2g} s"

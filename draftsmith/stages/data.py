@@ -48,6 +48,7 @@ def answers_stage(session: Session) -> Path | None:
         template=recipe.data.template,
     )
     say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
+    resumed = "the rest of them " if path.with_name(f"{path.name}.partial").exists() else ""
     started = time.perf_counter()
     regenerate(
         session.target, session.tokenizer, prompts, path, sampling=spec.sampling, seed=recipe.seed, batch=spec.batch
@@ -55,7 +56,7 @@ def answers_stage(session: Session) -> Path | None:
     seconds = time.perf_counter() - started
     facts = _count(read_answers(path).samples) | {"seconds": seconds}
     session.finish("answers", facts)
-    say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens in {seconds:.0f} s, {path}")
+    say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {resumed}in {seconds:.0f} s, {path}")
     return path
 
 
@@ -99,7 +100,10 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
 
 def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
     """Return samples to look at: of the recipe's own answers where these are finished, else of the data as they are."""
-    finished = session.recipe.answers.regenerate and session.data.holds("answers", answer_inputs(session))
+    own = session.recipe.answers.regenerate
+    finished = own and session.data.holds("answers", answer_inputs(session))
+    if own and not finished:
+        say("inspect: answers.regenerate is true, so the target's own answers will replace those shown here")
     return load_samples(session, answers_file(session) if finished else None, count)
 
 
@@ -119,6 +123,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         "data.on_too_long": recipe.data.on_too_long,
     }
     if not session.begin("features", inputs):
+        resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
         started = time.perf_counter()
         extract(
             session.target,
@@ -133,7 +138,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         tokens = sum(len(s.ids) for s in samples)
         size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
-        say(f"features: {tokens} tokens in {seconds:.0f} s, {path}")
+        say(f"features: {tokens} tokens, {resumed}in {seconds:.0f} s, {path}")
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
 
 

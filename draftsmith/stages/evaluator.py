@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from draftsmith.eval.measure.result import (
     Settings,
     environment,
 )
-from draftsmith.eval.measure.turns import Repeats, pack_decoded, run_systems, unpack_decoded
+from draftsmith.eval.measure.turns import SIMULATED_BATCH, Repeats, pack_decoded, run_systems, unpack_decoded
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.files import fingerprint
 from draftsmith.foreign.journal import Journal
@@ -52,8 +53,6 @@ from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info
 from draftsmith.stages.session import Session, say
 
-_SIMULATED_BATCH = 32
-"""Answers made together where nothing is timed."""
 _KEPT_BATCHES = 4
 """Batches of them that are kept together: those of an interrupted one are made again."""
 
@@ -104,6 +103,7 @@ class Evaluator:
                 sampling,
                 batch=spec.batch,
                 on_batch=bar.update,
+                on_kept=partial(_count_as_done, bar),
                 picks=list(picks),
                 generate=plain(self.target) if spec.generate and spec.batch == 1 else None,
                 journal=journal,
@@ -143,7 +143,7 @@ class Evaluator:
         point = table.middle(self.spec.batch)
         say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
         requests = sorted((self._keyed(r, 0) for r in self.requests), key=lambda r: len(r.prompt_ids))
-        longest, fewer = longest_text(requests), (_SIMULATED_BATCH, 8, 2)
+        longest, fewer = longest_text(requests), (SIMULATED_BATCH, 8, 2)
         rows = next((n for n in fewer if fits_in_memory(self.target, n, longest)), 1)
         answers = _answers(self.target, requests, sampling, journal, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
@@ -208,7 +208,7 @@ class Evaluator:
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
-        answers = {self.target: _answers(self.target, requests, sampling, journal, _SIMULATED_BATCH)}
+        answers = {self.target: _answers(self.target, requests, sampling, journal, SIMULATED_BATCH)}
         drafters: dict[str, DrafterResult] = {}
         off_text: dict[str, int] = {}
         for c in self.systems:
@@ -218,14 +218,14 @@ class Evaluator:
                 continue
             own = c.verified_by(self.target)
             if own not in answers:
-                answers[own] = _answers(own, requests, sampling, journal, _SIMULATED_BATCH)
+                answers[own] = _answers(own, requests, sampling, journal, SIMULATED_BATCH)
             simulation = c.simulate(own, answers[own], sampling, c.max_k)
             changed = {}
             if c.verifier is not None:
                 changed = measure_change(self.target, c, answers[own], answers[self.target], self._judge)
             drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
             off_text[c.name] = simulation.off_text
-        return self._result(sampling, drafters, off_text, batch=_SIMULATED_BATCH, repeats=repeats)
+        return self._result(sampling, drafters, off_text, batch=SIMULATED_BATCH, repeats=repeats)
 
     def _simulated_drafter(
         self,
@@ -342,6 +342,14 @@ def _with_length(system: SystemUnderTest, k: int) -> SystemUnderTest:
     return replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k)
 
 
+def _count_as_done(bar: Any, count: int) -> None:
+    """Count what an earlier process did: it has no part in this one's rate, and the time that is left follows from that."""
+    bar.initial += count
+    bar.last_print_n += count
+    bar.n += count
+    bar.refresh()
+
+
 def _answers(
     target: Target,
     requests: Sequence[Request],
@@ -359,7 +367,7 @@ def _answers(
             name = f"answers of {target.fingerprint}/{start}+{len(chunk)}"
             if (kept := journal.get(name)) is not None:
                 found += unpack_decoded(kept, chunk).generations
-                bar.update(len(chunk))
+                _count_as_done(bar, len(chunk))
                 continue
             made: dict[int, Generation] = {}
             for generation in decode(target, TargetAlone(), chunk, sampling, rows):

@@ -4,6 +4,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
@@ -85,8 +86,7 @@ def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: boo
 
 def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluating: bool) -> None:
     """Warn of settings that compute in bf16 on a processor that emulates it."""
-    # Where there is AVX512 but no instruction for bf16, products are made by way of fp32, at about its speed.
-    if session.device != "cpu" or torch.backends.cpu.get_cpu_capability() != "AVX2":
+    if not emulates_bf16(session.device):
         return
     recipe = session.recipe
     slow = {

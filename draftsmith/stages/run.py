@@ -8,16 +8,16 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith.errors import UserError
-from draftsmith.fields import shown
 from draftsmith.files import claim, fingerprint, sha256_file, sweep, write_json
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
+from draftsmith.recipe.changes import tell_changes
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.world import world
 
@@ -80,13 +80,15 @@ COMMAND_STAGES = {
 class StageRecord:
     """What run.json holds of a stage. inputs: the settings it was made from, flat. state: "running", "done" or "removing".
     facts: figures it reported (counts, seconds, tokens per second). files: path in the run directory -> size
-    and, where that takes no time, SHA-256 of what it left; none in records of earlier versions."""
+    and, where that takes no time, SHA-256 of what it left; none in records of earlier versions. recipe: the whole recipe, flat, to
+    tell by its keys what changed in inputs that are hashes; empty in records of earlier versions."""
 
     inputs: dict[str, Any]
     fingerprint: str
     state: str
     facts: dict[str, Any]
     files: dict[str, tuple[int, str | None]] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
 
 
 class RunDirectory:
@@ -94,10 +96,12 @@ class RunDirectory:
 
     In a data_dir that several runs share, the other stages belong to one of these runs and are left alone. Nothing is
     removed or overwritten but what run.json says was made here: a folder with other files and without that mark is refused.
+    recipe: what stages are made by, None where that is not known.
     """
 
-    def __init__(self, path: Path, stages: Sequence[str] = STAGES) -> None:
+    def __init__(self, path: Path, stages: Sequence[str] = STAGES, recipe: Recipe | None = None) -> None:
         self.path, self._stages = path, stages
+        self._recipe = {} if recipe is None else flat_inputs(asdict(recipe))
         self._key = "--output_dir" if "train" in stages else "--data_dir"
         self._file = path / "run.json"
         self._locked: TextIO | None = None
@@ -140,7 +144,7 @@ class RunDirectory:
             for file, _ in self._spoilt(stage, known):
                 if file.is_file():
                     file.unlink()  # ours by its record, and not what was measured any more
-        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {})})
+        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe)})
         return False
 
     def _check_unclaimed(self, stage: str) -> None:
@@ -155,15 +159,7 @@ class RunDirectory:
         flat, known = flat_inputs(inputs), self.record(stage)
         if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
             return
-        before = known.inputs
-        keys = sorted(flat.keys() | before)
-        # A setting that is left out and an empty one are the same.
-        now, then = (
-            {key: None if one.get(key) in ([], {}, "") else one.get(key) for key in keys} for one in (flat, before)
-        )
-        changed = [key for key in keys if now[key] != then[key]] or keys
-        changed.sort(key=lambda key: key != "method")  # first, as other options come with it
-        told = "; ".join(f"{key} was {shown(before.get(key))}, is {shown(flat.get(key))}" for key in changed[:3])
+        told = tell_changes(known.inputs, flat, known.recipe, self._recipe)
         raise UserError(
             f"The stage '{stage}' in {self.path} was made with other settings ({told}): choose another {self._key}, "
             f"or add --redo {stage} to remove it and what follows from it."
@@ -319,7 +315,12 @@ class RunDirectory:
 def _as_record(name: str, entry: Any) -> StageRecord:
     """Return an entry of run.json. Raises TypeError or ValueError for what is none."""
     record = StageRecord(**entry)
-    if name not in STAGES or not isinstance(record.inputs, dict) or not isinstance(record.facts, dict):
+    if (
+        name not in STAGES
+        or not isinstance(record.inputs, dict)
+        or not isinstance(record.facts, dict)
+        or not isinstance(record.recipe, dict)
+    ):
         raise ValueError(f"{name!r} is no stage with inputs and facts")
     if record.state not in ("running", "done", "removing") or not isinstance(record.fingerprint, str):
         raise ValueError(f"the stage {name!r} has the state {record.state!r}")

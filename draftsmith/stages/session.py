@@ -48,9 +48,9 @@ class Session:
         self.processes = world().size
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if world().main else set()
-        self.run = RunDirectory(recipe.run_dir)
+        self.run = RunDirectory(recipe.run_dir, recipe=recipe)
         shared = recipe.data_path != recipe.run_dir
-        self.data = RunDirectory(recipe.data_path, DATA_STAGES) if shared else self.run
+        self.data = RunDirectory(recipe.data_path, DATA_STAGES, recipe) if shared else self.run
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
@@ -186,14 +186,15 @@ class Session:
         return fingerprint(parts)
 
     def begin(self, stage: str, inputs: dict[str, Any], needed: Sequence[Path] = ()) -> bool:
-        """Return True where the stage can be reused, with all that is needed; obey --redo the first time the stage begins."""
+        """Return True where the stage can be reused, with all that is needed of it, and say what; obey --redo the first time the
+        stage begins."""
         run, redo = self.directory(stage), stage in self.redo
         done = run.begin(stage, inputs, redo=redo, needed=needed)
         if redo and run is not self.run:
             self.run.clear(stage, release=False)  # what follows from it
         self.redo.discard(stage)
         if done:
-            say(f"{stage}: reusing {run.path}")
+            say(f"{stage}: reusing {needed[0] if needed else run.path}")
         return done
 
     def directory(self, stage: str) -> RunDirectory:

@@ -23,7 +23,10 @@ from draftsmith.eval.measure.machine import available_memory, environment, read_
 from draftsmith.eval.measure.result import Costs, TargetInfo
 from draftsmith.heads.target.target import Target
 
-_WARM_UP = 2
+WARM_UP = 2
+"""Times that everything is done before it is timed."""
+REPEATS = 31
+"""Times that it is timed, at most."""
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
 """Tokens of the target passes that a table holds at its smallest batch; between them costs are straight lines."""
 _FEWER = (1, 2, 3, 5, 9, 17, 33, 64)
@@ -43,7 +46,7 @@ def measure_costs(
     sampling: Sampling,
     *,
     rows: int = 1,
-    repeats: int = 31,
+    repeats: int = REPEATS,
     passes: Sequence[int] | None = None,
 ) -> Costs:
     """Time every draft length of every drafter, and target passes of the sizes they need, after `context_ids`, for
@@ -120,7 +123,7 @@ def _point(
     """Time a batch behind a context. A round's overhead is all that it takes, as the loop runs it, beyond the pass and the draft
     that were timed by themselves: emptied caches and the reading of more tokens are in it, too."""
     largest = max([9, *(c.nodes(k) for c in systems for k in c.lengths)])
-    passes = {n for n in (_PASSES if rows == 1 else _FEWER) if n <= max(largest, 64 if rows == 1 else 0)} | {largest}
+    passes = pass_sizes(rows, largest)
     passes |= {c.nodes(c.num_speculative_tokens) for c in systems}
     jobs = _verify_jobs(target, ids, rows, sorted(passes))
     jobs[_WHOLE, ALONE] = _Rounds(target, TargetAlone(), ids, rows, sampling, None)
@@ -132,12 +135,22 @@ def _point(
         jobs[_WHOLE, c.name] = _Rounds(c.verified_by(target), c.make(own), ids, rows, sampling, c.typical)
     started = time.perf_counter()
     _time(jobs, target.device, 1)
-    once = (time.perf_counter() - started) / (1 + _WARM_UP)
-    cost = _by_name(_time(jobs, target.device, max(3, min(31, int(seconds / once)))))
+    once = (time.perf_counter() - started) / (1 + WARM_UP)
+    cost = _by_name(_time(jobs, target.device, repeats_within(seconds, once)))
     verify, admit, whole = (cost.pop(kind, {}) for kind in ("verify", "admit", _WHOLE))
     parts = {c.name: verify[str(c.nodes(k))] + cost[c.name][str(k)] for c in systems if (k := c.num_speculative_tokens)}
     overhead = {name: max(0.0, ms - parts.get(name, verify["1"])) for name, ms in whole.items()}
     return CostPoint(rows, len(ids), verify, admit_ms=admit, draft_ms=cost, overhead_ms=overhead)
+
+
+def pass_sizes(rows: int, largest: int) -> set[int]:
+    """Return the tokens of the target passes that are timed for a batch of `rows`, where drafts have `largest` nodes at most."""
+    return {n for n in (_PASSES if rows == 1 else _FEWER) if n <= max(largest, 64 if rows == 1 else 0)} | {largest}
+
+
+def repeats_within(seconds: float, once: float) -> int:
+    """Return how often work that takes `once` seconds is timed in about `seconds`, 3 times at least."""
+    return max(3, min(REPEATS, int(seconds / once)))
 
 
 class _Rounds:
@@ -167,14 +180,14 @@ class _Rounds:
 def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: int) -> dict[tuple[str, str], float]:
     """Return the median milliseconds of each job over repeats in turns, after a warm-up."""
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
-    for repeat in range(repeats + _WARM_UP):
+    for repeat in range(repeats + WARM_UP):
         for key, job in jobs.items():
             if isinstance(job, _Rounds):
                 job.prepare()
             watch = Stopwatch(device)
             job()
             watch.lap("job")
-            if repeat >= _WARM_UP:
+            if repeat >= WARM_UP:
                 times[key].append(1000 * watch.seconds["job"])
     return _ascending({key: median(found) for key, found in times.items()})
 

@@ -142,6 +142,14 @@ def available_memory(device: torch.device) -> int:
     return min(psutil.virtual_memory().available, memory_of(device))
 
 
+def emulates_bf16(device: str) -> bool:
+    """Whether a device computes in bf16 ten times slower than in fp32, or worse.
+
+    Where a CPU has AVX512 but no instruction for bf16, products are made by way of fp32, at about its speed.
+    """
+    return device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
     """Return the bytes per second with which the device reads memory, the best of a few sums over a quarter of a GiB."""
     block = torch.ones(2**26, device=device)

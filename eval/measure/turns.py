@@ -23,6 +23,8 @@ from draftsmith.heads.target.target import Target
 
 FEW = 2
 """Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""
+SIMULATED_BATCH = 32
+"""Answers made together where nothing is timed."""
 _WAITING = 3
 """Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
 
@@ -49,6 +51,7 @@ def run_systems(
     *,
     batch: int,
     on_batch: Callable[[int], None] = lambda requests: None,
+    on_kept: Callable[[int], None] | None = None,
     picks: Sequence[SystemUnderTest] = (),
     generate: GenerateSystem | None = None,
     journal: Journal | None = None,
@@ -57,7 +60,8 @@ def run_systems(
 
     A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
     serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
-    groups of each slice, the latter one request after the other. journal: what it holds is not decoded again.
+    groups of each slice, the latter one request after the other. journal: what it holds is not decoded again, and on_kept, else
+    on_batch, is told how many requests.
     """
     ways: dict[str, _Way] = {"": (target, TargetAlone(), None)}
     ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in (*systems, *picks)}
@@ -75,7 +79,9 @@ def run_systems(
             asking = generate if first else None
             name = f"{repeat}/{number}"
             turn = _kept(journal.get(name), group, taking, asking)
+            done = on_kept or on_batch
             if turn is None:
+                done = on_batch
                 if not warm:
                     _warm_up(ways, generate, requests_by_repeat[0][0], sampling)
                     warm = True
@@ -85,7 +91,7 @@ def run_systems(
                 found[way][repeat].append(turn.by_name[way])
             answered[repeat] += turn.generate
             clocks.append(turn.clocks)
-            on_batch(len(group))
+            done(len(group))
     return Turns(found, answered, Clocks.together(clocks))
 
 

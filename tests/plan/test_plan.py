@@ -18,10 +18,13 @@ from draftsmith.errors import UserError
 from draftsmith.eval.decode.cache import KVCache, run_draft
 from draftsmith.eval.decode.draft import Draft
 from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.shape import shape_of
 from draftsmith.heads.target.target import Target
-from draftsmith.plan.figures import DEVICES, find_device
-from draftsmith.plan.plan import Plan, assume, describe, make_plan
+from draftsmith.plan import figures
+from draftsmith.plan.evaluation import EvaluationPlan
+from draftsmith.plan.figures import DEVICES, Device, device_here, find_device
+from draftsmith.plan.plan import Plan, assume, describe, make_plan, stages_of, total_seconds
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
 from draftsmith.train.schedule import Schedule
 from tests.models import tiny_model
@@ -129,16 +132,71 @@ def test_times_follow_what_they_should() -> None:
     assert half.answer_seconds < 1.1 * made.answer_seconds  # bound by memory
     slow = given(device=replace(made.given.device, bandwidth=made.given.device.bandwidth / 2))
     assert slow.answer_seconds > 1.9 * made.answer_seconds
-    assert slow.evaluate_seconds == pytest.approx(2 * made.evaluate_seconds)
+    assert EvaluationPlan(slow).parts["decoding"] > 1.9 * EvaluationPlan(made).parts["decoding"]
     online = replace(made, recipe=replace(made.recipe, features=FeaturesSpec(source="online")))
     assert online.train_seconds == pytest.approx(made.train_seconds + made.seconds(made.online_flops))
+
+
+def test_a_chunk_of_answers_takes_the_passes_that_its_batches_take() -> None:
+    """A slow machine's batch of 4 rows: 14 passes for each batch but the last, whose longest answer takes 28."""
+    made = plan(target())  # 12 samples, answers of 14 tokens and at most 28
+    passes = 2 * ANSWER + 28
+    rows = SAMPLES * ANSWER / passes
+    prefill = made.seconds(SAMPLES * made.target.forward_flops(PROMPT))
+    assert made.answer_seconds == pytest.approx(prefill + passes * made.pass_seconds(rows, 1, PROMPT + ANSWER / 2))
+
+
+def test_what_does_not_fit_in_memory_is_said() -> None:
+    made = plan(target())
+    small = replace(made, given=replace(made.given, device=replace(made.given.device, memory=made.train_bytes - 1)))
+    assert not [line for line in describe(made) if line.startswith("does not fit")]
+    assert any(line.startswith("does not fit: training needs") for line in describe(small))
+
+
+def test_the_total_is_that_of_the_stages() -> None:
+    made = plan(target())
+    stages = {stage.name: stage for stage in stages_of(made)}
+    assert [*stages] == ["answers", "hidden states", "training", "evaluation", "export"]
+    assert total_seconds(made) == pytest.approx(
+        made.answer_seconds + made.seconds(made.feature_flops) + made.train_seconds + EvaluationPlan(made).seconds
+    )
+    online = replace(
+        made, recipe=replace(made.recipe, features=FeaturesSpec(source="online"), answers=AnswersSpec(regenerate=False))
+    )
+    assert [stage.name for stage in stages_of(online)] == ["training", "evaluation", "export"]
+
+
+def test_the_files_have_the_bytes_foretold(tmp_path: Path) -> None:
+    """The best head, and the weights and moments of a checkpoint."""
+    t = target()
+    made = plan(t, train=TrainSpec(optimizer="adamw"))
+    head = find_method("eagle3").build(made.recipe.head, t, torch.arange(80))
+    trained = [p for p in head.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    sum(p.sum() for p in trained).backward()
+    optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1]
+    held = sum(4 * p.numel() for p in trained)
+    assert made.export_bytes == held
+    assert made.train_file_bytes == 2 * held + sum(4 * x.numel() for x in moments)
+
+
+def test_a_gpu_here_is_that_of_the_table_or_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "rtx4090")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert device_here("cuda:0") == DEVICES[found]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fast 1")
+    monkeypatch.setattr(figures, "available_memory", lambda device: 7)
+    assert device_here("cuda:0") == Device("cuda:0", 0.0, 0.0, 7.0)
+    assert device_here("cuda:0").measured
+    assert device_here("cpu").name == "cpu"
 
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
     """Options that name a target of which there is a config alone."""
     tiny_model("qwen3").config.save_pretrained(tmp_path / "target")
-    return ["--target.path", str(tmp_path / "target"), "--data.limit", "1000"]
+    return ["--target.path", str(tmp_path / "target"), "--data.limit", "1000", "--device", "h100"]
 
 
 def test_the_command_reads_a_config_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,9 +204,11 @@ def test_the_command_reads_a_config_alone(words: list[str], capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "plan of run"
     assert [line.split(" ")[0].rstrip(":") for line in lines[1:]] == (
-        ["target", "assumed", "answers", "hidden", "training", "memory", "evaluation"]
+        ["target", "assumed", "answers", "hidden", "training", "memory", "evaluation", "export", "total"]
+        + ["shorter"] * (len(lines) - 10)
     )
     assert "1000 conversations of 64 prompt and 128 answer tokens; h100" in lines[2]
+    assert 10 < len(lines) <= 15
     more = ["--device=A100", "--gpus", "4", "--utilisation", "0.3", "--prompt-tokens", "70", "--answer-tokens", "30"]
     assert main(["plan", *words, "--method", "medusa", *more]) == 0
     text = capsys.readouterr().out
@@ -161,8 +221,24 @@ def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsy
     path = tmp_path / "talk.jsonl"
     row = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     path.write_text(f"{row}\n" * 3)
-    assert main(["plan", *words[:2], "--data.sources", f"[{path}]", "--data.heldout", "1"]) == 0
+    assert main(["plan", *words[:2], "--data.sources", f"[{path}]", "--data.heldout", "1", "--device", "h100"]) == 0
     assert "assumed: 3 conversations" in capsys.readouterr().out
+    assert main(["plan", *words, "--data.sources", f"[{path}]", "--data.heldout", "1"]) == 0
+    assert "assumed: 3 conversations" in capsys.readouterr().out, "data.limit is more than there is"
+
+
+def test_local_prompts_are_counted(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": str(i), "slice": "aab"[i % 3], "messages": [{"role": "user", "content": "hi"}]} for i in range(9)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for more, said in (
+        ([], "evaluation: 9 prompts, 2 t"),
+        (["--evaluate.per_slice", "4"], "evaluation: 7 prompts, 2 t"),
+    ):
+        assert main(["plan", *words, "--evaluate.prompts", f"[{path}]", *more]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["plan", *words, "--evaluate.prompts", "[owner/name]"]) == 0
+    assert "evaluation: 100 prompts, which stand for those that are not at hand" in capsys.readouterr().out
 
 
 def make_pilot(folder: Path, method: str = "eagle3", evaluations: int = 8) -> Path:
@@ -206,6 +282,8 @@ def test_pilots_that_are_none(words: list[str], tmp_path: Path, capsys: pytest.C
     ("extra", "said"),
     [
         (["--device", "abacus"], "--device 'abacus' is not in the table"),
+        (["--device", "cpu", "--gpus", "2"], "--gpus is 2, but this machine is measured as it is"),
+        (["--device", "cpu", "--utilisation", "0.5"], "--utilisation is 0.5, but this machine is measured"),
         (["--gpus", "0"], "--gpus is '0'"),
         (["--gpus", "two"], "--gpus is 'two'"),
         (["--utilisation", "40"], "a share above 0"),
@@ -213,7 +291,6 @@ def test_pilots_that_are_none(words: list[str], tmp_path: Path, capsys: pytest.C
         (["--prompt-tokens", "3000"], "3000 prompt and 128 answer tokens do not fit the 256"),
         (["--data.limit", "null"], "data.limit is null"),
         (["--data.limit", "10"], "data.heldout is 200 but there are only 10 conversations"),
-        (["--target.path", "embedded"], "needs no plan"),
         (["--target.path", "./nowhere"], "./nowhere"),
         (["--head.layer_ids", "[2,4,99]"], ": 99 is out of range, the target has 8 layers; choose from 0 to 7"),
         (["--head.draft_vocab_size", "99999"], "head.draft_vocab_size is 99999, but the target has"),

@@ -104,7 +104,7 @@ def test_the_configs_are_those_of_the_published_models(model: str, parameters: f
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_comment_is_what_the_formulas_give(name: str) -> None:
-    """Mend it with: draftsmith plan --recipe R --gpus 8 --comment (and --target.path for a config at hand)."""
+    """Mend it with: draftsmith plan --recipe R --device h100 --gpus 8 --comment (and --target.path for a config at hand)."""
     text = (RECIPES / f"{name}.yaml").read_text()
     figures = comment(plan(name))
     assert figures.count("\n") > 5

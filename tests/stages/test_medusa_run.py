@@ -228,7 +228,9 @@ def test_inspect_shows_the_recipes_own_answers_or_the_data(
     workplace: Path, eagle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", *options(workplace, eagle), "--count", "1"]) == 0
-    assert "question" in capsys.readouterr().out
+    printed, replaced = capsys.readouterr(), "the target's own answers will replace those shown here"
+    assert "question" in printed.out
+    assert replaced not in printed.err
     other = tmp_path / "other.jsonl"
     rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Something else."}]}]
     other.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -236,3 +238,7 @@ def test_inspect_shows_the_recipes_own_answers_or_the_data(
     printed = capsys.readouterr()
     assert "Something else." in printed.out
     assert "data: " in printed.err
+    assert replaced in printed.err
+    given = ["--data.sources", f"[{other}]", "--answers.regenerate", "false"]
+    assert main(["inspect", *options(workplace, eagle), *given, "--count", "1"]) == 0
+    assert replaced not in capsys.readouterr().err

@@ -4,11 +4,13 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 from draftsmith.cli.main import main
 from draftsmith.eval.decode.answers import Request
@@ -185,7 +187,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     """A kill by any way loses the part it comes in: what came before is not decoded again, and no figure changes."""
     place = "draftsmith.stages.evaluator.decode" if how else "draftsmith.eval.measure.turns.decode_batch"
     work = decode if how else decode_batch
-    monkeypatch.setattr("draftsmith.stages.evaluator._SIMULATED_BATCH", 1)
+    monkeypatch.setattr("draftsmith.stages.evaluator.SIMULATED_BATCH", 1)
     monkeypatch.setattr("draftsmith.stages.evaluator._KEPT_BATCHES", 1)
     own = ["--evaluate.plan_batches", "[]", "--evaluate.repeats", "2", "--evaluate.temperatures", "[1.0]", *how]
     calls, last = 0, 10**6
@@ -249,3 +251,14 @@ def test_answers_are_kept_also_where_other_rows_fit_than_before(monkeypatch: pyt
     ]
     assert found[0] == found[1] == found[2]
     assert [request for request, _ in found[1]] == requests
+
+
+def test_what_an_earlier_process_did_has_no_part_in_the_rate() -> None:
+    with tqdm(total=20, file=StringIO()) as bar:
+        evaluator._count_as_done(bar, 12)
+        bar.update(4)
+        found = bar.format_dict
+    assert (found["n"], found["initial"]) == (16, 12)
+    assert bar.format_meter(16, 20, elapsed=8.0, initial=found["initial"], ncols=40).endswith(
+        "[00:08<00:08,  2.00s/it]"
+    )

@@ -150,7 +150,8 @@ def test_second_run_reuses_every_stage(workplace: Path, finished: Path, capsys: 
     assert digests(finished) == before
     printed = capsys.readouterr()
     for stage in ("answers", "features", "train", "evaluate", "export"):
-        assert f"{stage}: reusing" in printed.err
+        assert f"{stage}: reusing {finished}" in printed.err
+    assert f"export: reusing {finished / 'export' / 'eagle3'}\n" in printed.err
     assert "result.json" in printed.out
 
 
@@ -162,13 +163,15 @@ def test_changed_settings_are_refused_by_name(
     message = capsys.readouterr().err
     assert "answers.temperature was 1.0, is 0.5" in message
     assert "--redo answers" in message
+    assert main(["train", *options(workplace, finished), "--data.limit", "60"]) == 2
+    assert "(data.limit was None, is 60)" in capsys.readouterr().err, "no hash of the conversations"
     assert digests(finished) == before
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evaluate"], "target was"),
+        (["evaluate"], "target.path was"),
         (["export"], "trained for"),
         (["export", "--redo", "export"], "trained for"),
     ],

@@ -68,6 +68,23 @@ def make_head(target: Target) -> torch.nn.Module:
     return build(Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3), target, None)
 
 
+def test_the_loss_is_told_by_draft_step_too(target: Target, tmp_path: Path) -> None:
+    """Of one step it is the loss; of several the loss is their weighted sum, over the rows of the first."""
+    losses = {}
+    for steps in (1, 3):
+        head = build(Eagle3Options(layer_ids=list(LAYERS), ttt_steps=steps), target, None)
+        recipe = make_recipe(max_steps=1)
+        train(recipe, target, head, make_data(target), tmp_path / str(steps))
+        record = json.loads((tmp_path / str(steps) / "metrics.jsonl").read_text().splitlines()[0])
+        assert len(record["step_loss"]) == steps
+        losses[steps] = record["loss"], record["step_loss"]
+    assert losses[1][0] == pytest.approx(losses[1][1][0])
+    whole, (first, *later) = losses[3]
+    weighted = [make_recipe().train.loss.step_weight(k) * loss for k, loss in enumerate(later, 1)]
+    assert first < whole < first + sum(weighted), "later steps have fewer rows"
+    assert whole > first + 0.7 * sum(weighted)
+
+
 def test_training_learns_and_keeps_the_best_head(target: Target, tmp_path: Path) -> None:
     best = train(make_recipe(), target, make_head(target), make_data(target), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,181 @@
+"""The time that an evaluation takes, part by part, as its recipe asks for it (draftsmith/stages/evaluation.py does the work).
+
+How many tokens a round will bring is what the evaluation is for. A plan counts with TOKENS_PER_ROUND, and counts no draft as faster
+than the target alone; what drafting itself takes is left out.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from draftsmith.eval.decode.trees import DynamicTree
+from draftsmith.eval.drafters.system import tree_kind
+from draftsmith.eval.measure.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
+from draftsmith.eval.measure.turns import FEW, SIMULATED_BATCH
+from draftsmith.heads.registry import find_method
+from draftsmith.plan.figures import Plan
+from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
+
+TOKENS_PER_ROUND = 2.0
+_PICKS = 3
+"""Planned draft lengths that take some of the turns."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to draft, as an evaluation measures it. nodes: tokens that the target reads in a round, the root included. simulated:
+    whether a pass over the text tells its acceptance. greedy: whether it is measured at temperature 0, too."""
+
+    nodes: int
+    chain: bool = True
+    simulated: bool = True
+    greedy: bool = True
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """The seconds of a recipe's evaluation."""
+
+    plan: Plan
+
+    @property
+    def spec(self) -> EvaluateSpec:
+        """The section `evaluate` of the recipe."""
+        return self.plan.recipe.evaluate
+
+    @property
+    def count(self) -> int:
+        """Prompts of all slices."""
+        return sum(self.plan.prompts.values())
+
+    @cached_property
+    def ways(self) -> list[Way]:
+        """The drafters: every head in every way to draft that it can, and the baselines."""
+        spec, chain = self.spec, Way(1 + self.spec.num_speculative_tokens)
+        own = find_method(self.plan.recipe.method).trees
+        found: list[Way] = []
+        for head in (self.plan.recipe.method, *spec.beside):
+            for draft in spec.drafts:
+                tree = draft.load()
+                # What a head of `beside` can draft is not known before it is opened.
+                able = tree is None or head in spec.beside or tree_kind(tree, draft.drawn) in own
+                if able and (not draft.heads or head in draft.heads):
+                    nodes = chain.nodes if tree is None else tree.max_nodes
+                    simulated = draft.typical is None and not draft.drawn and not isinstance(tree, DynamicTree)
+                    found.append(Way(nodes, tree is None, simulated, _greedy(draft, spec)))
+        return found + [chain] * len(spec.baselines)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds by what is done; they add up to the whole."""
+        found = {"decoding": 0.0, "simulation": 0.0, "costs": self._cost_table()}
+        found["equality in float32"] = self._equality()
+        for temperature in self.spec.temperatures:
+            ways = [way for way in self.ways if temperature > 0 or way.greedy]
+            found["decoding"] += self._decoding(ways)
+            found["simulation"] += self._simulation(ways, 1 if temperature == 0 else self.spec.repeats)
+            found["costs"] += self._costs(ways)
+            if self.spec.plan_batches and any(way.chain for way in ways):
+                found["draft lengths"] = found.get("draft lengths", 0.0) + self._picks(ways)
+        return {name: seconds for name, seconds in found.items() if seconds}
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all parts."""
+        return sum(self.parts.values())
+
+    def tokens(self, most: int | None = None) -> float:
+        """Tokens of an answer to every prompt, or to `most` of each slice."""
+        spec, answer = self.spec, self.plan.given.answer
+        return sum(
+            min(count, most or count) * min(answer, spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens))
+            for name, count in self.plan.prompts.items()
+        )
+
+    def _round(self, nodes: float, batch: int, itemsize: int | None = None) -> float:
+        return self.plan.pass_seconds(batch, nodes, self.plan.context, itemsize or self._itemsize)
+
+    @property
+    def _itemsize(self) -> int:
+        """Bytes per number of the timed target."""
+        return {"auto": self.plan.target.itemsize, "float32": 4}.get(self.spec.dtype, 2)
+
+    def _token(self, way: Way | None, batch: int, itemsize: int | None = None) -> float:
+        """Seconds per token of the target alone (None), or drafted."""
+        alone = self._round(1, batch, itemsize) / batch
+        if way is None:
+            return alone
+        return max(alone, self._round(way.nodes, batch, itemsize) / batch / TOKENS_PER_ROUND)
+
+    @property
+    def _prefill(self) -> float:
+        """Seconds in which one system reads every prompt once."""
+        return self.plan.seconds(self.count * self.plan.target.forward_flops(self.plan.given.prompt))
+
+    @property
+    def _teacher(self) -> float:
+        """Seconds of a pass over every prompt and its answer."""
+        length = self.plan.given.prompt + self.tokens() / self.count
+        return self.plan.seconds(self.count * self.plan.target.forward_flops(length))
+
+    def _decoding(self, ways: list[Way]) -> float:
+        """The target alone and every way, in every repeat, and `generate` on a few prompts of each slice."""
+        spec = self.spec
+        per_token = sum(self._token(way, spec.batch) for way in (None, *ways))
+        once = self.tokens() * per_token + (1 + len(ways)) * self._prefill
+        generate = spec.generate and spec.batch == 1
+        return spec.repeats * (once + generate * self.tokens(FEW) * self._token(None, 1))
+
+    def _equality(self) -> float:
+        """Greedy texts of the target alone and of every way, one prompt at a time in float32, where the timed ones are not exact."""
+        if not self.spec.lossless or 0 not in self.spec.temperatures or self._itemsize == 4:
+            return 0.0
+        ways = [way for way in self.ways if way.greedy]
+        return sum(self.tokens() * self._token(way, 1, 4) + self._prefill for way in (None, *ways))
+
+    def _simulation(self, ways: list[Way], repeats: int) -> float:
+        """A pass over every distinct text of every way that can be simulated."""
+        return repeats * self._teacher * sum(way.simulated for way in ways)
+
+    def _picks(self, ways: list[Way]) -> float:
+        """The target alone answers in large batches and every chain is simulated; then the lengths take their turns."""
+        spec, batch = self.spec, min(SIMULATED_BATCH, self.count)
+        chosen = self.tokens() * self._token(None, batch) + self._prefill + sum(w.chain for w in ways) * self._teacher
+        chain = Way(1 + spec.num_speculative_tokens)
+        return chosen + spec.repeats * _PICKS * self.tokens(FEW) * self._token(chain, spec.batch)
+
+    def _costs(self, ways: list[Way]) -> float:
+        """Passes of every size that a way may need, at the recipe's batch."""
+        sizes = {1, *(nodes for way in ways for nodes in self._sizes(way))}
+        return (REPEATS + WARM_UP) * sum(self._round(nodes, self.spec.batch) for nodes in sizes)
+
+    def _sizes(self, way: Way) -> range:
+        return range(2, self.spec.max_k + 2) if way.chain else range(way.nodes, way.nodes + 1)
+
+    def _cost_table(self) -> float:
+        """Passes of many sizes at every batch and context that fits in memory, behind prompts that are read anew for every
+        drafter."""
+        spec, plan, ways = self.spec, self.plan, [way for way in self.ways if way.simulated]
+        if not spec.plan_batches:
+            return 0.0
+        given, target = plan.given, plan.target
+        contexts = spec.plan_contexts or [given.prompt, int(plan.context), given.prompt + spec.max_new_tokens]
+        largest = max([9, *(size for way in ways for size in self._sizes(way))])
+        total = 0.0
+        for batch in {*spec.plan_batches, spec.batch}:
+            for context in contexts:
+                # As `fits_in_memory` has it.
+                held = batch * (context + 64) * ((3 + len(ways)) * target.kv_bytes + 8 * target.hidden * self._itemsize)
+                if batch > 1 and held > given.device.memory / 2:
+                    continue
+                sizes = [*pass_sizes(batch, largest), 1, *(way.nodes for way in ways)]
+                once = sum(plan.pass_seconds(batch, n, context, self._itemsize) for n in sizes)
+                read = (2 + 3 * len(ways)) * plan.seconds(batch * target.forward_flops(context))
+                total += read + (1 + 2 * WARM_UP + repeats_within(1.0, once)) * once
+        return total
+
+
+def _greedy(draft: DraftSpec, spec: EvaluateSpec) -> bool:
+    """Whether a way is measured at temperature 0: lossy rules and drawn children repeat another way there, if there is one."""
+    plain = [one for one in spec.drafts if one.acceptance == "lossless" and not one.drawn]
+    alike = [(one.tree, one.confidence_threshold) for one in plain if one != draft]
+    return (draft.acceptance == "lossless" and not draft.drawn) or (draft.tree, draft.confidence_threshold) not in alike

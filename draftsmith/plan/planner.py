@@ -1,0 +1,64 @@
+"""Plans of a recipe and of its variants on one device, which is of the table, or this machine, measured once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.plan.figures import Device, Plan, PlannedTarget
+from draftsmith.plan.plan import assume, count_prompts, local_conversations, make_plan, prompt_tokens, read_target
+from draftsmith.plan.rates import measure_device
+from draftsmith.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What plans are made of. samples: conversations at hand; prompts: of the evaluation, by slice. asked: fields of Assumptions that
+    the user gave, or that the data tell."""
+
+    target: PlannedTarget
+    device: Device
+    samples: int
+    prompts: Mapping[str, int]
+    asked: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, recipe: Recipe, device: Device, asked: Mapping[str, Any]) -> "Planner":
+        """Read the target's config, count what is at hand, and measure a device that is not of the table.
+
+        Raises UserError for a recipe that cannot be planned, before anything is measured, and for assumptions about GPUs where this
+        machine is measured.
+        """
+        target, conversations = read_target(recipe), local_conversations(recipe)
+        samples = recipe.data.limit if conversations is None else len(conversations)
+        if samples is None:
+            raise UserError(
+                "data.limit is null and the data are not local files, so nobody knows how many conversations there are: add "
+                "--data.limit N."
+            )
+        if recipe.data.heldout >= samples:
+            raise UserError(
+                f"data.heldout is {recipe.data.heldout} but there are only {samples} conversations: lower it or add data."
+            )
+        if conversations is not None and "prompt" not in asked:
+            known = prompt_tokens(recipe, target.shape, conversations)
+            asked = {**asked, **({} if known is None else {"prompt": known})}
+        found = cls(target, device, samples, count_prompts(recipe), asked)
+        given = found.plan(recipe).given
+        if not device.measured:
+            return found
+        if option := next((name for name in ("gpus", "utilisation") if name in asked), None):
+            raise UserError(
+                f"--{option} is {asked[option]:g}, but this machine is measured as it is: leave --{option} out, or name GPUs of the "
+                "table with --device."
+            )
+        return replace(found, device=measure_device(recipe, target, given))
+
+    def plan(self, recipe: Recipe) -> Plan:
+        """Return the plan of the recipe, or of one that asks for less."""
+        given = replace(assume(recipe, self.target.shape, self.device), **self.asked)
+        if recipe.answers.regenerate:
+            given = replace(given, answer=min(given.answer, recipe.answers.max_new_tokens))
+        samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
+        prompts = {name: min(count, most or count) for name, count in self.prompts.items()}
+        return make_plan(recipe, self.target.shape, samples, given, prompts)

@@ -4,7 +4,7 @@
 # off goes on when it is run again.
 #
 #   bash scripts/smollm2.sh                                  # recipes/eagle3/smollm2-135m.yaml
-#   bash scripts/smollm2.sh --small                          # the same with 500 prompts and short answers, to try it
+#   bash scripts/smollm2.sh --small                          # the same with 300 prompts and short answers, to try it
 #   bash scripts/smollm2.sh --data.sources '[mine.jsonl]'    # prompts of your own; any key of the recipe
 #   bash scripts/smollm2.sh --plan --small                   # the plan alone
 set -euo pipefail
@@ -18,8 +18,8 @@ while [ $# -gt 0 ]; do
     case $1 in
         --plan) only_plan=yes ;;
         --small)
-            recipe+=(--name eagle3-smollm2-135m-small --data.limit 500 --data.heldout 32 --answers.max_new_tokens 128
-                --train.epochs 4 --evaluate.per_slice 4 --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0, 0.7]'
+            recipe+=(--name eagle3-smollm2-135m-small --data.limit 300 --data.heldout 30 --answers.max_new_tokens 128
+                --evaluate.per_slice 4 --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0]' --evaluate.repeats 1
                 --evaluate.plan_batches '[1]')
             ;;
         *) break ;;

@@ -557,4 +557,4 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     for command, line in zip(commands, told, strict=True):
         assert line.startswith(f"draftsmith {command} {SMOLLM2} ")
         assert line.endswith(f" --target.path the package/model.gguf{own and ' ' + own}")
-        assert ("--name eagle3-smollm2-135m-small --data.limit 500" in line) == ("--small" in words)
+        assert ("--name eagle3-smollm2-135m-small --data.limit 300" in line) == ("--small" in words)

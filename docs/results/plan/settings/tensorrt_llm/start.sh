@@ -1,0 +1,1 @@
+trtllm-serve embedded --extra_llm_api_options trtllm.yaml

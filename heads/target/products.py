@@ -1,6 +1,6 @@
 """Products of a few rows with frozen weights on a CPU, by a copy of the weights that oneDNN has laid out for it.
 
-A round multiplies some tokens' states with every matrix of the target and of the draft. For 2 to 32 rows oneDNN takes 0.4 to 0.9 of
+A round multiplies some tokens' states with every matrix of the target and of the draft. For 2 to 32 rows oneDNN takes 0.5 to 1.0 of
 the time where it need not read the matrix as PyTorch stores it; for one row, for many, and for small matrices it takes longer
 (measured per shape: docs/results/decoder/products.json). Results differ from `F.linear` by rounding.
 """

@@ -232,7 +232,7 @@ def test_what_a_result_depends_on_is_noticed(
     save_file({name: value + 1 if name == "norm.weight" else value for name, value in tensors.items()}, weights)
     for stage in ("evaluate", "export"):
         assert main([stage, *options(workplace, run)]) == 2
-        assert "head was" in capsys.readouterr().err
+        assert "(the head changed)" in capsys.readouterr().err
 
 
 def test_what_a_target_holds_besides_its_weights_is_noticed(
@@ -247,7 +247,7 @@ def test_what_a_target_holds_besides_its_weights_is_noticed(
     assert "evaluate: reusing" in capsys.readouterr().err, "where a target lies says nothing about what was measured"
     (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 5]}))
     for words, said in (
-        (["evaluate", *moved], "eos was"),
+        (["evaluate", *moved], "target.path was"),
         (["export", *moved], "target.reference was"),
         (["export", "--target.dtype", "bfloat16"], "target.dtype was 'float32', is 'bfloat16'"),
     ):

@@ -98,7 +98,7 @@ def test_a_published_head_of_another_method_than_the_recipes(
         (head / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
     )
     assert main([*given, "--no-decode"]) == 2
-    assert "head was" in capsys.readouterr().err
+    assert "(the head changed)" in capsys.readouterr().err
 
 
 def test_decoded_and_simulated_results_are_written_before_the_gate(

@@ -19,7 +19,7 @@ from draftsmith.eval.decode.answers import Generation, Request
 from draftsmith.eval.decode.decode import check_requests, decode
 from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.files import explain_os_error, fingerprint
+from draftsmith.files import atomic_path, explain_os_error, fingerprint
 from draftsmith.foreign.json import read_json_lines
 from draftsmith.heads.target.target import Target
 
@@ -42,7 +42,7 @@ def regenerate(
 
     Random numbers depend on `seed` and the id of the conversation only. Works in chunks of a few batches, with prompts of
     similar length together so that little is padding. A chunk that was cut off is done again, so that the final file does
-    not depend on interruptions.
+    not depend on interruptions. Answers that `keep` set aside are taken where the prompt is the same.
     """
     if path.exists():
         return path
@@ -55,25 +55,75 @@ def regenerate(
         if partial.is_symlink():
             raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
         done = _keep_whole_chunks(partial, chunk_size, len(prompts))
+        kept = _Kept(kept_path(path))
         bar = tqdm(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
         tokens = 0
         with partial.open("ab") as file, bar:
             for start in range(done, len(prompts), chunk_size):
-                chunk = requests[start : start + chunk_size]
-                answers = {}
-                by_length = sorted(chunk, key=lambda r: (len(r.prompt_ids), r.sample_id))
-                for answer in decode(target, TargetAlone(), by_length, sampling, batch):
-                    answers[id(answer.request)] = answer
+                chunk = range(start, min(start + chunk_size, len(prompts)))
+                lines = {i: line for i in chunk if (line := kept.line(prompts[i])) is not None}
+                bar.update(len(lines))
+                places = {id(requests[i]): i for i in chunk if i not in lines}
+                missing = sorted(
+                    (requests[i] for i in places.values()),
+                    key=lambda request: (len(request.prompt_ids), request.sample_id),
+                )
+                for answer in decode(target, TargetAlone(), missing, sampling, batch):
+                    place = places[id(answer.request)]
+                    lines[place] = _to_line(prompts[place], answer, tokenizer)
                     tokens += len(answer.output_ids)
                     bar.update()
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
-                found = [answers[id(request)] for request in chunk]
-                lines = [_to_line(p, a, tokenizer) for p, a in zip(prompts[start:], found, strict=False)]
-                file.write("".join(lines).encode())
+                file.write("".join(lines[i] for i in chunk).encode())
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
+        kept_path(path).unlink(missing_ok=True)
     return path
+
+
+def kept_path(path: Path) -> Path:
+    """Return where the answers of an earlier list of prompts lie while those of a new list are made."""
+    return path.with_suffix(path.suffix + ".kept")
+
+
+def keep(path: Path) -> None:
+    """Set the finished and unfinished answers at `path` aside for `regenerate` with another list of prompts.
+
+    Whoever is killed meanwhile can call it again: the first of two answers to a prompt counts.
+    """
+    partial, kept = path.with_suffix(path.suffix + ".partial"), kept_path(path)
+    sources = [source for source in (path, partial, kept) if source.exists()]
+    with explain_os_error(kept), atomic_path(kept) as temporary, temporary.open("wb") as file:
+        for source in sources:
+            with source.open("rb") as lines:
+                file.writelines(line for line in lines if line.endswith(b"\n"))
+    path.unlink(missing_ok=True)
+    partial.unlink(missing_ok=True)
+
+
+class _Kept:
+    """The answers that `keep` set aside: where each lies in their file, by id, slice and tokens of its prompt."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offsets = path, dict[str, int]()
+        if not path.exists():
+            return
+        rows, offset = _rows(path), 0
+        with path.open("rb") as file:
+            for line, row in zip(file, rows, strict=True):
+                self._offsets.setdefault(fingerprint([row["id"], row["slice"], row["prompt_ids"]]), offset)
+                offset += len(line)
+
+    def line(self, prompt: Prompt) -> str | None:
+        """Return the line that answers this prompt; None where there is none."""
+        said = prompt.conversation
+        offset = self._offsets.get(fingerprint([said.id, said.slice, list(prompt.ids)])) if self._offsets else None
+        if offset is None:
+            return None
+        with self._path.open("rb") as file:
+            file.seek(offset)
+            return file.readline().decode()
 
 
 def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:

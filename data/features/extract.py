@@ -6,6 +6,7 @@ Ht target hidden size, V target vocab.
 
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.features.kept import KeptFeatures, kept_path
 from draftsmith.data.features.store import (
     SHARD_BYTES,
     FeatureStore,
@@ -51,7 +53,8 @@ def extract(
 
     layer_ids: aux layers to store, a superset of what any head will need. dtype: of the stored states, "auto" takes
     the target's. batch_tokens: tokens of one forward pass, padding included (a longer sample runs alone).
-    The files are the same whether or not the run was interrupted, for the same batch_tokens and machine.
+    The files are the same whether or not the run was interrupted, for the same batch_tokens and machine. What `kept.keep` set aside
+    is taken where sample and target are the same.
     Raises UserError for bad layers, too long samples, too little disk space, or a store made from something else.
     """
     path, chosen, lengths = Path(path), tuple(layer_ids), [len(sample.ids) for sample in samples]
@@ -74,6 +77,7 @@ def extract(
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
     done = writer.index.num_samples
+    kept = KeptFeatures(kept_path(path), spec)
     total, already = sum(lengths), sum(lengths[:done])
     with tqdm(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
         for chunk in plan_chunks(lengths, batch_tokens):
@@ -82,12 +86,17 @@ def extract(
             # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
             features: dict[int, Features] = {}
             for batch in chunk.batches:
-                part = compute_features(target, [samples[i] for i in batch], chosen, spec.torch_dtype)
-                features.update(zip(batch, part, strict=True))
+                features |= {i: found for i in batch if (found := kept.get(samples[i])) is not None}
+                missing = [i for i in batch if i not in features]
+                if missing:
+                    part = compute_features(target, [samples[i] for i in missing], chosen, spec.torch_dtype)
+                    features.update(zip(missing, part, strict=True))
                 bar.update(sum(lengths[i] for i in batch if i >= done))
             for index in range(max(chunk.start, done), chunk.end):
                 writer.add(features.pop(index))
     writer.finish()
+    if kept_path(path).is_dir():
+        shutil.rmtree(kept_path(path))
     return FeatureStore(path, fingerprint=target.fingerprint)
 
 

@@ -1,18 +1,23 @@
 """The stages that make what the head learns from: the target's answers, and its hidden states, stored or on demand."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.answers.generate import keep as keep_answers
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.data.features.extract import OnlineSource, extract
+from draftsmith.data.features.kept import keep as keep_features
 from draftsmith.data.features.store import FeatureSource, FeatureStore
+from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
 from draftsmith.stages.session import Session, say
+from draftsmith.train.world import world
 
 
 def answer_inputs(session: Session) -> dict[str, Any]:
@@ -37,8 +42,9 @@ def answers_stage(session: Session) -> Path | None:
     recipe, spec = session.recipe, session.recipe.answers
     if not spec.regenerate:
         return None
-    path = answers_file(session)
-    if session.begin("answers", answer_inputs(session)):
+    path, inputs = answers_file(session), answer_inputs(session)
+    _grow(session, "answers", inputs, {"conversations"}, keep_answers, path)
+    if session.begin("answers", inputs):
         return path
     prompts = prepare_prompts(
         session.tokenizer,
@@ -58,6 +64,28 @@ def answers_stage(session: Session) -> Path | None:
     session.finish("answers", facts)
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {resumed}in {seconds:.0f} s, {path}")
     return path
+
+
+def _grow(
+    session: Session, stage: str, inputs: dict[str, Any], keys: set[str], keep: Callable[[Path], None], path: Path
+) -> None:
+    """Let a stage of which the data alone changed keep what it made for conversations that are still there.
+
+    keys: the inputs that say which data. Raises UserError, before anything is moved, where a head was trained on the earlier data
+    and is not to be made again.
+    """
+    run = session.directory(stage)
+    changed = set() if stage in session.redo or not world().main else set(run.changed(stage, inputs))
+    if not changed or not changed <= keys:
+        return
+    if run is session.run and run.record("train") is not None and "train" not in session.redo:
+        raise UserError(
+            f"The data changed ({run.told(stage, inputs)}) since a head was trained in {run.path}: give the new head another "
+            f"--output_dir, with --data_dir {run.path} to add to the {stage} there, or make it again with `draftsmith train "
+            "--redo train`."
+        )
+    run.set_aside(stage, inputs, lambda: keep(path))
+    say(f"{stage}: those of conversations that are still in the data are kept")
 
 
 def answers_file(session: Session) -> Path:
@@ -122,6 +150,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         "features.shard_mb": spec.shard_mb,
         "data.on_too_long": recipe.data.on_too_long,
     }
+    _grow(session, "features", inputs, {"answers", "conversations"}, keep_features, path)
     if not session.begin("features", inputs):
         resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
         started = time.perf_counter()

@@ -6,7 +6,7 @@ runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  expo
 import json
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from draftsmith.files import claim, fingerprint, sha256_file, sweep, write_json
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
-from draftsmith.recipe.changes import tell_changes
+from draftsmith.recipe.changes import differing, tell_changes
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.world import world
 
@@ -26,8 +26,8 @@ DATA_STAGES = ("answers", "features")
 """The stages in a recipe's data_dir, which runs may share; the others are in the run directory."""
 
 FILES = {
-    "answers": ("answers.jsonl", "answers.jsonl.partial"),
-    "features": ("features",),
+    "answers": ("answers.jsonl", "answers.jsonl.partial", "answers.jsonl.kept"),
+    "features": ("features", "features.kept"),
     "train": ("train",),
     "evaluate": ("evaluation",),
     "simulate": ("simulation",),
@@ -36,8 +36,8 @@ FILES = {
 """What each stage leaves in the run directory, the finished thing first."""
 
 _KNOWN = {
-    "answers": r"answers\.jsonl(\.partial)?",
-    "features": r"features/(index\.json|shard-\d{5,}\.safetensors)",
+    "answers": r"answers\.jsonl(\.partial|\.kept)?",
+    "features": r"features(\.kept)?/(index\.json|shard-\d{5,}\.safetensors)",
     "train": r"train/(best|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
     "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
     "simulate": r"simulation/(t[\d.]+|report\.html|report\.md)",
@@ -159,11 +159,27 @@ class RunDirectory:
         flat, known = flat_inputs(inputs), self.record(stage)
         if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
             return
-        told = tell_changes(known.inputs, flat, known.recipe, self._recipe)
         raise UserError(
-            f"The stage '{stage}' in {self.path} was made with other settings ({told}): choose another {self._key}, "
-            f"or add --redo {stage} to remove it and what follows from it."
+            f"The stage '{stage}' in {self.path} was made with other settings ({self.told(stage, inputs)}): choose another "
+            f"{self._key}, or add --redo {stage} to remove it and what follows from it."
         )
+
+    def told(self, stage: str, inputs: dict[str, Any]) -> str:
+        """Return in words what changed since a stage was made."""
+        known = self.record(stage)
+        return "" if known is None else tell_changes(known.inputs, flat_inputs(inputs), known.recipe, self._recipe)
+
+    def changed(self, stage: str, inputs: dict[str, Any]) -> list[str]:
+        """Return the inputs that changed since a stage left work here; none where it left none."""
+        flat, known = flat_inputs(inputs), self.record(stage)
+        return differing(known.inputs, flat) if known is not None and self._has_work(stage) else []
+
+    def set_aside(self, stage: str, inputs: dict[str, Any], keep: Callable[[], None]) -> None:
+        """Mark a stage as running with other inputs, after `keep` has set aside what it made with earlier ones, to be added to."""
+        self._lock()
+        keep()  # first: without its files a stage is not taken for done, whatever its record says
+        flat = flat_inputs(inputs)
+        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe)})
 
     def _lock(self) -> None:
         """Lock the directory against other processes that make stages, until `finish` or the end of this process.

@@ -163,9 +163,37 @@ def test_changed_settings_are_refused_by_name(
     message = capsys.readouterr().err
     assert "answers.temperature was 1.0, is 0.5" in message
     assert "--redo answers" in message
-    assert main(["train", *options(workplace, finished), "--data.limit", "60"]) == 2
-    assert "(data.limit was None, is 60)" in capsys.readouterr().err, "no hash of the conversations"
+    for command in ("run", "regenerate", "extract", "train"):
+        assert main([command, *options(workplace, finished), "--data.limit", "60"]) == 2
+        message = capsys.readouterr().err
+        assert "The data changed (data.limit was None, is 60) since a head was trained" in message, "no hash"
+        assert f"--data_dir {finished} to add to the answers there" in message
     assert digests(finished) == before
+
+
+def test_data_grows_without_loss(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Answers and hidden states of conversations that are still in the data stay; a head trained on fewer is made anew if asked."""
+    grown, whole = tmp_path / "grown", tmp_path / "whole"
+    words = ["--answers.batch", "1", "--features.batch_tokens", "1", "--train.evaluations", "1"]
+    assert main(["train", *options(workplace, grown), *words, "--data.limit", "50"]) == 0
+    rows = (grown / "answers.jsonl").read_text().splitlines()
+    capsys.readouterr()
+    for limit in ("60", "70"):
+        assert main(["train", "--redo", "train", *options(workplace, grown), *words, "--data.limit", limit]) == 0
+        said = capsys.readouterr().err
+        assert "answers: those of conversations that are still in the data are kept" in said
+        assert "features: those of conversations that are still in the data are kept" in said
+    assert not [*grown.glob("*.kept")]
+    assert main(["train", *options(workplace, whole), *words, "--data.limit", "70"]) == 0
+    assert set(rows) < set((grown / "answers.jsonl").read_text().splitlines())
+    made = {name: digest for name, digest in digests(grown).items() if "answers" in name or "features" in name}
+    assert made
+    assert made.items() <= digests(whole).items()
+    assert load_file(grown / "train" / "best" / "model.safetensors").keys()
+    shutil.rmtree(grown / "train")
+    other = tmp_path / "other"
+    assert main(["extract", *options(workplace, other), *words, "--data_dir", str(grown), "--data.limit", "60"]) == 0
+    assert len((grown / "answers.jsonl").read_text().splitlines()) == 60
 
 
 @pytest.mark.parametrize(

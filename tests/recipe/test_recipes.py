@@ -43,6 +43,8 @@ NAMES = sorted(
     for path in RECIPES.glob("*/*.yaml")
     if path.stem.endswith(tuple(MODELS))
 )
+SMALL = sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPES.glob("*/smollm2-135m.yaml"))
+"""For a CPU: what they take is measured, not computed (`draftsmith plan`)."""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +56,7 @@ def _draft_models_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_of(name: str) -> str:
     """The target of a recipe."""
-    return next(model for model in MODELS if name.endswith(model))
+    return next(model for model in (*MODELS, "smollm2-135m") if name.endswith(model))
 
 
 def test_every_drafter_has_a_tiny_recipe_and_if_it_has_others_three_sizes() -> None:
@@ -78,7 +80,7 @@ def load(name: str) -> Recipe:
 
 
 def config(name: str, **changes: Any) -> PreTrainedConfig:
-    values = {**json.loads((CONFIGS / f"{name}.json").read_text()), **changes}
+    values = {**json.loads(next(CONFIGS.rglob(f"{name}.json")).read_text()), **changes}
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
@@ -168,7 +170,7 @@ def test_the_architectures_can_be_targets_and_are_decoded_exactly(model: str) ->
     assert all(load(f"{m}/{model}").target.attn_implementation for m in ("eagle3", "medusa"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *SMALL])
 def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
     recipe, target = load(name), small_target(model_of(name))
     method, options = methods()[recipe.method], recipe.head
@@ -182,7 +184,8 @@ def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
         options = replace(options, layer_ids=None, draft_vocab_size=100, mask_token_id=7)
         vocab = torch.arange(100)
     if recipe.method == "draft_model":
-        options = replace(options, init_from=None, hidden_size=32)
+        layers = options.layers_from_target and [0, 7]
+        options = replace(options, init_from=None, layers_from_target=layers, hidden_size=None if layers else 32)
     torch.manual_seed(0)
     head = method.build(options, target, vocab)
     batch = pack(target, documents_of(target), head.reads.layer_ids)
@@ -199,7 +202,7 @@ def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
     assert [g.output_ids for g in drafted.generations] == [g.output_ids for g in alone.generations]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("eagle3/")])
+@pytest.mark.parametrize("name", [name for name in (*NAMES, *SMALL) if not name.startswith("eagle3/")])
 def test_the_recipes_of_a_model_give_the_same_answers(name: str) -> None:
     """They differ in how many, and could share a data_dir."""
     eagle3, other = load(f"eagle3/{model_of(name)}"), load(name)
@@ -226,6 +229,18 @@ def test_what_a_recipe_says_besides(name: str) -> None:
             "llama-3.1-8b-instruct": {},
         }[model_of(name)]
     )
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_recipes_of_a_small_model_share_one_store(name: str) -> None:
+    recipe, eagle3 = load(name), load("eagle3/smollm2-135m")
+    read = getattr(recipe.head, "layer_ids", None) or recipe.features.layer_ids or (2, 15, 27)
+    assert tuple(read) == (2, 15, 27), "EAGLE-3's of 30 layers"
+    assert recipe.data == eagle3.data
+    assert replace(recipe.features, layer_ids=None) == eagle3.features
+    assert recipe.data_path == eagle3.run_dir
+    assert recipe.train.epochs == eagle3.train.epochs
+    assert f"--method {recipe.method}\n" in (RECIPES / f"{name}.yaml").read_text() or recipe == eagle3
 
 
 def test_rows_like_those_of_the_data_sets_are_read(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_the_recipes_of_a_small_model_share_one_store(name: str) -> None:
     assert replace(recipe.features, layer_ids=None) == eagle3.features
     assert recipe.data_path == eagle3.run_dir
     assert recipe.train.epochs == eagle3.train.epochs
-    assert f"--method {recipe.method}\n" in (RECIPES / f"{name}.yaml").read_text() or recipe == eagle3
+    assert f"--method {recipe.method}`" in (RECIPES / f"{name}.yaml").read_text() or recipe == eagle3
 
 
 def test_rows_like_those_of_the_data_sets_are_read(tmp_path: Path) -> None:

@@ -115,17 +115,22 @@ class Evaluator:
         for c in systems:
             found = collect_texts(self.target, c, timings, sampling, self._judge)
             checked = sampling.greedy and c.lossless
-            timed = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
+            compared = self._compare_timed(c, timings[""], found.texts, sampling) if checked else {}
             # Timed in float32, the timed texts are the exact check.
             exact = self.target.dtype == torch.float32
-            greedy = timed if exact else lossless.get(c.name, {}) if sampling.greedy else {}
-            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else timed, turns.generate)
+            greedy = compared if exact else lossless.get(c.name, {}) if sampling.greedy else {}
+            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else compared, turns.generate)
             off_text[c.name] = found.off_text
             # Every slice for the first drafter, one for the others.
             examples += self._examples(c.name, found.texts)[: None if c is systems[0] else 1]
         result = self._result(sampling, drafters, off_text, batch=spec.batch, repeats=spec.repeats)
-        timed_picks = tuple(measure_pick(self.target, c, name, timings, sampling) for c, name in picks.items())
-        return replace(result, costs=costs, examples=tuple(examples), picks=timed_picks, clocks=turns.clocks)
+        timed = [measure_pick(self.target, c, name, timings, sampling) for c, name in picks.items()]
+        if picks:  # the decoded draft length, to compare with on the same prompts
+            one, name = next(iter(picks.items()))
+            own = next(c for c in systems if c.name == name)
+            if own.num_speculative_tokens not in {c.num_speculative_tokens for c in picks}:
+                timed.append(measure_pick(self.target, own, name, timings, sampling, one.name))
+        return replace(result, costs=costs, examples=tuple(examples), picks=tuple(timed), clocks=turns.clocks)
 
     def _picks(
         self, systems: Sequence[SystemUnderTest], table: CostTable, sampling: Sampling, journal: Journal

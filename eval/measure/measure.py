@@ -207,13 +207,23 @@ def _over_generate(repeats: Repeats, generate: Sequence[Sequence[Timed]]) -> flo
 
 
 def measure_pick(
-    target: Target, system: SystemUnderTest, drafter: str, timings: Mapping[str, Repeats], sampling: Sampling
+    target: Target,
+    system: SystemUnderTest,
+    drafter: str,
+    timings: Mapping[str, Repeats],
+    sampling: Sampling,
+    beside: str | None = None,
 ) -> Pick:
-    """Return what a draft that took only some turns reached on its prompts; drafter: the name it has in the plan."""
-    k, repeats = system.num_speculative_tokens, timings[system.name]
-    found = collect_texts(target, system, timings, sampling)
+    """Return what a draft that took only some turns reached on its prompts; drafter: the name it has in the plan. beside: for a draft
+    that took all turns, the name of one that did not: what it reached on the prompts of that one."""
+    k, some = system.num_speculative_tokens, timings[system.name if beside is None else beside]
+    among = {d.generations[0].request.sample_id for r in some for d in r}
+    repeats, alone = (
+        [[d for d in r if d.generations[0].request.sample_id in among] for r in timings[name]]
+        for name in (system.name, "")
+    )
+    found = collect_texts(target, system, {**timings, system.name: repeats}, sampling)
     names = {t.generation.request.sample_id for t in found.texts}
-    alone = [[d for d in r if d.generations[0].request.sample_id in names] for r in timings[""]]
     ratios = [a / b for a, b in zip(map(_tok_s, repeats), map(_tok_s, alone), strict=True) if a and b]
     tau = total((t.simulated[k - 1] for t in found.texts if t.simulated), k).tau
     return Pick(drafter, k, len(names), tau, _median(ratios), _spread(ratios))

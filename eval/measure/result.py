@@ -222,7 +222,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Pick:
-    """A draft that the plan chose, or a neighbour of it, timed in the same turns as everything else on some of the prompts.
+    """A draft that the plan chose, a neighbour of it, or the decoded one, timed in the same turns as everything else on some prompts.
 
     tau_simulated: on the same prompts. speedup: over the target alone on them, median over repeats; spread: [min, max] of these.
     """

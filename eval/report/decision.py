@@ -204,5 +204,9 @@ def _checks(decision: Decision) -> Table:
     )
     columns = ("draft", "temperature", "predicted", "measured", "difference", "within 5% or the spread")
     return Table(
-        "Predicted against measured, for the best draft and its neighbours", columns, rows, heads=2, folded=True
+        "Predicted against measured, for the best draft, its neighbours and the decoded draft length",
+        columns,
+        rows,
+        heads=2,
+        folded=True,
     )

@@ -79,7 +79,9 @@ def test_an_evaluation_ends_in_a_decision(evaluated: Path) -> None:
             if p.num_speculative_tokens == row["num_speculative_tokens"]
         )
         assert row["tau"] == sweep.tau_simulated
-    assert 2 <= len(result.picks) <= 3
+    assert 2 <= len(result.picks) <= 4
+    assert result.settings.num_speculative_tokens in {p.num_speculative_tokens for p in result.picks}, "to compare with"
+    assert len({p.prompts for p in result.picks}) == 1
     assert {p.drafter for p in result.picks} == {"eagle3"}
     assert len(plan["checks"]) == len(result.picks)
     assert result.clocks is not None

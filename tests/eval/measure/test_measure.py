@@ -269,6 +269,19 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
     assert found.spread is not None
     assert found.spread[0] <= found.speedup <= found.spread[1]
     assert found.tau_simulated == 1, "the target alone"
+    whole = measure_pick(target, replace(pick, name="again"), "again", timings, sampling, pick.name)
+    speeds = [
+        [d.generations[0] for d in repeat if d.generations[0].request.sample_id in first] for repeat in timings["again"]
+    ]
+    assert whole.prompts == 4
+    assert [[g.request.sample_id for g in repeat] for repeat in speeds] == [first, first]
+    same = {
+        **timings,
+        "again": [[d for d in r if d.generations[0].request.sample_id in first] for r in timings["again"]],
+    }
+    assert whole == measure_pick(target, replace(pick, name="again"), "again", same, sampling), (
+        "on the prompts of the pick alone"
+    )
 
 
 def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:

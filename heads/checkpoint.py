@@ -69,7 +69,7 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
     if vocab is not None:
         check_draft_vocab(vocab, target.vocab_size, file)
     own = {name: value for name, value in config.items() if name != "target"}  # whose sizes are not the head's
-    check_layer_sizes(own, tensors, path / CONFIG)
+    check_layer_sizes(own, tensors, path / CONFIG, target.vocab_size)
     with explain_config(path, f"{config['method']} head", remedy):
         head = method.load(config, target, vocab)
     if head.reads.layer_ids:
@@ -83,17 +83,21 @@ def load_checkpoint(path: Path, target: Target) -> DraftHead:
     return head
 
 
-def check_layer_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: Path) -> None:
+def check_layer_sizes(
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], file: Path, vocab_size: int = 0
+) -> None:
     """Raise UserError where a configuration names a size, or a number of layers, that the weights beside it cannot have.
 
-    Found before anything is built of it: a layer of 10^9 would take all memory to be compared with the weights.
+    vocab_size: the target's, which heads name that share its embedding and have a draft vocabulary. Found before anything is built of it: a layer of 10^9 would take all memory to be compared with the weights.
     """
     largest = max((size for value in tensors.values() for size in value.shape), default=0)
     for name, value in config.items():
+        if name == "vocab_size" and value == vocab_size:
+            continue
         if isinstance(value, dict):
             if name.endswith("config"):
                 check_config_values(value, file, "restore it or train again", f"{name}.")
-            check_layer_sizes(value, tensors, file)
+            check_layer_sizes(value, tensors, file, vocab_size)
         elif type(value) is int and _SIZES.search(name) and value > max(largest, _ANY_SIZE):
             raise UserError(
                 f"{file}: {name} is {value}, but no tensor of the weights is that large ({largest}): restore it or train again."

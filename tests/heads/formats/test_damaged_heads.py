@@ -124,3 +124,17 @@ def test_nobody_is_told_to_measure_on_a_target_of_other_sizes() -> None:
     differences = compare(recorded, now)
     assert [one.kind for one in differences] == ["sizes", "embeddings", "weights", "tokenizer"]
     assert {one.remedy for one in differences[:3]} == {"give the target it was made for"}
+
+
+def test_a_head_with_a_draft_vocabulary_of_a_target_with_a_large_one_loads(tmp_path: Path) -> None:
+    """It shares the target's embedding, so none of its own tensors is as large as the vocabulary that it names."""
+    target = make_target(vocab_size=5000)
+    head = make_eagle3(target)
+    save_head(head, tmp_path / "head", target)
+    loaded = load_head(tmp_path / "head", target)
+    assert torch.equal(loaded.get_parameter("fc.weight"), head.get_parameter("fc.weight"))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    config["layer_config"]["vocab_size"] = 5001
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="vocab_size is 5001"):
+        load_head(tmp_path / "head", target)

@@ -6,7 +6,6 @@ Ht target hidden size, V target vocab.
 
 import hashlib
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features.kept import KeptFeatures, kept_path
+from draftsmith.data.features.kept import KeptFeatures, discard, kept_path
 from draftsmith.data.features.store import (
     SHARD_BYTES,
     FeatureStore,
@@ -95,8 +94,7 @@ def extract(
             for index in range(max(chunk.start, done), chunk.end):
                 writer.add(features.pop(index))
     writer.finish()
-    if kept_path(path).is_dir():
-        shutil.rmtree(kept_path(path))
+    discard(kept_path(path))
     return FeatureStore(path, fingerprint=target.fingerprint)
 
 

@@ -1,13 +1,12 @@
 """Data that grows: hidden states of an earlier list of samples, taken over into the store of a new one."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features.store import INDEX_NAME, FeatureStore, StoreSpec, read_index
+from draftsmith.data.features.store import INDEX_NAME, SHARD_PATTERN, FeatureStore, StoreSpec, read_index
 
 
 def kept_path(path: Path) -> Path:
@@ -20,12 +19,27 @@ def keep(path: Path) -> None:
     kept = kept_path(path)
     if not (path / INDEX_NAME).exists():
         return
-    if kept.exists() and not read_index(path).complete:
-        shutil.rmtree(path)
-        return
-    if kept.exists():
-        shutil.rmtree(kept)
-    path.replace(kept)
+    if (kept / INDEX_NAME).exists():
+        if not read_index(path).complete:
+            discard(path)
+            return
+        discard(kept)
+    kept.mkdir(exist_ok=True)
+    for file in _files(path)[::-1]:  # the index last: until then it says that there is more to move
+        file.replace(kept / file.name)
+
+
+def discard(folder: Path) -> None:
+    """Remove a store, its index first; what others put beside it stays."""
+    for file in _files(folder):
+        file.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files of a store, its index first."""
+    return sorted(file for file in folder.glob("*") if file.name == INDEX_NAME or SHARD_PATTERN.fullmatch(file.name))
 
 
 class KeptFeatures:

@@ -277,8 +277,11 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     samples, settings, computed = make_samples(12), SMALL | {"batch_tokens": 1}, []
     flipped = Tokenized(samples[0].ids, ~samples[0].mask, samples[0].sample_id, samples[0].slice)
     extract(memory_target(), [flipped, *samples[9:4:-1]], tmp_path / "grown", **settings)
+    (tmp_path / "grown" / "notes.txt").write_text("mine")
     for _ in range(2):
         keep(tmp_path / "grown")
+    assert (tmp_path / "grown" / "notes.txt").read_text() == "mine", "no file of a store"
+    (tmp_path / "grown" / "notes.txt").unlink()
 
     def counted(target: Target, missing: list[Tokenized], *rest: object) -> list[Features]:
         computed.extend(sample.sample_id for sample in missing)

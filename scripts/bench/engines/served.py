@@ -160,7 +160,7 @@ def _train_all(
         running = {pool.submit(_train, plan, recipes, work, words): plan for plan in plans}
         for future in as_completed(running):
             plan, (seconds, log, error) = running[future], future.result()
-            found[plan.name] = log.parent / "train" / "best"
+            found[plan.name] = log.with_suffix("") / "train" / "best"
             failed += [f"Training {plan.name} failed ({error}): its whole log is {log}."] if error else []
             say(f"{plan.name}: {'failed' if error else 'trained'} in {seconds:.0f} s, {len(found)} of {len(plans)}")
     finally:
@@ -173,7 +173,8 @@ def _train_all(
 def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tuple[float, Path, str]:
     """Train a head in a process of its own; return the seconds, its log, and that one's last line where it failed."""
     more = _recipe_words(plan.method, recipes, work, plan.name, words, plan.words)
-    started, log = time.perf_counter(), Path(more[-1]) / "train.log"
+    # Beside the run's own folder, which nothing but the run may have begun.
+    started, log = time.perf_counter(), Path(more[-1] + ".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
         command = [sys.executable, "-m", "draftsmith.cli.main", "train", *more]

@@ -202,9 +202,9 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
     assert asked[0][:4] == [sys.executable, "-m", "draftsmith.cli.main", "train"]
     assert asked[0][asked[0].index("--seed") + 1] == "1"
     assert "a: trained in" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"Training b c failed \(it broke\): its whole log is .*/b-c-\w+/train.log\."):
+    with pytest.raises(UserError, match=r"Training b c failed \(it broke\): its whole log is .*/b-c-\w+\.log\."):
         engine_served._train_all(plans, "tiny", None, tmp_path, ())
-    (log,) = tmp_path.glob("heads/b-c-*/train.log")
+    (log,) = tmp_path.glob("heads/b-c-*.log")
     assert "recipes/medusa/tiny.yaml" in log.read_text()
 
 

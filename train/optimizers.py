@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
+from draftsmith.eval.measure.machine import multiplies_in_bf16
 from draftsmith.heads.base import DraftHead
 from draftsmith.recipe.schema import TrainSpec
 
@@ -73,11 +74,11 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, whose products are in bf16 on a GPU and in fp32 on a CPU.
+    """torch's Muon, which on a CPU without instructions for bf16 multiplies in fp32, and shares its work among processes.
 
-    torch makes them in bf16 everywhere, and a processor without instructions for it (all before AVX512-BF16 and AMX)
-    multiplies ten times as slowly in it as in fp32: half of the time of training a small head. State and arguments are torch's,
-    so that checkpoints fit either.
+    torch makes the products in bf16 everywhere; most processors before AVX512-BF16 and AMX take ten times as long for it. Processes
+    that train together on CPUs have the same gradients: each orthogonalises its share of the matrices and sends them to the others.
+    State and arguments are torch's, so that checkpoints fit either.
     """
 
     @torch.no_grad()
@@ -89,34 +90,62 @@ class Muon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             parameters: list[Tensor] = []
             gradients: list[Tensor] = []
             buffers: list[Tensor] = []
             self._init_group(group, parameters, gradients, buffers)
             for parameter, gradient, buffer in zip(parameters, gradients, buffers, strict=True):
-                _update(parameter, gradient, buffer, group)
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                found.append(
+                    (parameter, gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer, group)
+                )
+        for (parameter, _, group), update in zip(found, _orthogonalised(found), strict=True):
+            _apply(parameter, update, group)
         return loss
 
 
-def _update(parameter: Tensor, gradient: Tensor, buffer: Tensor, group: dict[str, Any]) -> None:
-    """One parameter's step: what torch does with `adjust_lr_fn` left out."""
+def _orthogonalised(found: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
+    """Return the orthogonalised updates, each made by one of the processes."""
+    together = distributed.is_available() and distributed.is_initialized()
+    size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
+    # The largest first, each to the process that has least to do: as work counts rows * rows * columns.
+    work, owner = [0.0] * size, [0] * len(found)
+    for place in sorted(range(len(found)), key=lambda i: -found[i][0].numel()):
+        owner[place] = work.index(min(work))
+        work[owner[place]] += found[place][0].numel() * min(found[place][0].shape)
+    made = [
+        orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if owner[place] == rank
+        else torch.empty_like(update)
+        for place, (_, update, group) in enumerate(found)
+    ]
+    if size > 1:
+        made = [update.contiguous() for update in made]
+        sent = [distributed.broadcast(update, owner[place], async_op=True) for place, update in enumerate(made)]
+        for one in sent:
+            one.wait()
+    return made
+
+
+def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    """Move a parameter: what torch does with `adjust_lr_fn` left out."""
     assert group["adjust_lr_fn"] in (None, "original"), "other ways to adjust the rate are torch's alone"
-    buffer.lerp_(gradient, 1 - group["momentum"])
-    update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-    update = orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
     rows, columns = parameter.shape
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     parameter.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return `matrix` [m, n] with singular values near 1, by Newton-Schulz iteration in fp32."""
+    """Return `matrix` [m, n] with singular values near 1, in its dtype, by Newton-Schulz iteration in bf16 where the device has
+    instructions for it, else in fp32."""
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.float().T if tall else matrix.float()
+    x = matrix.to(torch.bfloat16 if multiplies_in_bf16(matrix.device) else torch.float32)
+    x = x.T if tall else x
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return (x.T if tall else x).to(matrix.dtype)

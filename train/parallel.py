@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.machine import multiplies_in_bf16
 from draftsmith.fields import shown
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.yaml import read_yaml
@@ -205,8 +206,9 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
 
 def autocast_of(device: torch.device, spec: TrainSpec) -> torch.autocast:
     """Return train.precision as the context that heads compute in."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return torch.autocast(device.type, dtypes.get(spec.precision), enabled=spec.precision in dtypes)
+    best = torch.bfloat16 if multiplies_in_bf16(device) else None
+    dtype = {"auto": best, "bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 def prepare(
@@ -216,8 +218,8 @@ def prepare(
 
     From here on the head computes in train.precision whoever calls it; its weights are fp32 in every mode.
     """
-    if spec.precision != "no":
-        head.forward = autocast_of(accelerator.device, spec)(head.forward)  # type: ignore[method-assign]
+    if (autocast := autocast_of(accelerator.device, spec))._enabled:
+        head.forward = autocast(head.forward)  # type: ignore[method-assign]
     if accelerator.is_fsdp2:
         # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.
         frozen = [m for m in head.modules() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)]

@@ -144,8 +144,8 @@ class TrainSpec:
     """Learning rate at the end, as a share of the peak."""
     clip: float = field(default=1.0, metadata=within(0, 10**6))
     """Largest gradient norm; 0 does not clip."""
-    precision: Literal["bf16", "fp16", "no"] = "bf16"
-    """Autocast dtype; the weights themselves stay in fp32."""
+    precision: Literal["auto", "bf16", "fp16", "no"] = "auto"
+    """Autocast dtype; `auto` is bf16 where the device has instructions for it, else no. The weights themselves stay in fp32."""
     loss: LossSpec = field(default_factory=LossSpec)
     """The loss."""
     evaluations: int = field(default=10, metadata=within(1, 100_000))

@@ -150,6 +150,13 @@ def emulates_bf16(device: str) -> bool:
     return device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
+def multiplies_in_bf16(device: torch.device) -> bool:
+    """Whether a device has instructions for products in bf16, which then take half the time of those in fp32 or less."""
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
     """Return the bytes per second with which the device reads memory, the best of a few sums over a quarter of a GiB."""
     block = torch.ones(2**26, device=device)

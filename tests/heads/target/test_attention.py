@@ -36,3 +36,21 @@ def test_without_a_mask_it_is_causal(tmp_path: Path) -> None:
     found = target.model(input_ids=ids).logits
     target.model.set_attn_implementation("sdpa")
     torch.testing.assert_close(found, target.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@torch.no_grad()
+def test_single_tokens_in_bf16_get_the_states_of_transformers_attention(kind: str, tmp_path: Path) -> None:
+    """Rows of different lengths, so that there is a mask, and one alone, which has none."""
+    target = load_target(str(save_tiny_target(tmp_path / kind, kind)), dtype="bfloat16")
+    ids_BN = torch.randint(3, target.vocab_size, (2, 7))
+
+    def states(implementation: str, rows: int) -> torch.Tensor:
+        target.model.set_attn_implementation(implementation)
+        cache = KVCache.for_target(target, rows, 16)
+        run_draft(target, cache, Draft.chain(ids_BN[:rows, 0], ids_BN[:rows, 1:5]))
+        cache.append(torch.tensor([5, 3])[:rows] if rows > 1 else 5)
+        return run_draft(target, cache, Draft.chain(ids_BN[:rows, 5], ids_BN[:rows, 6:6])).last
+
+    for rows in (1, 2):
+        torch.testing.assert_close(states(GROUPED, rows), states("sdpa", rows), atol=0.02, rtol=0.02)

@@ -135,6 +135,8 @@ class EvaluateSpec(FilterSpec):
     """Batches to plan for: target passes and drafts are timed at each that fits in memory; empty makes no plan."""
     plan_contexts: list[int] = field(default_factory=list, metadata=TOKENS)
     """Contexts to plan for, in tokens; empty takes the shortest prompt, the middle of a typical answer, and the longest text."""
+    thinking: list[str] = field(default_factory=lambda: ["<think>", "</think>"], metadata=LATER)
+    """What opens and what closes thought in an answer's text, to tell acceptance in it from that in the answer proper."""
     price_per_hour: float | None = field(default=None, metadata=within(0, 10**6, above=True))
     """Price of the machine, in any currency, for the cost of a million tokens with and without speculation."""
     example_slices: list[str] = field(default_factory=list)
@@ -153,6 +155,8 @@ class EvaluateSpec(FilterSpec):
         require(not twice, "evaluate.temperatures", self.temperatures, "the same one is named twice")
         for temperature in self.temperatures:
             self.sampling(temperature)
+        two = len(self.thinking) == 2 and all(self.thinking)
+        require(two, "evaluate.thinking", self.thinking, "it takes two texts, what opens thought and what closes it")
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
         ways = {

@@ -3,8 +3,11 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import prepare_prompts
@@ -30,7 +33,7 @@ from draftsmith.stages.drafters import (
     select_drafters,
     with_trained_lengths,
 )
-from draftsmith.stages.evaluator import Evaluator
+from draftsmith.stages.evaluator import Evaluator, count_as_done
 from draftsmith.stages.planning import COSTS, costs_of_run, longest_text, measure_and_keep, plan_stage
 from draftsmith.stages.session import Session, say
 
@@ -62,10 +65,14 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
         dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
+        timed_with = _timed_with()
         # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
         lossless: dict[str, dict[str, Lossless]] = {}
         if decode and spec.lossless and 0 in missing and dtype != "float32":
-            lossless = _lossless(session, requests, drafters_of, original)
+            at_zero = paths[list(spec.temperatures).index(0)]
+            lossless = _lossless(
+                session, requests, drafters_of, original, Journal(at_zero.with_name(_JOURNAL), timed_with)
+            )
         target = session.target_in(dtype)
         if target is not session.target:
             drafters = drafters_of(target)
@@ -76,7 +83,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
             table = costs_of_run(session, alone, requests, drafters, folder / COSTS)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
-                journal = Journal(path.with_name(_JOURNAL), _timed_with())
+                journal = Journal(path.with_name(_JOURNAL), timed_with)
                 sampling = spec.sampling(temperature)
                 made = (
                     evaluator.decoded(sampling, lossless, journal, table)
@@ -219,13 +226,17 @@ def _lossless(
     requests: Sequence[Request],
     drafters_of: Callable[[Target], list[SystemUnderTest]],
     original: TargetIdentity | None,
+    journal: Journal,
 ) -> dict[str, dict[str, Lossless]]:
-    """Compare greedy texts with and without each draft in float32, where they must be equal."""
+    """Compare greedy texts with and without each draft in float32, where they must be equal. journal: what an interrupted check has
+    answered."""
     target = session.load_target("float32")
     greedy = session.recipe.evaluate.sampling(0)
     drafters = at_temperature(drafters_of(target), greedy)
     # Drafts for a tuned target are compared with its own texts; the original verifies those of the baselines.
     compared = original if any(c.verifier is None for c in drafters) else None
     alone = target if compared is None else session.load_target("float32", compared.path)
-    say(f"evaluate: greedy equality of {len(requests)} prompts in float32")
-    return check_lossless(alone, drafters, requests, greedy)
+    count = len(requests) * (len(drafters) + len({c.verified_by(alone) for c in drafters}))
+    with tqdm(total=count, desc="greedy equality in float32", unit="answer") as bar:
+        done = {"on_batch": bar.update, "on_kept": partial(count_as_done, bar)}
+        return check_lossless(alone, drafters, requests, greedy, journal=journal, **done)

@@ -4,7 +4,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
-from draftsmith.eval.measure.conditions import acceptance_by_condition
+from draftsmith.eval.measure.conditions import Thinking, acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
 from draftsmith.eval.measure.lossless import compare_texts
@@ -73,6 +73,10 @@ class Evaluator:
         """The section `evaluate` of the recipe."""
         return self.session.recipe.evaluate
 
+    @cached_property
+    def _thinking(self) -> Thinking:
+        return Thinking(partial(self.session.tokenizer.decode, skip_special_tokens=False), self.spec.thinking)
+
     def decoded(
         self,
         sampling: Sampling,
@@ -103,7 +107,7 @@ class Evaluator:
                 sampling,
                 batch=spec.batch,
                 on_batch=bar.update,
-                on_kept=partial(_count_as_done, bar),
+                on_kept=partial(count_as_done, bar),
                 picks=list(picks),
                 generate=plain(self.target) if spec.generate and spec.batch == 1 else None,
                 journal=journal,
@@ -119,7 +123,8 @@ class Evaluator:
             # Timed in float32, the timed texts are the exact check.
             exact = self.target.dtype == torch.float32
             greedy = compared if exact else lossless.get(c.name, {}) if sampling.greedy else {}
-            drafters[c.name] = summarize(c, found, timings, costs, greedy, {} if exact else compared, turns.generate)
+            measured = (found, timings, costs, greedy, {} if exact else compared, turns.generate)
+            drafters[c.name] = summarize(c, *measured, self._thinking)
             off_text[c.name] = found.off_text
             # Every slice for the first drafter, one for the others.
             examples += self._examples(c.name, found.texts)[: None if c is systems[0] else 1]
@@ -257,7 +262,10 @@ class Evaluator:
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
                 **acceptance_by_condition(
-                    c.trained_length, [], [(generations[i], tallies[i][c.num_speculative_tokens - 1]) for i in places]
+                    c.trained_length,
+                    self._thinking,
+                    [],
+                    [(generations[i], tallies[i][c.num_speculative_tokens - 1]) for i in places],
                 ),
                 k_sweep=points,
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
@@ -347,7 +355,7 @@ def _with_length(system: SystemUnderTest, k: int) -> SystemUnderTest:
     return replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k)
 
 
-def _count_as_done(bar: Any, count: int) -> None:
+def count_as_done(bar: Any, count: int) -> None:
     """Count what an earlier process did: it has no part in this one's rate, and the time that is left follows from that."""
     bar.initial += count
     bar.last_print_n += count
@@ -372,7 +380,7 @@ def _answers(
             name = f"answers of {target.fingerprint}/{start}+{len(chunk)}"
             if (kept := journal.get(name)) is not None:
                 found += unpack_decoded(kept, chunk).generations
-                _count_as_done(bar, len(chunk))
+                count_as_done(bar, len(chunk))
                 continue
             made: dict[int, Generation] = {}
             for generation in decode(target, TargetAlone(), chunk, sampling, rows):

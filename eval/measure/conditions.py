@@ -3,6 +3,7 @@
 Shapes: T tokens of an answer after its first, which is one per possible root; G groups.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,11 +18,15 @@ Counted = Sequence[tuple[Generation, Tally]]
 
 WITHIN, PAST = "within", "past"
 """The groups of `by_training`."""
+THINKING, ANSWER = "thinking", "answer"
+"""The groups of `by_thinking`."""
 _EDGES = (1, *(2**n for n in range(5, 32)))
 """The shortest contexts of the groups: powers of two from 32 on."""
 CONTEXTS = tuple(f"{low:,} to {high - 1:,}" for low, high in pairwise(_EDGES))
 """The groups of `by_context`, in tokens."""
 
+_TEMPLATE_END = 32
+"""Tokens at a prompt's end in which a chat template may open thought."""
 _NOTICED = 0.02
 """The share of rounds past the trained length from which it is worth a warning."""
 
@@ -37,10 +42,44 @@ class Group:
     tau_simulated: float | None = None
 
 
-def acceptance_by_condition(trained_length: int | None, decoded: Counted, simulated: Counted) -> dict[str, Any]:
-    """Return the fields of `Measures` that split acceptance; trained_length: of the head, None where it is not known."""
+class Thinking:
+    """Tells how many of an answer's tokens are thought, as some models write it before what they answer.
+
+    decode: the text of token ids, special tokens included. marks: what opens thought, in the answer or at the prompt's end, and what
+    closes it, which is thought too; an answer that never closes what was opened is all thought.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], marks: Sequence[str]) -> None:
+        self._decode, (self._opens, self._closes) = decode, marks
+        self._counted: dict[Sequence[int], int] = {}
+
+    def __call__(self, generation: Generation) -> int:
+        """Return the number of the answer's tokens up to and with the mark that ends its thought; 0 where it does not think."""
+        ids = tuple(generation.output_ids)
+        key = (*generation.request.prompt_ids[-_TEMPLATE_END:], *ids)
+        if key not in self._counted:
+            before, text = self._decode(key[: -len(ids)]), self._decode(ids)
+            opened = before.rfind(self._opens) > before.rfind(self._closes) or self._opens in text
+            count = len(ids) if opened else 0
+            if self._closes in text:
+                whole = range(1, len(ids) + 1)
+                count = whole[bisect_left(whole, True, key=lambda n: self._closes in self._decode(ids[:n]))]
+            self._counted[key] = count
+        return self._counted[key]
+
+
+def acceptance_by_condition(
+    trained_length: int | None, thought_of: Callable[[Generation], int], decoded: Counted, simulated: Counted
+) -> dict[str, Any]:
+    """Return the fields of `Measures` that split acceptance; trained_length: of the head, None where it is not known; thought_of: the
+    tokens of an answer that are thought."""
     past = None if trained_length is None else by_training(trained_length, decoded, simulated)
-    return {"contexts": by_context(decoded, simulated), "training_split": past}
+    thinks = any(thought_of(generation) for generation, _ in (*decoded, *simulated))
+    return {
+        "contexts": by_context(decoded, simulated),
+        "training_split": past,
+        "thinking": by_thinking(thought_of, decoded, simulated) if thinks else None,
+    }
 
 
 def by_context(decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
@@ -52,6 +91,15 @@ def by_context(decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
 def by_training(trained_length: int, decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
     """Group rounds by whether their context is longer than the longest text that the head learned from, in tokens."""
     return split((WITHIN, PAST), lambda g: (contexts_of(g) > trained_length).astype(int), decoded, simulated)
+
+
+def by_thinking(thought_of: Callable[[Generation], int], decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
+    """Group rounds by whether the first token that they draft is thought, the mark that closes it included."""
+
+    def group_of(generation: Generation) -> np.ndarray:
+        return (np.arange(1, len(generation.output_ids)) >= thought_of(generation)).astype(int)
+
+    return split((THINKING, ANSWER), group_of, decoded, simulated)
 
 
 def contexts_of(generation: Generation) -> np.ndarray:

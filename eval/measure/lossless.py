@@ -1,15 +1,17 @@
 """Check greedy losslessness: the same ids with and without a draft, and the same tau decoded and simulated."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from draftsmith.eval.decode.answers import Generation, Request, Tally, tally_generation, total
 from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
+from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling, penalize
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.result import Divergence, Lossless
+from draftsmith.eval.measure.turns import pack_decoded, unpack_decoded
+from draftsmith.foreign.journal import Journal
 from draftsmith.heads.target.target import Target
 
 GREEDY = Sampling()
@@ -22,20 +24,41 @@ def check_lossless(
     greedy: Sampling = GREEDY,
     *,
     batch: int = 1,
+    journal: Journal | None = None,
+    on_batch: Callable[[int], None] = lambda requests: None,
+    on_kept: Callable[[int], None] = lambda requests: None,
 ) -> dict[str, dict[str, Lossless]]:
     """Decode every request greedily with and without each draft, by the target that verifies it; return by name what
     `compare_texts` does.
 
     Run it with target and head in float32: there every token must agree. greedy: a setting of temperature 0, as its
-    repetition penalty counts there too.
+    repetition penalty counts there too. journal: the answers of an interrupted check. on_batch, on_kept: told how many requests
+    were answered now, and by an earlier process.
     """
+    journal = journal or Journal(None)
+
+    def answer(own: Target, name: str, drafter: Drafter) -> list[Generation]:
+        found: list[Generation] = []
+        for start in range(0, len(requests), batch):
+            chunk = requests[start : start + batch]
+            part = f"equality in {own.dtype_name}/{own.fingerprint}/{name}/{start}+{len(chunk)}"
+            if (kept := journal.get(part)) is not None:
+                found += unpack_decoded(kept, chunk).generations
+                on_kept(len(chunk))
+                continue
+            decoded = decode_batch(own, drafter, chunk, greedy)
+            journal.add(part, pack_decoded(decoded))
+            found += decoded.generations
+            on_batch(len(chunk))
+        return found
+
     alone: dict[Target, Sequence[Generation]] = {}
     found = {}
     for c in systems:
         k, own = c.num_speculative_tokens, c.verified_by(target)
         if own not in alone:
-            alone[own] = decode_batch(own, TargetAlone(), requests, greedy, rows=batch).generations
-        drafted = decode_batch(own, c.make(k), requests, greedy, rows=batch).generations
+            alone[own] = answer(own, "", TargetAlone())
+        drafted = answer(own, c.name, c.make(k))
         simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
         simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
         tallies = [tally_generation(g, k) for g in drafted]

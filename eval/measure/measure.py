@@ -3,7 +3,7 @@
 Shapes: K speculative tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -105,15 +105,16 @@ def summarize(
     lossless: Mapping[str, Lossless],
     lossless_timed: Mapping[str, Lossless],
     generate: Sequence[Sequence[Timed]],
+    thought_of: Callable[[Generation], int] = lambda generation: 0,
 ) -> DrafterResult:
-    """Return one drafter's measures over everything and per slice."""
+    """Return one drafter's measures over everything and per slice. thought_of: the tokens of an answer that are thought."""
 
     def scope(slice_name: str | None) -> Measures:
         key = slice_name or "overall"
         chosen = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
         drafted, alone = (of_slice(timings[name], slice_name) for name in (system.name, ""))
         timed = [[g for g in repeat if slice_name in (None, g.request.slice)] for repeat in generate]
-        measures = _measures(system, chosen, drafted, alone, costs, timed)
+        measures = _measures(system, chosen, drafted, alone, costs, timed, thought_of)
         return replace(
             measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.changed.get(key, {})
         )
@@ -129,6 +130,7 @@ def _measures(
     baseline: Repeats,
     costs: Costs,
     generate: Sequence[Sequence[Timed]],
+    thought_of: Callable[[Generation], int],
 ) -> Measures:
     name, k = system.name, system.num_speculative_tokens
     decoded = total((t.decoded for t in texts), k)
@@ -157,7 +159,7 @@ def _measures(
         alpha_at=tuple(decoded.alpha_at),
         acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
         alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
-        **acceptance_by_condition(system.trained_length, counted, expected),
+        **acceptance_by_condition(system.trained_length, thought_of, counted, expected),
         k_sweep=_sweep(system, texts, costs) or None,
         decode_tok_s=_median(speeds),
         decode_tok_s_spread=_spread(speeds),

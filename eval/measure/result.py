@@ -3,8 +3,6 @@
 Written by the evaluation, read by the report, the gate and the comparison. `None` (null in the file) means "not
 measured" and is never replaced by a guess. All shares are between 0 and 1, all times are wall clock. The accepted
 length tau counts the bonus token (as EAGLE and Spec-Bench do), so the target alone has tau = 1.
-
-What was measured, and how it was run: two parts of result.json.
 """
 
 import json
@@ -23,7 +21,7 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -131,10 +129,11 @@ class Measures:
     #: The same two by simulation.
     acceptance_at_simulated: tuple[float | None, ...] | None = None
     alpha_at_simulated: tuple[float | None, ...] | None = None
-    #: Acceptance by the tokens that stood before the draft, prompt and answer, and up to and past the length that the head was
-    #: trained to (null where that is not known).
+    #: Acceptance by the tokens that stood before the draft, prompt and answer; up to and past the length that the head was trained to
+    #: (null where that is not known); in thought and after it (null where no answer thinks).
     contexts: tuple[Group, ...] | None = None
     training_split: tuple[Group, ...] | None = None
+    thinking: tuple[Group, ...] | None = None
     #: Draft lengths, ascending.
     k_sweep: tuple[SweepPoint, ...] | None = None
     #: Emitted tokens after the first per second of decoding with this drafter, median over repeats.

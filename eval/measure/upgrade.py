@@ -18,6 +18,7 @@ _ADDED = {
         "exact_match_baseline",
         "referenced",
     ),
+    8: ("thinking",),
 }
 """The measures that came with a version."""
 _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
@@ -25,16 +26,16 @@ _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
 
 
 def upgrade(value: Any) -> Any:
-    """Return the JSON of a result of an earlier schema version as version 7 has it; anything else as it is.
+    """Return the JSON of a result of an earlier schema version as version 8 has it; anything else as it is.
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
     to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
-    wait for each token, right answers, and what a head's weights are rounded to. What is malformed stays so, for the reader to name.
+    wait for each token, right answers, and what a head's weights are rounded to; version 8 acceptance in thought. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
-    if version not in (1, 2, 3, 4, 5, 6):
+    if type(version) is not int or version not in range(1, 8):
         return value
     value = deepcopy(value)
     if version == 1 and isinstance(value.get("costs"), dict):
@@ -57,7 +58,7 @@ def upgrade(value: Any) -> Any:
             }
         for one in measures:
             one.update({**missing, **one})
-    return {"picks": [], "clocks": None, **value, "schema_version": 7}
+    return {"picks": [], "clocks": None, **value, "schema_version": 8}
 
 
 def _missing(added: Mapping[int, Sequence[str]], version: int) -> dict[str, None]:

@@ -1,4 +1,4 @@
-"""Build the section of the report on what acceptance depends on, such as the tokens that stood before a draft.
+"""Build the section of the report on what acceptance depends on: the tokens that stood before a draft, thought and answer.
 
 Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
@@ -21,6 +21,13 @@ def section(view: View) -> Section:
     if past := [row for system in view.systems for row in _trained_rows(system)]:
         columns = ("system", "tokens before", *_COLUMNS)
         tables.append(Table("Up to and past the longest text that a head learned from", columns, tuple(past), heads=2))
+    slices_too = view.slices if len(view.slices) > 2 else [OVERALL]
+    if thought := [row for name in slices_too for row in _thinking_rows(name, view)]:
+        tables.append(
+            Table(
+                "In thought and in the answer after it", ("slice", "system", "part", *_COLUMNS), tuple(thought), heads=3
+            )
+        )
     kept = tuple(table for table in tables if table.rows)
     return Section(
         "context",
@@ -71,6 +78,14 @@ def _trained_rows(system: System) -> list[Row]:
         return []
     groups = m.training_split or ()
     return [Row((system.label, f"{'past' if g.name == PAST else 'up to'} {trained:,}", *_cells(g))) for g in groups]
+
+
+def _thinking_rows(name: str, view: View) -> list[Row]:
+    return [
+        Row((name, system.label, group.name, *_cells(group)))
+        for system, m in view.measured(name)
+        for group in m.thinking or ()
+    ]
 
 
 def _cells(group: Group) -> tuple[str, str, str, str]:

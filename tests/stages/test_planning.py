@@ -257,7 +257,7 @@ def test_answers_are_kept_also_where_other_rows_fit_than_before(monkeypatch: pyt
 
 def test_what_an_earlier_process_did_has_no_part_in_the_rate() -> None:
     with tqdm(total=20, file=StringIO()) as bar:
-        evaluator._count_as_done(bar, 12)
+        evaluator.count_as_done(bar, 12)
         bar.update(4)
         found = bar.format_dict
     assert (found["n"], found["initial"]) == (16, 12)

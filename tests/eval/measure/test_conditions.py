@@ -2,14 +2,23 @@
 
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 
 from draftsmith.eval.decode.answers import Generation, Request, Round, Tally, tally_generation, total
 from draftsmith.eval.drafters.prompt_lookup import simulate_prompt_lookup
-from draftsmith.eval.measure.conditions import Group, by_context, by_training, explain_past
+from draftsmith.eval.measure.conditions import (
+    Group,
+    Thinking,
+    acceptance_by_condition,
+    by_context,
+    by_training,
+    explain_past,
+)
 from draftsmith.eval.simulate.acceptance import expected_tallies
+from tests.helpers import tiny_tokenizer
 
 K = 3
 
@@ -120,3 +129,44 @@ def test_nothing_is_said_of_a_few_rounds_and_what_stands_before_is_not_invented(
     assert explain_past(100, (replace(few[1], rounds=30),)) == (
         "100% of its rounds past the 100 tokens of the longest text that it learned from, with a tau of 1.00"
     )
+
+
+MARKS = ("<think>", "</think>")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "thought", "rest"),
+    [
+        ("hi", "<think>\nso it is\n</think>", "\n\nYes."),
+        ("hi<think>\n", "so it is</think>", " Yes."),  # the template opens thought
+        ("hi<think>\n\n</think>\n\n", "", "Yes."),  # and closes it, for an answer without
+        ("what does <think> mean?" + " well" * 40, "", "Nothing."),  # far from the end it is what the user said
+        ("hi", "<think>\nso it is and so", ""),  # cut off in thought
+        ("hi", "", "Yes, no mark at all."),
+    ],
+)
+def test_thought_ends_with_the_token_that_completes_the_mark(prompt: str, thought: str, rest: str) -> None:
+    """Marks of several tokens, and those that share a token with what follows."""
+    tokenizer = tiny_tokenizer()
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    ids = encode(thought + rest)
+    answer = Generation(Request("1", "a", tuple(encode(prompt)), 99), ids, "eos")
+    found = Thinking(partial(tokenizer.decode, skip_special_tokens=False), MARKS)(answer)
+    expected = next((n for n in range(len(ids) + 1) if tokenizer.decode(ids[:n]).startswith(thought)), len(ids))
+    assert found == (expected if thought else 0)
+
+
+def test_groups_of_thought_and_answer_add_up_and_split_at_the_mark() -> None:
+    answers = [g for g in random_answers() if len(g.output_ids) > 12]
+    decoded = [(g, tally_generation(g, K)) for g in answers]
+    expected = list(zip(answers, simulated(answers), strict=True))
+    thought_of = {id(g): i % 13 for i, g in enumerate(answers)}
+    found = acceptance_by_condition(None, lambda g: thought_of[id(g)], decoded, expected)["thinking"]
+    rounds = {"thinking": 0, "answer": 0}
+    for g in answers:
+        for round_ in g.rounds:
+            # The first token of its draft stands behind the root.
+            rounds["thinking" if round_.root + 1 < thought_of[id(g)] else "answer"] += 1
+    assert {group.name: group.rounds for group in found} == rounds
+    assert min(rounds.values()) > 0
+    assert acceptance_by_condition(None, lambda g: 0, decoded, expected)["thinking"] is None

@@ -105,7 +105,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 7
+    assert value["schema_version"] == 8
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = (
@@ -304,7 +304,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 8}', "schema_version"),
+        ('{"schema_version": 9}', "schema_version"),
         ('{"schema_version": NaN}', "holds the number nan"),
         ("[" * 100_000, "nested deeper"),
     ],

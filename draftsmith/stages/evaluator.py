@@ -313,6 +313,7 @@ class Evaluator:
                 min_p=sampling.min_p or None,
                 repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1 else None,
                 prompts=self._prompts_digest(),
+                longest_text=longest_text(self.requests),
             ),
             drafters=drafters,
             supplement={

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.cache import entry_bytes, layer_shapes
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
@@ -128,6 +129,8 @@ def target_info(session: Session, target: Target) -> TargetInfo:
         num_layers=target.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
+        weight_bytes=target.weight_bytes,
+        cache_bytes=entry_bytes(layer_shapes(target)),
     )
 
 

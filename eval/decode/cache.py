@@ -104,6 +104,12 @@ def llama_layer_shapes(config: LlamaConfig, layers: int, dtype: torch.dtype) -> 
     return (LayerShape(kind, kind),) * layers
 
 
+def entry_bytes(shapes: Sequence[LayerShape | None]) -> int:
+    """Return the bytes that one token takes in a cache: the keys and values of all layers that have their own."""
+    tensors = [tensor for shape in shapes if shape is not None for tensor in shape]
+    return sum(tensor.heads * tensor.dim * tensor.dtype.itemsize for tensor in tensors)
+
+
 class _Layer(CacheLayerMixin):
     """One layer of a KVCache in transformers' protocol: it returns every visible slot; the given mask hides some."""
 

@@ -221,7 +221,8 @@ class DecodeState:
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one batch at a time, with a cache of its own if it needs one."""
+    """Proposes drafts for one batch at a time, with a cache of its own if it needs one: a `KVCache` that it has as `cache` once a
+    batch begins counts in the memory that a report gives."""
 
     name: str
     layer_ids: tuple[int, ...]

@@ -161,6 +161,7 @@ def _draft_model(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
         supplies.max_k,
         simulate=lambda target, generations, sampling, k: simulate_draft_model(target, model, generations, sampling, k),
         parameters=sum(p.numel() for p in model.model.parameters()),
+        weight_bytes=model.weight_bytes,
         fingerprint=model.fingerprint,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Generation
+from draftsmith.eval.decode.cache import KVCache, entry_bytes
 from draftsmith.eval.decode.draft import Drafter
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
@@ -38,7 +39,8 @@ class DraftInfo:
     target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one. layer_ids: the
     target's layers that the head reads; num_heads: of Medusa; both are what engines are told. trained_length: tokens of the
     longest text that the head learned from, null where that is not recorded. weights: what a head's are rounded to, null for
-    as they are; weight_bytes: of its trained weights, so rounded.
+    as they are; weight_bytes: of its trained weights, so rounded, or of the draft model's. cache_bytes: of a token in the KV cache of
+    its own, 0 without one; cache_slots: what a row of it holds beyond its text.
     """
 
     method: str
@@ -53,6 +55,8 @@ class DraftInfo:
     trained_length: int | None = None
     weights: str | None = None
     weight_bytes: int | None = None
+    cache_bytes: int | None = None
+    cache_slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class SystemUnderTest:
     a round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None
     for the evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence.
-    trained_length, weights: see `DraftInfo`. shape: the name of a baseline's tree. most_nodes: tokens of its largest target pass,
+    trained_length, weights, weight_bytes: see `DraftInfo`. shape: the name of a baseline's tree. most_nodes: tokens of its largest target pass,
     None for the root and K.
     """
 
@@ -87,6 +91,7 @@ class SystemUnderTest:
     threshold: float | None = None
     trained_length: int | None = None
     weights: str | None = None
+    weight_bytes: int = 0
     shape: str | None = None
     most_nodes: int | None = None
 
@@ -119,7 +124,10 @@ class SystemUnderTest:
 
     @property
     def info(self) -> DraftInfo:
-        """The drafter's entry in result.json."""
+        """The drafter's entry in result.json. It begins a batch of one row of one token, to see the cache that this takes."""
+        drafter = self.make(self.num_speculative_tokens)
+        drafter.start(1, 1)
+        cache: KVCache | None = getattr(drafter, "cache", None)
         return DraftInfo(
             method=self.method,
             num_speculative_tokens=self.num_speculative_tokens,
@@ -132,7 +140,9 @@ class SystemUnderTest:
             num_heads=0 if self.head is None else getattr(self.head.options, "num_heads", 0),
             trained_length=self.trained_length,
             weights=self.weights,
-            weight_bytes=None if self.head is None else weight_bytes(self.head, self.weights),
+            weight_bytes=self.weight_bytes,
+            cache_bytes=0 if cache is None else entry_bytes(cache.shapes),
+            cache_slots=0 if cache is None else cache.capacity - 1,
         )
 
 
@@ -202,6 +212,7 @@ def head_system(
         verifier=verifier,
         threshold=threshold,
         weights=weights,
+        weight_bytes=weight_bytes(head, weights),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.machine import Hardware
 from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.eval.measure.upgrade import with_sizes
 from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
@@ -129,6 +130,7 @@ def read_cost_table(path: str | Path) -> CostTable:
         raise UserError(
             f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
         )
+    with_sizes(value)
     table = read_dataclass(CostTable, value, str(path))
     if not table.points:
         raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.cache import KVCache, layer_shapes, run_draft
+from draftsmith.eval.decode.cache import KVCache, entry_bytes, layer_shapes, run_draft
 from draftsmith.eval.decode.clock import Stopwatch
 from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
 from draftsmith.eval.decode.loop import Loop
@@ -97,7 +97,7 @@ def measure_table(
         dtype=target.dtype_name,
         points=tuple(points),
         nodes=_tree_nodes(systems),
-        weights_bytes=sum(p.numel() * p.element_size() for p in target.model.parameters()),
+        weights_bytes=target.weight_bytes,
         bandwidth=read_bandwidth(target.device),
         command=command,
         **environment(),
@@ -106,8 +106,7 @@ def measure_table(
 
 def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:
     """Whether `caches` caches, and the states, of a batch take at most half of the memory that is free."""
-    kinds = [kind for layer in layer_shapes(target) if layer is not None for kind in (layer.keys, layer.values)]
-    cached = sum(kind.heads * kind.dim * kind.dtype.itemsize for kind in kinds)
+    cached = entry_bytes(layer_shapes(target))
     states = 8 * target.hidden_size * target.dtype.itemsize
     return rows * (context + _PASSES[-1]) * (caches * cached + states) < available_memory(target.device) / 2
 

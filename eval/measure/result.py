@@ -13,6 +13,8 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.measure.conditions import Group, explain_past
+from draftsmith.eval.measure.lossless import Divergence as Divergence
+from draftsmith.eval.measure.lossless import Lossless as Lossless
 from draftsmith.eval.measure.machine import Clocks
 from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
@@ -55,39 +57,6 @@ class SweepPoint:
     tau_simulated: float | None = None
     acceptance_rate: float | None = None
     predicted_speedup: float | None = None
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first place where a speculated greedy text differs from the target alone.
-
-    prompt: the prompt's id. position: emitted tokens before it (0 = the first token of the answer).
-    expected, got: token ids of the target alone and of the speculated text. logit_gap: the target's
-    logit of `expected` minus that of `got`, in the dtype checked; rounding explains it only when tiny.
-    """
-
-    prompt: str
-    slice: str
-    position: int
-    expected: int
-    got: int
-    logit_gap: float | None = None
-
-
-@dataclass(frozen=True)
-class Lossless:
-    """Greedy equality, token for token, with the target alone.
-
-    dtype: e.g. "float32". checked: prompts compared. equal: prompts whose texts are the same ids. tau,
-    tau_simulated: accepted length of the checked greedy texts, decoded and simulated: the same number in fp32.
-    """
-
-    dtype: str
-    checked: int
-    equal: int
-    first_divergences: tuple[Divergence, ...] = ()
-    tau: float | None = None
-    tau_simulated: float | None = None
 
 
 @dataclass(frozen=True)
@@ -260,6 +229,7 @@ class Settings:
     temperature 0 is greedy. top_k, top_p, min_p, repetition_penalty: null = off. num_speculative_tokens: K of the decoded
     run. batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system. prompts: identifies
     the prompts by ids, slices, messages and the most tokens of their answers, whatever tokenizer and template make of them.
+    longest_text: the most tokens that a prompt and its answer may have together.
     """
 
     temperature: float
@@ -273,6 +243,7 @@ class Settings:
     min_p: float | None = None
     repetition_penalty: float | None = None
     prompts: str | None = None
+    longest_text: int | None = None
 
     @property
     def filters(self) -> dict[str, float | None]:
@@ -287,7 +258,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """The frozen target: path or Hub name, fingerprint of weights and config, its size."""
+    """The frozen target: path or Hub name, fingerprint of weights and config, its size. weight_bytes: of its weights as it ran;
+    cache_bytes: of a token's keys and values, of all layers."""
 
     path: str
     fingerprint: str | None = None
@@ -295,6 +267,8 @@ class TargetInfo:
     num_layers: int | None = None
     hidden_size: int | None = None
     vocab_size: int | None = None
+    weight_bytes: int | None = None
+    cache_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ _ADDED = {
     8: ("thinking",),
 }
 """The measures that came with a version."""
-_ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",)}
+_ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",), 8: ("longest_text",)}
 """The settings that came with a version."""
 
 
@@ -32,7 +32,8 @@ def upgrade(value: Any) -> Any:
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
     to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
-    wait for each token, right answers, and what a head's weights are rounded to; version 8 acceptance in thought. What is malformed stays so, for the reader to name.
+    wait for each token, right answers, and what a head's weights are rounded to; version 8 the sizes of weights and caches, acceptance
+    in thought. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
     if type(version) is not int or version not in range(1, 8):
@@ -42,6 +43,7 @@ def upgrade(value: Any) -> Any:
         value["costs"].setdefault("nodes", {})
     if isinstance(value.get("settings"), dict):
         value["settings"] = _missing(_ADDED_SETTINGS, version) | value["settings"]
+    with_sizes(value)
     missing = _missing(_ADDED, version)
     for drafter, measures in _drafters(value):
         if version == 1:
@@ -54,11 +56,19 @@ def upgrade(value: Any) -> Any:
                 "trained_length": None,
                 "weights": None,
                 "weight_bytes": None,
+                "cache_bytes": None,
+                "cache_slots": None,
                 **drafter["draft"],
             }
         for one in measures:
             one.update({**missing, **one})
     return {"picks": [], "clocks": None, **value, "schema_version": 8}
+
+
+def with_sizes(value: dict[str, Any]) -> None:
+    """Give the target of a result or of a table of costs null for its sizes, where it was written without them."""
+    if isinstance(value.get("target"), dict):
+        value["target"] = {"weight_bytes": None, "cache_bytes": None, **value["target"]}
 
 
 def _missing(added: Mapping[int, Sequence[str]], version: int) -> dict[str, None]:

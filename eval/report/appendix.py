@@ -4,14 +4,17 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 """
 
 import json
+from typing import Any
 
 from draftsmith.eval.measure.result import Example, Percentiles, Piece, Result
+from draftsmith.eval.planner.memory import Memory, memory_at
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
     Row,
     Sample,
     Section,
+    System,
     Table,
     View,
     milliseconds,
@@ -48,28 +51,64 @@ def _percentile_cells(*both: Percentiles | None) -> list[str] | None:
 
 
 def memory(view: View) -> Section:
-    """Peak GPU memory, and what each drafter adds to the target."""
+    """How each system drafts, and the memory that it takes, by formula and measured."""
     rows = []
     for s in view.systems:
         m, draft = s.drafter.overall, s.drafter.draft
         if draft is not None or m.peak_memory_bytes is not None:
             shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
-            peaks = (m.peak_memory_bytes, m.peak_memory_baseline_bytes)
             held = (draft.parameters, draft.weight_bytes) if draft else (None, None)
-            sizes = (_mebibytes(size) for size in peaks)
+            found = _memory(view.results[s.result_index], s)
+            formula = (found.drafted, found.alone) if found else (None, None)
+            pairs = zip(formula, (m.peak_memory_bytes, m.peak_memory_baseline_bytes), strict=True)
+            sizes = (cell for one, peak in pairs for cell in (_mebibytes(one, 1), _mebibytes(peak)))
             rows.append(Row((s.label, *shape, whole(held[0]), _mebibytes(held[1], 1), *sizes)))
-    columns = ("system", "draft", "tokens per round", "parameters", "weights MiB", "peak MiB", "target alone MiB")
+    sizes_of = (f"{who}, {how} MiB" for who in ("with drafts", "target alone") for how in ("formula", "peak"))
+    columns = ("system", "draft", "tokens per round", "parameters", "weights MiB", *sizes_of)
+    tables = [Table("Drafts and memory", columns, tuple(rows))] if rows else []
+    if by_place := _memory_rows(view):
+        parts = ("target's weights", "its cache", "drafts in its cache", "drafter's weights", "drafter's cache")
+        names = ("system", "batch", "context", *parts, "target alone", "with drafts", "more")
+        tables.append(Table("Memory in MiB by batch and context, by formula", names, by_place, heads=3))
     return Section(
         "memory",
         "Drafts and memory",
         "How each system drafts, how many tokens it proposes per round at most, its parameters (the trained ones of a head) and the size "
-        "of their weights, as rounded where they are, "
-        "and the largest GPU memory in use while decoding, weights of the target and of everything in the comparison included "
-        "(not measured without a GPU).",
-        tables=(Table("Drafts and memory", columns, tuple(rows)),) if rows else (),
+        "of their weights, as rounded where they are. By formula: the weights, and the keys and values of the decoded batch, each text as "
+        "long as the longest prompt and answer. Peak: the largest GPU memory in use while decoding (not measured without a GPU), with "
+        "what passes work with, and with the weights of everything in the comparison. Context: tokens of a text and its answer.",
+        tables=tuple(tables),
         missing="How the drafters draft was not recorded.",
         folded=True,
     )
+
+
+def _memory(result: Result, system: System, batch: int | None = None, context: int | None = None) -> Memory | None:
+    """Return the memory by formula at a batch and context, or at those that were decoded."""
+    batch, context = batch or result.settings.batch, context or result.settings.longest_text
+    return None if context is None else memory_at(result.target, system.drafter.draft, batch, context)
+
+
+def _memory_rows(view: View) -> tuple[Row, ...]:
+    """List the memory at the batches and contexts of the plan, and at the decoded ones, which are set off. Systems that differ in
+    nothing but how tokens are sampled are one."""
+    table = None if view.decision is None else view.decision.plan.table
+    planned = {(batch, context) for batch in table.batches for context in table.contexts} if table else set()
+    alike: dict[Any, System] = {}
+    for s in view.systems:
+        result = view.results[s.result_index]
+        own = (result.settings.batch, result.settings.longest_text)
+        alike.setdefault((s.name, s.drafter.draft, result.target, own), s)
+    rows = []
+    for (name, _, _, own), s in alike.items():
+        label = name if [key[0] for key in alike].count(name) == 1 else s.label
+        for place in sorted(planned | ({own} if own[1] else set())):
+            if (found := _memory(view.results[s.result_index], s, *place)) is not None:
+                parts = (found.target, found.target_cache, found.draft_entries, found.drafter, found.draft_cache)
+                sizes = (_mebibytes(size, 1) for size in (*parts, found.alone, found.drafted))
+                more = percent(found.drafted / found.alone - 1)
+                rows.append(Row((label, *map(whole, place), *sizes, more), place == own))
+    return tuple(rows)
 
 
 def _mebibytes(size: int | None, digits: int = 0) -> str:

@@ -54,22 +54,23 @@ class HydraDrafter(HeadDrafter):
     likely tokens of each head given the path to them, or (drawn) of tokens sampled from it without replacement."""
 
     head: HydraHead
-    _cache: PrefixCache | None = None
+    cache: PrefixCache | None = None
+    """Of the batch at work, None without a prefix layer."""
 
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the prefix layer's cache, if there is one."""
         prefix = self.head.prefix_embedding_layer
-        self._cache = None if prefix is None else PrefixCache(prefix, rows, capacity, self.num_speculative_tokens + 1)
+        self.cache = None if prefix is None else PrefixCache(prefix, rows, capacity, self.num_speculative_tokens + 1)
 
     @torch.no_grad()
     def admit(self, prompts: Prompts) -> None:
         """Run new prompts through the prefix layer; the next proposal runs their last state again, to draft from it."""
-        if self._cache is not None and prompts.new_tokens.tokens_Bn.shape[1] > 1:
-            self._cache.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
+        if self.cache is not None and prompts.new_tokens.tokens_Bn.shape[1] > 1:
+            self.cache.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
 
     def select(self, rows: Tensor) -> None:
-        if self._cache is not None:
-            self._cache.select(rows)
+        if self.cache is not None:
+            self.cache.select(rows)
 
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
@@ -84,9 +85,9 @@ class HydraDrafter(HeadDrafter):
 
     def _state(self, state: DecodeState) -> Tensor:
         """Return [B, H]: what the heads read of the text before the root."""
-        if self._cache is None:
+        if self.cache is None:
             return state.new_tokens.at_last(state.new_tokens.last_BnD).to(self.head.dtype)
-        return self._cache.read(state.new_tokens, state.length_B, state.longest_before)
+        return self.cache.read(state.new_tokens, state.length_B, state.longest_before)
 
     def _chain(self, state: DecodeState, path_BC: Tensor, depth: int) -> Draft:
         def next_logits(k: int, tokens_B: Tensor) -> Tensor:

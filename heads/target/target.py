@@ -152,6 +152,11 @@ class Target:
         return self.model.get_input_embeddings().weight
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, those that two layers share counted once."""
+        return sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    @property
     def context_length(self) -> int:
         """The most tokens that the target reads at once; sys.maxsize where its config names no limit."""
         return context_of(self.config) or sys.maxsize

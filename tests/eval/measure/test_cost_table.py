@@ -18,6 +18,15 @@ def test_there_and_back(tmp_path: Path) -> None:
     assert read_cost_table(tmp_path / "costs.json") == table()
 
 
+def test_a_table_that_was_written_without_the_targets_sizes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, replace(table(), target=replace(TARGET, weight_bytes=9, cache_bytes=1)))
+    value = json.loads(path.read_text())
+    del value["target"]["weight_bytes"], value["target"]["cache_bytes"]
+    path.write_text(json.dumps(value))
+    assert read_cost_table(path).target == TARGET
+
+
 def test_between_two_sizes_costs_are_straight_lines() -> None:
     point = replace(table().points[0], verify_ms={"1": 4.0, "3": 5.0, "9": 11.0})
     assert [point.verify(n) for n in (1, 2, 3, 6, 9)] == [4.0, 4.5, 5.0, 8.0, 11.0]

@@ -78,13 +78,13 @@ def full_result() -> Result:
         command="draftsmith evaluate",
         **environment(),
         recipe={"head": {"method": "eagle3", "layers": [2, 8, 13]}},
-        target=TargetInfo("models/tiny", "abc", 3_300_000, 16, 128, 1024),
-        settings=Settings(1.0, 50, 0.9, 5, 1, "float32", 0, 3),
+        target=TargetInfo("models/tiny", "abc", 3_300_000, 16, 128, 1024, 13_200_000, 4096),
+        settings=Settings(1.0, 50, 0.9, 5, 1, "float32", 0, 3, longest_text=300),
         drafters={
             "eagle3": DrafterResult(
                 measures,
                 {"chat": measures, "code": Measures(prompts=0)},
-                DraftInfo("eagle3", 2, 2, trained_length=2048),
+                DraftInfo("eagle3", 2, 2, trained_length=2048, cache_bytes=256, cache_slots=3),
             )
         },
         costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}, {"eagle3": {"2": 3}}),
@@ -108,9 +108,7 @@ def test_the_names_of_the_schema() -> None:
     assert value["schema_version"] == 8
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
-    settings = (
-        "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats prompts"
-    )
+    settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats prompts longest_text"
     assert set(settings.split()) == set(value["settings"])
     measures = (
         "prompts tokens rounds tau tau_simulated acceptance_rate acceptance_at alpha_at k_sweep decode_tok_s "
@@ -281,6 +279,24 @@ def test_results_of_version_6_have_no_acceptance_by_context() -> None:
     expected = replace(expected, slices={name: replace(m, **nothing) for name, m in drafter.slices.items()})  # type: ignore[arg-type]
     assert from_json(old) == replace(full_result(), drafters={"eagle3": expected})
     assert "contexts" not in old["drafters"]["eagle3"]["overall"], "what was read is not changed"
+
+
+def test_results_of_version_7_do_not_know_the_sizes_of_caches() -> None:
+    old = to_json(full_result()) | {"schema_version": 7}
+    for name in ("weight_bytes", "cache_bytes"):
+        del old["target"][name]
+    for name in ("cache_bytes", "cache_slots"):
+        del old["drafters"]["eagle3"]["draft"][name]
+    del old["settings"]["longest_text"]
+    drafter = full_result().drafters["eagle3"]
+    unknown = replace(drafter, draft=replace(drafter.draft, cache_bytes=None, cache_slots=None))  # type: ignore[type-var]
+    assert from_json(old) == replace(
+        full_result(),
+        target=replace(full_result().target, weight_bytes=None, cache_bytes=None),
+        settings=replace(full_result().settings, longest_text=None),
+        drafters={"eagle3": unknown},
+    )
+    assert "weight_bytes" not in old["target"], "what was read is not changed"
 
 
 def test_a_head_past_its_trained_length_is_a_warning() -> None:

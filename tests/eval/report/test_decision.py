@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.measure.forecast import Point
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.machine import Clocks
-from draftsmith.eval.measure.result import Pick
+from draftsmith.eval.measure.result import Pick, TargetInfo
 from draftsmith.eval.planner.decision import Decision, decision_json, make_decision
 from draftsmith.eval.report.report import render_html, render_markdown
 from draftsmith.heads.vocab import Coverage
@@ -60,6 +61,29 @@ def test_every_place_of_the_plan_is_in_a_table() -> None:
     assert places[0]["best"]["per_million"] == pytest.approx(
         places[0]["target_alone_per_million"] / places[0]["best"]["speedup"]
     )
+
+
+def test_memory_stands_at_every_place_of_the_plan_and_beside_the_peak() -> None:
+    mib = 2**20
+    target = TargetInfo("target", "f1", weight_bytes=100 * mib, cache_bytes=mib)
+    drafter = result(0, GOOD).drafters["eagle3"]
+    draft = DraftInfo("eagle3", 4, 4, weight_bytes=20 * mib, cache_bytes=mib // 2, cache_slots=6)
+    peaks = replace(drafter.overall, peak_memory_bytes=500 * mib, peak_memory_baseline_bytes=400 * mib)
+    made = replace(drafter, draft=draft, overall=peaks)
+    settings = replace(result(0, GOOD).settings, longest_text=200)
+    decision = decided(target=target, settings=settings, drafters={"eagle3": made})
+    both = [*decision.plan.results, replace(decision.plan.results[0], settings=replace(settings, temperature=1.0))]
+    text = render_markdown(both, decision)
+    rows = [line for line in text.splitlines() if "| 100.0 | " in line]
+    assert len(rows) == 9 + 1, "both temperatures take the same"
+    # Weights; 4 * (64 + 1) and 4 * 4 tokens in the target's cache, 4 * (64 + 6) halves in the drafter's.
+    assert "| eagle3 | 4 | 64 | 100.0 | 260.0 | 16.0 | 20.0 | 140.0 | 360.0 | 536.0 | 48.9% |" in rows
+    own = "| **eagle3** | **1** | **200** | **100.0** | **201.0** | **4.0** | **20.0** | **103.0** | **301.0** | **428.0** | **42.2%** |"
+    assert own.replace("**", "") in [row.replace("**", "") for row in rows]
+    assert "| eagle3 · T=0 | chain | 4 | – | 20.0 | 428.0 | 500 | 301.0 | 400 |" in text
+    unknown = render_markdown([result(0, GOOD)])
+    assert "Memory in MiB" not in unknown
+    assert "| eagle3 | chain | 4 | – | – | – | – | – | – |" in unknown
 
 
 def test_predicted_stands_beside_measured() -> None:

@@ -30,7 +30,7 @@ from draftsmith.eval.measure.measure import (
     summarize,
     sweep_point,
 )
-from draftsmith.eval.measure.quality import is_right
+from draftsmith.eval.measure.quality import judge_answer
 from draftsmith.eval.measure.result import (
     WARNING,
     Costs,
@@ -275,12 +275,11 @@ class Evaluator:
         slices = dict.fromkeys(r.slice for r in self.requests)
         return DrafterResult(scope(None), {name: scope(name) for name in slices}, c.info)
 
-    def _judge(self, generation: Generation) -> bool | None:
-        """Return whether an answer is that of its prompt's reference, None where there is none."""
-        reference = self.conversations[generation.request.sample_id].reference
-        if reference is None:
-            return None
-        return is_right(self.session.tokenizer.decode(generation.output_ids, skip_special_tokens=True), reference)
+    def _judge(self, generation: Generation) -> dict[str, bool]:
+        """Return what can be told of an answer."""
+        text = self.session.tokenizer.decode(generation.output_ids, skip_special_tokens=True)
+        request = generation.request
+        return judge_answer(text, request.slice, self.conversations[request.sample_id].reference)
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Return the request with a random key of its own per repeat: greedy answers are the same, sampled ones differ."""

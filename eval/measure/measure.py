@@ -16,7 +16,7 @@ from draftsmith.eval.drafters.generate_baseline import Timed
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
 from draftsmith.eval.measure.conditions import acceptance_by_condition
-from draftsmith.eval.measure.quality import Judge, compare_targets, exact_matches, perplexities
+from draftsmith.eval.measure.quality import Judge, compare_targets, judged_shares, perplexities
 from draftsmith.eval.measure.result import (
     Costs,
     DrafterResult,
@@ -51,7 +51,7 @@ def collect_texts(
     system: SystemUnderTest,
     timings: Mapping[str, Repeats],
     sampling: Sampling,
-    judge: Judge = lambda generation: None,
+    judge: Judge = lambda generation: {},
 ) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
     verifies them; those that do not follow the distribution of `target` are read by it as well, and judged."""
@@ -83,8 +83,8 @@ def measure_change(
     if system.verifier is not None:
         change = compare_targets(target, system.verifier, originals)
         found = {key: {**found[key], **asdict(change[key])} for key in found}
-    right = exact_matches(generations, originals, judge)
-    return {key: {**values, **right.get(key, {})} for key, values in found.items()}
+    judged = judged_shares(generations, originals, judge)
+    return {key: {**values, **judged.get(key, {})} for key, values in found.items()}
 
 
 def _distinct(repeats: Repeats, sampling: Sampling) -> list[Generation]:

@@ -1,11 +1,12 @@
-"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, by how far distributions differ, by references.
+"""Measure how a lossy decoder or a tuned target changes texts: by perplexity, by how far distributions differ, by
+references, by whether JSON is valid.
 
 Shapes: B rows, L tokens, R answer tokens, V target vocab.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from math import exp
@@ -20,8 +21,10 @@ from draftsmith.eval.simulate.texts import target_passes, to_sample
 from draftsmith.foreign.json import parse_json
 from draftsmith.heads.target.target import Target
 
-Judge = Callable[[Generation], bool | None]
-"""Whether an answer is right, None where its prompt has no reference."""
+Judge = Callable[[Generation], Mapping[str, bool]]
+"""What can be told of an answer: see `judge_answer`."""
+
+_COUNTS = {"exact_match": "referenced", "valid_json": "json_answers"}
 
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
@@ -77,10 +80,21 @@ def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterato
             yield order[place], target.head.logits(batch.last[row, first - 1 : last])
 
 
-def is_right(answer: str, reference: Any) -> bool:
-    """Compare an answer, without its thoughts, with a reference: its last number with a number, its JSON with an object or a list,
-    else the whole text, whatever its case and white space."""
+def judge_answer(answer: str, slice_name: str, reference: Any = None) -> dict[str, bool]:
+    """Return what can be told of an answer, its thoughts up to </think> left out, by the name of the measure.
+
+    exact_match: whether it is the reference, where there is one: its last number is that number, its JSON that object or list, or
+    else the whole text is the same, whatever its case and white space. valid_json: whether it is an object or a list in JSON, in
+    whole or in its last code block; of slices with the word json in their name.
+    """
     answer = answer.rpartition("</think>")[2]
+    found = {} if reference is None else {"exact_match": _is_right(answer, reference)}
+    if "json" in re.split("[^a-z]+", slice_name.casefold()):
+        found["valid_json"] = isinstance(_json_of(answer), dict | list)
+    return found
+
+
+def _is_right(answer: str, reference: Any) -> bool:
     if isinstance(reference, dict | list):
         return _json_of(answer) == reference
     text = str(reference).strip()
@@ -90,22 +104,22 @@ def is_right(answer: str, reference: Any) -> bool:
     return answer.casefold().split() == text.casefold().split()
 
 
-def exact_matches(
+def judged_shares(
     generations: Sequence[Generation], originals: Sequence[Generation], judge: Judge
 ) -> dict[str, dict[str, float]]:
-    """Return fields of `Measures` per slice and as "overall": the shares of right answers among those that have a reference, of
-    these generations and of the target alone, and how many of the first have one."""
+    """Return fields of `Measures` per slice and as "overall": for each measure the shares of these generations and of the target's
+    own for which it holds, and of how many of the first it can be told."""
     shares: dict[str, dict[str, float]] = defaultdict(dict)
-    for field, answers in (("exact_match", generations), ("exact_match_baseline", originals)):
-        found: dict[str, list[bool]] = defaultdict(list)
+    for ending, answers in (("", generations), ("_baseline", originals)):
+        found: dict[tuple[str, str], list[bool]] = defaultdict(list)
         for generation in answers:
-            if (right := judge(generation)) is not None:
+            for measure, holds in judge(generation).items():
                 for scope in ("overall", generation.request.slice):
-                    found[scope].append(right)
-        for scope, rights in found.items():
-            shares[scope][field] = sum(rights) / len(rights)
-            if answers is generations:
-                shares[scope]["referenced"] = len(rights)
+                    found[scope, measure].append(holds)
+        for (scope, measure), held in found.items():
+            shares[scope][measure + ending] = sum(held) / len(held)
+            if not ending:
+                shares[scope][_COUNTS[measure]] = len(held)
     return dict(shares)
 
 

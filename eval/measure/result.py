@@ -150,6 +150,10 @@ class Measures:
     exact_match: float | None = None
     exact_match_baseline: float | None = None
     referenced: int | None = None
+    #: The same for valid JSON, among the answers of slices with the word json in their name.
+    valid_json: float | None = None
+    valid_json_baseline: float | None = None
+    json_answers: int | None = None
     #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
     peak_memory_bytes: int | None = None
     peak_memory_baseline_bytes: int | None = None

@@ -18,7 +18,7 @@ _ADDED = {
         "exact_match_baseline",
         "referenced",
     ),
-    8: ("thinking",),
+    8: ("thinking", "valid_json", "valid_json_baseline", "json_answers"),
 }
 """The measures that came with a version."""
 _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",), 8: ("longest_text",)}
@@ -33,7 +33,7 @@ def upgrade(value: Any) -> Any:
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
     to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
     wait for each token, right answers, and what a head's weights are rounded to; version 8 the sizes of weights and caches, acceptance
-    in thought. What is malformed stays so, for the reader to name.
+    in thought, and valid JSON. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
     if type(version) is not int or version not in range(1, 8):

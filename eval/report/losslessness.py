@@ -78,9 +78,12 @@ def section(view: View) -> Section:
     ):
         also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
         tables.append(Table("Tuned targets against the original", also, tuned, heads=2))
-    if right := view.rows(lambda m: _right(m) if m.referenced else None):
+    if right := view.rows(lambda m: _shares(m.referenced, m.exact_match, m.exact_match_baseline)):
         which = ("slice", "system", "answers with a reference", "right", "right, target alone")
         tables.append(Table("Answers against references", which, right, heads=2))
+    if valid := view.rows(lambda m: _shares(m.json_answers, m.valid_json, m.valid_json_baseline)):
+        which = ("slice", "system", "answers of json slices", "valid JSON", "valid JSON, target alone")
+        tables.append(Table("Answers that are valid JSON", which, valid, heads=2))
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         caption = "Greedy texts against the target alone, token for token"
@@ -138,5 +141,5 @@ def _perplexities(m: Measures, *further: str) -> tuple[str, ...] | None:
     return None if own is None else (number(own), number(m.perplexity_baseline), *further)
 
 
-def _right(m: Measures) -> tuple[str, ...]:
-    return whole(m.referenced), percent(m.exact_match), percent(m.exact_match_baseline)
+def _shares(count: int | None, *shares: float | None) -> tuple[str, ...] | None:
+    return (whole(count), *map(percent, shares)) if count else None

@@ -22,7 +22,10 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_workplace(tmp_path_factory.mktemp("medusa"))
+    made = make_workplace(tmp_path_factory.mktemp("medusa"))
+    prompts = made / "prompts.jsonl"
+    prompts.write_text(prompts.read_text().replace('"slice": "code"', '"slice": "json"'))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +145,10 @@ def test_a_lossy_drafter_is_labelled_and_judged(finished: Path) -> None:
     assert (lossy.overall.referenced, exact.overall.referenced) == (1, None), "of the prompts one has a reference"
     assert lossy.overall.exact_match in (0, 1)
     assert lossy.overall.exact_match_baseline in (0, 1)
+    assert (lossy.overall.json_answers, exact.overall.json_answers) == (2, None)
+    assert lossy.slices["json"].valid_json == lossy.overall.valid_json == 0, "the target has learnt nothing"
+    assert lossy.slices["json"].valid_json_baseline == 0
+    assert (lossy.slices["chat"].json_answers, lossy.slices["chat"].valid_json) == (None, None)
     report = (finished / "evaluation" / "report.md").read_text()
     assert "Lossy drafters: their texts under the target" in report
     assert "medusa bush, typical (lossy)" in report

@@ -1,11 +1,11 @@
-"""Answers against references: numbers, JSON and text, and the shares per slice."""
+"""Answers against references: numbers, JSON and text; valid JSON; and the shares per slice."""
 
 from typing import Any
 
 import pytest
 
 from draftsmith.eval.decode.answers import Generation, Request
-from draftsmith.eval.measure.quality import exact_matches, is_right
+from draftsmith.eval.measure.quality import judge_answer, judged_shares
 
 
 @pytest.mark.parametrize(
@@ -30,20 +30,72 @@ from draftsmith.eval.measure.quality import exact_matches, is_right
     ],
 )
 def test_what_is_right(answer: str, reference: Any, right: bool) -> None:
-    assert is_right(answer, reference) == right
+    assert judge_answer(answer, "chat", reference) == {"exact_match": right}
+    assert judge_answer(answer, "chat") == {}
 
 
-def test_shares_count_answers_that_have_a_reference() -> None:
+@pytest.mark.parametrize(
+    ("answer", "valid"),
+    [
+        ('{"a": [1, {"b": null}]}', True),
+        (" [] \n", True),
+        ('<think>{</think>\n{"a": 1}', True),
+        ('Here you are:\n```json\n{"a": 1}\n```\nAnything else?', True),
+        ('```\n{"a": 1\n```', False),
+        ('Here you are: {"a": 1}', False),
+        ('{"a": 1} {"b": 2}', False),
+        ('{"a": 1', False),
+        ("{'a': 1}", False),
+        ('{"a": NaN}', False),
+        ("7", False),
+        ("null", False),
+        ('"text"', False),
+        ("", False),
+    ],
+)
+def test_what_is_valid_json(answer: str, valid: bool) -> None:
+    assert judge_answer(answer, "json") == {"valid_json": valid}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("json", True), ("JSON", True), ("json-orders", True), ("tools_json2", True), ("jsonnet", False), ("chat", False)],
+)
+def test_which_slices_ask_for_json(name: str, asked: bool) -> None:
+    assert ("valid_json" in judge_answer("{}", name)) == asked
+
+
+def test_an_answer_may_be_valid_and_wrong() -> None:
+    assert judge_answer('{"a": 2}', "json", {"a": 1}) == {"exact_match": False, "valid_json": True}
+
+
+def test_shares_count_answers_of_which_something_can_be_told() -> None:
     def answers(*ids: int) -> list[Generation]:
-        names = ("math", "math", "json", "chat")
+        names = ("math", "math", "json", "json", "chat")
         return [Generation(Request(str(i), s, (1,), 9), [n]) for i, (s, n) in enumerate(zip(names, ids, strict=True))]
 
-    def judge(generation: Generation) -> bool | None:
-        return None if generation.request.slice == "chat" else generation.output_ids == [1]
+    def judge(generation: Generation) -> dict[str, bool]:
+        """Token 1 is a right answer, 1 and 2 are valid JSON; the second JSON prompt has no reference."""
+        (token,) = generation.output_ids
+        told = {"exact_match": token == 1} if generation.request.sample_id in "012" else {}
+        return told | ({"valid_json": token > 0} if generation.request.slice == "json" else {})
 
-    found = exact_matches(answers(1, 0, 0, 1), answers(1, 1, 0, 1), judge)
-    assert found == {
-        "overall": {"exact_match": 1 / 3, "exact_match_baseline": 2 / 3, "referenced": 3},
+    assert judged_shares(answers(1, 0, 2, 0, 1), answers(1, 1, 0, 1, 1), judge) == {
+        "overall": {
+            "exact_match": 1 / 3,
+            "exact_match_baseline": 2 / 3,
+            "referenced": 3,
+            "valid_json": 0.5,
+            "valid_json_baseline": 0.5,
+            "json_answers": 2,
+        },
         "math": {"exact_match": 0.5, "exact_match_baseline": 1.0, "referenced": 2},
-        "json": {"exact_match": 0.0, "exact_match_baseline": 0.0, "referenced": 1},
+        "json": {
+            "exact_match": 0.0,
+            "exact_match_baseline": 0.0,
+            "referenced": 1,
+            "valid_json": 0.5,
+            "valid_json_baseline": 0.5,
+            "json_answers": 2,
+        },
     }

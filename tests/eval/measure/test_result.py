@@ -46,6 +46,8 @@ NEW_IN_7 = (
     "referenced",
 )
 
+NEW_IN_8 = ("valid_json", "valid_json_baseline", "json_answers")
+
 
 @cache
 def full_result() -> Result:
@@ -70,6 +72,9 @@ def full_result() -> Result:
         exact_match=0.5,
         exact_match_baseline=0.75,
         referenced=2,
+        valid_json=0.5,
+        valid_json_baseline=1.0,
+        json_answers=4,
         ms_per_round=MsPerRound(1.0, 2.0, 0.125, 0.25),
         lossless=Lossless("float32", 3, 2, (Divergence("p1", "chat", 4, 17, 18, 0.001),)),
         looping=0.0,
@@ -281,15 +286,23 @@ def test_results_of_version_6_have_no_acceptance_by_context() -> None:
     assert "contexts" not in old["drafters"]["eagle3"]["overall"], "what was read is not changed"
 
 
-def test_results_of_version_7_do_not_know_the_sizes_of_caches() -> None:
+def test_results_of_version_7_do_not_know_the_sizes_of_caches_and_did_not_parse_answers() -> None:
     old = to_json(full_result()) | {"schema_version": 7}
     for name in ("weight_bytes", "cache_bytes"):
         del old["target"][name]
     for name in ("cache_bytes", "cache_slots"):
         del old["drafters"]["eagle3"]["draft"][name]
     del old["settings"]["longest_text"]
-    drafter = full_result().drafters["eagle3"]
-    unknown = replace(drafter, draft=replace(drafter.draft, cache_bytes=None, cache_slots=None))  # type: ignore[type-var]
+    measured = old["drafters"]["eagle3"]
+    for measures in (measured["overall"], *measured["slices"].values()):
+        for name in NEW_IN_8:
+            del measures[name]
+    drafter, nothing = full_result().drafters["eagle3"], dict.fromkeys(NEW_IN_8)
+    unknown = DrafterResult(
+        replace(drafter.overall, **nothing),  # type: ignore[arg-type]
+        {name: replace(m, **nothing) for name, m in drafter.slices.items()},  # type: ignore[arg-type]
+        replace(drafter.draft, cache_bytes=None, cache_slots=None),  # type: ignore[type-var]
+    )
     assert from_json(old) == replace(
         full_result(),
         target=replace(full_result().target, weight_bytes=None, cache_bytes=None),

@@ -254,10 +254,13 @@ def test_right_answers_of_a_lossy_drafter_stand_beside_the_targets() -> None:
     result = invented_result(slices={"chat": 0.5})
     assert "Answers against references" not in render_markdown([result])
     drafter = result.drafters[EAGLE]
-    judged = replace(drafter.overall, exact_match=0.25, exact_match_baseline=0.75, referenced=8)
+    json = {"valid_json": 0.5, "valid_json_baseline": 1.0, "json_answers": 6}
+    judged = replace(drafter.overall, exact_match=0.25, exact_match_baseline=0.75, referenced=8, **json)
     result = replace(result, drafters={EAGLE: replace(drafter, overall=judged)})
     assert "| overall | eagle3 | 8 | 25.0% | 75.0% |" in render_markdown([result])
-    assert "Answers against references" in render_html([result])
+    assert "| overall | eagle3 | 6 | 50.0% | 100.0% |" in render_markdown([result])
+    for caption in ("Answers against references", "Answers that are valid JSON"):
+        assert caption in render_html([result])
 
 
 def test_acceptance_by_context_is_shown_and_a_fall_past_the_trained_length_stands_in_the_headline() -> None:

@@ -23,6 +23,13 @@ ROOMS = ("data", "heads", "train", "eval", "recipes")
 TESTED_TRANSFORMERS = ((5, 17), (5, 23))
 OLDEST_TORCH = (2, 11)
 INSTALL = 'bash scripts/quickstart.sh, or: pip install -e ".[dev]" -c constraints.txt'
+_OPTIONAL = (
+    ("deepspeed", "deepspeed", "ZeRO"),
+    ("torchao", "quant", "models quantized with it"),
+    ("gguf", "gguf", "targets in GGUF files"),
+    *((name, "trackers", "its dashboard") for name in ("tensorboard", "trackio", "mlflow-skinny")),
+)
+"""Distributions, the extras that bring them, and what they are for."""
 LINK_COMMAND = "for room in data heads train eval recipes; do ln -sfn ../$room draftsmith/$room; done"
 GB = 1024**3
 
@@ -215,7 +222,7 @@ def check_accelerate() -> Iterator[Check]:
 
 def check_optional() -> Iterator[Check]:
     """Packages and programs that only some tasks need."""
-    for name, extra, use in (("deepspeed", "deepspeed", "ZeRO"), ("torchao", "quant", "models quantized with it")):
+    for name, extra, use in _OPTIONAL:
         version = installed(name)
         fix = "" if version else f'for {use}: pip install -e ".[{extra}]" -c constraints.txt'
         yield Check(name, "ok" if version else "note", version or "not installed", fix)

@@ -279,7 +279,8 @@ class Evaluator:
         """Return what can be told of an answer."""
         text = self.session.tokenizer.decode(generation.output_ids, skip_special_tokens=True)
         request = generation.request
-        return judge_answer(text, request.slice, self.conversations[request.sample_id].reference)
+        reference = self.conversations[request.sample_id].reference
+        return judge_answer(text, request.slice, reference, self.spec.thinking[1])
 
     def _keyed(self, request: Request, repeat: int) -> Request:
         """Return the request with a random key of its own per repeat: greedy answers are the same, sampled ones differ."""

@@ -80,14 +80,14 @@ def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterato
             yield order[place], target.head.logits(batch.last[row, first - 1 : last])
 
 
-def judge_answer(answer: str, slice_name: str, reference: Any = None) -> dict[str, bool]:
-    """Return what can be told of an answer, its thoughts up to </think> left out, by the name of the measure.
+def judge_answer(answer: str, slice_name: str, reference: Any = None, closes: str = "</think>") -> dict[str, bool]:
+    """Return what can be told of an answer, its thought up to the mark that `closes` it left out, by the name of the measure.
 
     exact_match: whether it is the reference, where there is one: its last number is that number, its JSON that object or list, or
     else the whole text is the same, whatever its case and white space. valid_json: whether it is an object or a list in JSON, in
     whole or in its last code block; of slices with the word json in their name.
     """
-    answer = answer.rpartition("</think>")[2]
+    answer = answer.rpartition(closes)[2]
     found = {} if reference is None else {"exact_match": _is_right(answer, reference)}
     if "json" in re.split("[^a-z]+", slice_name.casefold()):
         found["valid_json"] = isinstance(_json_of(answer), dict | list)

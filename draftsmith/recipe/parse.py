@@ -84,7 +84,8 @@ def recipe_parser(
         elif action.dest in ranges:
             action.help = f"{(action.help or '').rstrip('.')}; {ranges[action.dest]}."
     for one in options:
-        own.add_argument(one.name, **one.settings)
+        # Their metavars say what they take; jsonargparse would add the names of our readers.
+        own.add_argument(one.name, **{key: value for key, value in one.settings.items() if key != "type"})
     return parser
 
 

@@ -1,11 +1,12 @@
 """costs.json: what single steps cost on one machine, by batch and context, to plan for that machine anywhere.
 
 Acceptance does not depend on the machine and costs do not depend on the text, so that a table made where the head will be
-served (`draftsmith costs`) decides together with acceptance that was measured elsewhere.
+served (`draftsmith costs`) decides together with acceptance that was measured elsewhere. This decoder's steps are timed one by one; of
+running servers (`draftsmith costs --server`) only whole rounds can be timed.
 """
 
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,20 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 ALONE = ""
 """The name of the target alone among drafters."""
 
 
 @dataclass(frozen=True)
 class CostPoint:
-    """Milliseconds of single steps for `batch` rows, each behind `context` tokens; sizes are text keys, as JSON has no others.
+    """Milliseconds of steps for `batch` rows, each behind `context` tokens; sizes are text keys, as JSON has no others.
 
     verify_ms: {"n": one target pass over n new tokens a row}. draft_ms: {drafter: {"k": proposing k tokens, or a tree of depth k}}.
     admit_ms: {drafter: reading a prompt of `context` tokens before its first draft}, which the target alone need not do.
     overhead_ms: {drafter: what a round spends on neither}, "" for the target alone.
+    round_ms: {drafter: {"k": a whole round that drafts k tokens}}, "" for the target alone, which drafts "0": where it is given nothing
+    is known of a round's parts, so that verify_ms, draft_ms and overhead_ms are empty.
     """
 
     batch: int
@@ -38,11 +41,17 @@ class CostPoint:
     draft_ms: dict[str, dict[str, float]]
     admit_ms: dict[str, float]
     overhead_ms: dict[str, float]
+    round_ms: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def alone_ms(self) -> float:
         """A round of the target alone: one token for each row."""
-        return self.verify(1) + self.overhead_ms[ALONE]
+        return self.round_ms[ALONE]["0"] if self.round_ms else self.verify(1) + self.overhead_ms[ALONE]
+
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters that were timed."""
+        return [name for name in self.round_ms or self.draft_ms if name != ALONE]
 
     def verify(self, tokens: int) -> float:
         """Return the target's pass over `tokens` tokens a row, between measured sizes by straight lines."""
@@ -51,6 +60,11 @@ class CostPoint:
     def draft(self, drafter: str, k: int) -> float:
         """Return what proposing takes, between measured lengths by straight lines."""
         return _between(self.draft_ms[drafter], k)
+
+    def whole(self, drafter: str, k: int) -> float | None:
+        """Return a whole round, between measured lengths by straight lines; None outside them."""
+        lengths = sorted(map(int, self.round_ms[drafter]))
+        return _between(self.round_ms[drafter], k) if lengths[0] <= k <= lengths[-1] else None
 
     @property
     def largest(self) -> int:
@@ -64,26 +78,46 @@ def _between(costs: dict[str, float], size: int) -> float:
 
 
 @dataclass(frozen=True)
+class Served:
+    """A running server that costs were measured from. engine: with its version. model: the name that it serves the target by.
+    num_speculative_tokens: that it drafts in every round, 0 for the target alone."""
+
+    url: str
+    engine: str
+    model: str
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True)
 class CostTable:
     """Costs of a target and its drafters on one machine.
 
     dtype: of both. nodes: {drafter: {"k": tokens of the target's pass}} for trees, whose pass does not read k + 1 tokens.
     weights_bytes: of the target, read in every pass. bandwidth: bytes per second that this machine reads memory with, measured.
-    command, commit, date, hardware, versions: as in result.json.
+    command, commit, date, hardware, versions: as in result.json. servers: that whole rounds were measured from, none where steps were
+    timed here; dtype, weights_bytes and hardware of servers are not known.
     """
 
     target: TargetInfo
-    dtype: str
+    dtype: str | None
     points: tuple[CostPoint, ...]
     nodes: dict[str, dict[str, int]]
-    weights_bytes: int
+    weights_bytes: int | None
     bandwidth: float | None
-    hardware: Hardware
+    hardware: Hardware | None
     versions: dict[str, str]
     command: str
     commit: str | None
     date: str
+    servers: tuple[Served, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def place(self) -> str:
+        """Where the costs are of, in words."""
+        if self.hardware is not None:
+            return self.hardware.gpu or self.hardware.cpu
+        return f"running servers ({', '.join(f'{one.engine} at {one.url}' for one in self.servers)})"
 
     @property
     def batches(self) -> list[int]:
@@ -98,7 +132,7 @@ class CostTable:
     @property
     def drafters(self) -> list[str]:
         """The drafters that were timed at every point."""
-        return [name for name in self.points[0].draft_ms if all(name in point.draft_ms for point in self.points)]
+        return [name for name in self.points[0].drafters if all(name in point.drafters for point in self.points)]
 
     def at(self, batch: int, context: int) -> CostPoint | None:
         """Return the costs at a measured batch and context, None where these did not fit."""
@@ -118,7 +152,7 @@ class CostTable:
         """How near the target alone is to its floor at the smallest batch and context: the time it takes to read its weights
         once, over its pass. Far below 1, a slow baseline flatters every speedup."""
         first = self.at(self.batches[0], self.contexts[0])
-        if self.bandwidth is None or first is None:
+        if self.bandwidth is None or self.weights_bytes is None or first is None:
             return None
         return 1000 * self.weights_bytes / self.bandwidth / first.verify(1)
 
@@ -126,6 +160,10 @@ class CostTable:
 def read_cost_table(path: str | Path) -> CostTable:
     """Read and check a costs.json. Raises UserError for what is none, and for costs that are no positive numbers."""
     value = read_json(path, "give the path of a table that `draftsmith costs` wrote")
+    if isinstance(value, dict) and value.get("schema_version") == 1 and isinstance(value.get("points"), list):
+        # Before costs were measured from servers.
+        points = [point | {"round_ms": {}} if isinstance(point, dict) else point for point in value["points"]]
+        value |= {"schema_version": SCHEMA_VERSION, "points": points, "servers": []}
     if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
             f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
@@ -134,35 +172,43 @@ def read_cost_table(path: str | Path) -> CostTable:
     table = read_dataclass(CostTable, value, str(path))
     if not table.points:
         raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
+    if bool(table.servers) == (table.hardware is not None):
+        raise UserError(f"{path} is of a machine or of 'servers', one of the two: write the table again.")
     for place, point in enumerate(table.points):
-        _check_point(point, f"{path}: 'points[{place}]'")
+        _check_point(point, f"{path}: 'points[{place}]'", whole=bool(table.servers))
     if table.bandwidth is not None and table.bandwidth <= 0:
         raise UserError(f"{path}: 'bandwidth' is {table.bandwidth:g}, which no memory has: write the table again.")
     return table
 
 
-def _check_point(point: CostPoint, where: str) -> None:
+def _check_point(point: CostPoint, where: str, *, whole: bool) -> None:
+    """Raise UserError for costs that are no positive numbers, or lack a part: `whole` rounds, or verify_ms and the others."""
     again = "write the table again with `draftsmith costs`"
     if point.batch < 1 or point.context < 1:
         raise UserError(
             f"{where} is for batch {point.batch} and context {point.context}, which must be at least 1: {again}."
         )
-    for name, costs in {
-        "verify_ms": point.verify_ms,
-        **{f"draft_ms.{n}": c for n, c in point.draft_ms.items()},
-    }.items():
-        odd = [size for size in costs if not (size.isascii() and size.isdecimal() and int(size) >= 1)]
+    kinds = {f"{kind}.{n}".rstrip("."): c for kind in ("draft_ms", "round_ms") for n, c in getattr(point, kind).items()}
+    for name, costs in (kinds if whole else {"verify_ms": point.verify_ms, **kinds}).items():
+        least = 0 if name == "round_ms" else 1  # the target alone
+        odd = [size for size in costs if not (size.isascii() and size.isdecimal() and int(size) >= least)]
         if odd or not costs:
             raise UserError(f"{where} has {name} by {odd[0]!r}" if odd else f"{where} has no {name}" + f": {again}.")
         if wrong := [size for size, ms in costs.items() if ms <= 0]:
             raise UserError(
                 f"{where} says that {name} of {wrong[0]} takes {costs[wrong[0]]:g} ms, which is no time: {again}."
             )
-    if "1" not in point.verify_ms or ALONE not in point.overhead_ms:
+    parts = point.verify_ms or point.draft_ms or point.overhead_ms
+    if bool(parts) == whole or bool(point.round_ms) != whole:
+        raise UserError(
+            f"{where} must have {'round_ms alone' if whole else 'no round_ms'}, as the table's 'servers' say: {again}."
+        )
+    alone = "0" in point.round_ms.get(ALONE, {}) if whole else "1" in point.verify_ms and ALONE in point.overhead_ms
+    if not alone:
         raise UserError(f"{where} lacks the costs of the target alone: {again}.")
-    for kind in ("admit_ms", "overhead_ms"):
+    for kind in ("admit_ms",) if whole else ("admit_ms", "overhead_ms"):
         held: dict[str, float] = getattr(point, kind)
-        if missing := point.draft_ms.keys() - held.keys():
+        if missing := set(point.drafters) - held.keys():
             raise UserError(f"{where} lacks {kind} of {sorted(missing)[0]}: {again}.")
         if negative := [name for name, ms in held.items() if ms < 0]:
             raise UserError(
@@ -183,7 +229,7 @@ def check_fits(table: CostTable, source: str, target: TargetInfo, dtype: str, dr
             f"{source} holds the costs of another target ({table.target.path}, {table.target.fingerprint}) than the result "
             f"({target.path}, {target.fingerprint}): measure them again with `draftsmith costs`."
         )
-    if table.dtype != dtype:
+    if table.dtype is not None and table.dtype != dtype:
         raise UserError(
             f"{source} holds the costs in {table.dtype}, but the result was measured in {dtype}: measure the costs with "
             f"--evaluate.dtype {dtype}, or evaluate in {table.dtype}."

@@ -30,18 +30,19 @@ class RoundCost:
     """What a round costs, in milliseconds, or in any other unit that all four share.
 
     alone: a token of the target alone, with all that its decoding loop does. verify: the target's pass over a draft. draft:
-    proposing it. overhead: accepting, committing, and everything else between two rounds.
+    proposing it. overhead: accepting, committing, and everything else between two rounds. Where a round was timed as a whole, verify
+    and draft are None and overhead is all of it.
     """
 
     alone: float
-    verify: float
-    draft: float
+    verify: float | None
+    draft: float | None
     overhead: float = 0.0
 
     @property
     def total(self) -> float:
         """The whole round."""
-        return self.verify + self.draft + self.overhead
+        return (self.verify or 0) + (self.draft or 0) + self.overhead
 
     @property
     def tau_needed(self) -> float:
@@ -52,10 +53,14 @@ class RoundCost:
         """Return decoding speed over that of the target alone."""
         return tau / self.tau_needed
 
+    def total_at_most(self, tau: float, speedup: float = 1.0) -> float:
+        """Return what the whole round may cost for that speedup."""
+        return tau * self.alone / speedup
+
     def draft_at_most(self, tau: float, speedup: float = 1.0) -> float:
         """Return what proposing may cost for that speedup; negative where the target's pass alone costs more."""
-        return tau * self.alone / speedup - self.verify - self.overhead
+        return self.total_at_most(tau, speedup) - (self.total - (self.draft or 0))
 
     def verify_at_most(self, tau: float, speedup: float = 1.0) -> float:
         """Return what the target's pass may cost for that speedup; negative where drafting alone costs more."""
-        return tau * self.alone / speedup - self.draft - self.overhead
+        return self.total_at_most(tau, speedup) - (self.total - (self.verify or 0))

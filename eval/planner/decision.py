@@ -132,13 +132,14 @@ def write_decision(folder: Path, decision: Decision) -> None:
 
 def decision_json(decision: Decision) -> dict[str, Any]:
     """Return the decision as a plain JSON object: verdict, the best draft at every place, and predicted against measured."""
-    plan, verdict = decision.plan, decision.verdict
+    plan, verdict, machine = decision.plan, decision.verdict, decision.plan.table.hardware
     return {
         "schema_version": 1,
         "verdict": {"action": str(verdict.action), "headline": verdict.headline, "reasons": list(verdict.reasons)},
         "batch": plan.batch,
         "context": plan.context,
-        "machine": {"gpu": plan.table.hardware.gpu, "cpu": plan.table.hardware.cpu, "cores": plan.table.hardware.cores},
+        "machine": machine and {"gpu": machine.gpu, "cpu": machine.cpu, "cores": machine.cores},
+        "servers": [asdict(server) for server in plan.table.servers],
         "price_per_hour": decision.price_per_hour,
         "places": [_place(decision, cell) for cell in plan.cells()],
         "draft_lengths": [

@@ -5,6 +5,8 @@ are taken from a table, of this machine or of another one. Their product is what
 
     tokens/s = batch * tau(K) / (target pass over the draft + drafting K tokens + overhead)
 
+Of running servers a round of K tokens was timed as a whole, which then stands below the line.
+
 K: num_speculative_tokens.
 """
 
@@ -206,7 +208,11 @@ def taus(measures: Measures, decoded_k: int | None) -> list[tuple[int, float]]:
 
 
 def round_cost(table: CostTable, point: CostPoint, drafter: str, k: int) -> RoundCost | None:
-    """Return what a round with K tokens costs there; None where the pass or the draft is larger than any that was timed."""
+    """Return what a round with K tokens costs there; None where the pass or the draft is larger than any that was timed, and where
+    whole rounds were timed, but none of K tokens or fewer, or none of K tokens or more."""
+    if point.round_ms:
+        total = point.whole(drafter, k)
+        return None if total is None else RoundCost(point.alone_ms, None, None, total)
     tokens = table.tokens(drafter, k)
     if tokens > point.largest or k > max(map(int, point.draft_ms[drafter])):
         return None

@@ -108,17 +108,19 @@ def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reaso
     cost, k, tau = best.cost, best.num_speculative_tokens, best.tau
     needed = max(PAYS * cost.tau_needed, tau * PAYS / gain)  # also where it was timed slower than its costs say
     reasons.append(f"To pay ({PAYS}x), tau at K = {k} would have to be {needed:.2f}; it is {tau:.2f}.")
-    verify, draft = cost.verify_at_most(tau, PAYS), cost.draft_at_most(tau, PAYS)
-    if verify > cost.alone:
-        reasons.append(
-            f"Or a target pass over {plan.table.tokens(best.drafter, k)} tokens {verify:.3g} ms; it takes {cost.verify:.3g}, where a "
-            f"token alone takes {cost.alone:.3g}."
-        )
-    if draft > 0:
-        reasons.append(f"Or drafting {draft:.3g} ms; it takes {cost.draft:.3g}.")
+    if cost.verify is None or cost.draft is None:
+        reasons.append(f"Or a round {cost.total_at_most(tau, PAYS):.3g} ms; it takes {cost.total:.3g}.")
     else:
+        verify, draft = cost.verify_at_most(tau, PAYS), cost.draft_at_most(tau, PAYS)
+        if verify > cost.alone:
+            reasons.append(
+                f"Or a target pass over {plan.table.tokens(best.drafter, k)} tokens {verify:.3g} ms; it takes {cost.verify:.3g}, "
+                f"where a token alone takes {cost.alone:.3g}."
+            )
         reasons.append(
-            "No draft would be cheap enough at this tau: the target's pass and the loop cost more than it saves."
+            f"Or drafting {draft:.3g} ms; it takes {cost.draft:.3g}."
+            if draft > 0
+            else "No draft would be cheap enough at this tau: the target's pass and the loop cost more than it saves."
         )
     where = f"batch {plan.batch}"
     if tau < UNTAUGHT:
@@ -141,12 +143,16 @@ def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reaso
 
 
 def _figures(plan: Plan, best: Option) -> list[str]:
-    cost = best.cost
+    cost, table = best.cost, plan.table
+    if cost.verify is None or cost.draft is None:
+        parts = f"as a whole, measured from {table.place}"
+    else:
+        parts = f"(target {cost.verify:.3g}, draft {cost.draft:.3g}, the rest {cost.overhead:.3g})"
     lines = [
-        f"{best.drafter} with K = {best.num_speculative_tokens} has tau {best.tau:.2f}; a round costs {cost.total:.3g} ms (target "
-        f"{cost.verify:.3g}, draft {cost.draft:.3g}, the rest {cost.overhead:.3g}), a token of the target alone {cost.alone:.3g} ms."
+        f"{best.drafter} with K = {best.num_speculative_tokens} has tau {best.tau:.2f}; a round costs {cost.total:.3g} ms {parts}, a "
+        f"token of the target alone {cost.alone:.3g} ms."
     ]
-    share = plan.table.share_of_bandwidth
+    share = table.share_of_bandwidth
     if share is not None:
         flatters = share < 0.5
         lines.append(

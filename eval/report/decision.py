@@ -94,11 +94,16 @@ def section(view: View) -> Section:
         return Section(
             "plan", "What to deploy", "", missing="No plan was made: the costs of a machine were not measured."
         )
-    plan, machine = decision.plan, decision.plan.table.hardware
+    plan, table = decision.plan, decision.plan.table
+    what = "whole rounds take, as measured from" if table.servers else "target passes and drafts cost on"
     about = (
-        f"Tokens per second follow from the exact acceptance of every draft length and from what target passes and drafts cost on "
-        f"{machine.gpu or machine.cpu}, at batch {plan.batch} and {plan.context} tokens of context where nothing else is said. A draft "
-        f"is worth it from {times(PAYS)} on. What was timed counts before what was predicted; the last table compares both."
+        f"Tokens per second follow from the exact acceptance of every draft length and from what {what} {table.place}, at batch "
+        f"{plan.batch} and {plan.context} tokens of context where nothing else is said. A draft is worth it from {times(PAYS)} on. "
+    )
+    about += (
+        "Only draft lengths that the servers drafted, and those between, have a price."
+        if table.servers
+        else "What was timed counts before what was predicted; the last table compares both."
     )
     tables = [_by_length(decision), _by_batch(decision), _by_slice(decision)]
     if decision.checks:
@@ -119,7 +124,8 @@ def _by_length(decision: Decision) -> Table:
     for option in sorted(plan.over_temperatures(plan.batch), key=lambda o: (o.drafter, o.num_speculative_tokens)):
         speeds = [times(gain) for gain in plan.speedups(option, plan.batch)]
         cost = option.cost
-        parts = [significant(x) for x in (cost.verify, cost.draft, cost.overhead)]
+        whole = cost.verify is None
+        parts = [significant(x) for x in ((cost.total,) if whole else (cost.verify, cost.draft, cost.overhead))]
         best = option == decision.verdict.option
         rows.append(
             Row((option.drafter, str(option.num_speculative_tokens), number(option.tau), *parts, *speeds), best)
@@ -129,9 +135,7 @@ def _by_length(decision: Decision) -> Table:
         "drafter",
         "K",
         first,
-        "target ms",
-        "draft ms",
-        "rest ms",
+        *(("round ms",) if plan.table.servers else ("target ms", "draft ms", "rest ms")),
         *(f"speedup, T={c.temperature:g}" for c in cells),
     )
     return Table("Speedup by draft length", columns, tuple(rows), heads=2)

@@ -8,14 +8,32 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.cost_table import check_fits, read_cost_table, write_cost_table
+from draftsmith.eval.measure.cost_table import CostTable, check_fits, read_cost_table, write_cost_table
 from draftsmith.eval.measure.result import TargetInfo
-from tests.eval.planner.plans import TARGET, table
+from tests.eval.planner.plans import TARGET, served_table, table
 
 
-def test_there_and_back(tmp_path: Path) -> None:
-    write_cost_table(tmp_path / "costs.json", table())
-    assert read_cost_table(tmp_path / "costs.json") == table()
+@pytest.mark.parametrize("made", [table(), served_table({3: 14.0})], ids=["here", "servers"])
+def test_there_and_back(made: CostTable, tmp_path: Path) -> None:
+    write_cost_table(tmp_path / "costs.json", made)
+    assert read_cost_table(tmp_path / "costs.json") == made
+
+
+def test_a_table_from_before_servers_were_measured_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, table())
+    value = json.loads(path.read_text()) | {"schema_version": 1}
+    del value["servers"]
+    for point in value["points"]:
+        del point["round_ms"]
+    path.write_text(json.dumps(value))
+    assert read_cost_table(path) == table()
+
+
+def test_whole_rounds_are_known_between_measured_lengths() -> None:
+    point = served_table({2: 12.0, 4: 15.0}).points[0]
+    assert [point.whole("eagle3", k) for k in (1, 2, 3, 4, 5)] == [None, 12.0, 13.5, 15.0, None]
+    assert (point.alone_ms, point.drafters) == (10.0, ["eagle3"])
 
 
 def test_a_table_that_was_written_without_the_targets_sizes_is_read(tmp_path: Path) -> None:
@@ -50,6 +68,8 @@ def test_between_two_sizes_costs_are_straight_lines() -> None:
         (lambda v: v["points"][0]["overhead_ms"].update(eagle3=-2), "overhead_ms of 'eagle3' is -2 ms, below zero"),
         (lambda v: v.update(bandwidth=0), "'bandwidth' is 0"),
         (lambda v: v["points"][0]["verify_ms"].update({"2": "fast"}), r"verify_ms\.2"),
+        (lambda v: v.update(hardware=None), "is of a machine or of 'servers', one of the two"),
+        (lambda v: v["points"][0].update(round_ms={"": {"0": 3.0}}), r"'points\[0\]' must have no round_ms"),
     ],
 )
 def test_what_no_machine_costs_is_one_sentence(change: Any, message: str, tmp_path: Path) -> None:
@@ -63,11 +83,35 @@ def test_what_no_machine_costs_is_one_sentence(change: Any, message: str, tmp_pa
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["points"][1].update(verify_ms={"1": 3.0}), r"'points\[1\]' must have round_ms alone"),
+        (lambda v: v["points"][0]["round_ms"].clear(), "must have round_ms alone"),
+        (lambda v: v["points"][0]["round_ms"].pop(""), "lacks the costs of the target alone"),
+        (lambda v: v["points"][0]["round_ms"]["eagle3"].update({"0": 1.0}), r"round_ms\.eagle3 by '0'"),
+        (lambda v: v["points"][0]["round_ms"]["eagle3"].clear(), r"has no round_ms\.eagle3"),
+        (lambda v: v["points"][0]["round_ms"][""].update({"0": 0}), "round_ms of 0 takes 0 ms, which is no time"),
+        (lambda v: v["points"][0]["admit_ms"].clear(), "lacks admit_ms of eagle3"),
+        (lambda v: v["servers"].clear(), "is of a machine or of 'servers'"),
+    ],
+)
+def test_what_no_server_costs_is_one_sentence(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, served_table({3: 14.0}))
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match=message):
+        read_cost_table(path)
+
+
 def test_costs_of_another_target_dtype_or_drafter_are_refused() -> None:
     check_fits(table(), "h.json", TARGET, "float32", ["eagle3"])
     with pytest.raises(UserError, match=r"h\.json holds the costs of another target"):
         check_fits(table(), "h.json", TargetInfo("other", "f2"), "float32", ["eagle3"])
     with pytest.raises(UserError, match="costs in float32, but the result was measured in bfloat16"):
         check_fits(table(), "h.json", TARGET, "bfloat16", ["eagle3"])
+    check_fits(served_table({3: 14.0}), "h.json", TARGET, "bfloat16", ["eagle3"])  # no server says its dtype
     with pytest.raises(UserError, match="costs of eagle3, but the result is of medusa"):
         check_fits(table(), "h.json", TARGET, "float32", ["medusa"])

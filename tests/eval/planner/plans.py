@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable
+from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable, Served
 from draftsmith.eval.measure.machine import Hardware
 from draftsmith.eval.measure.result import DrafterResult, Measures, Result, Settings, SweepPoint, TargetInfo
 from draftsmith.eval.planner.plan import Plan
@@ -38,6 +38,14 @@ def table(
             draft = {str(k): draft_ms * k for k in KS}
             points.append(CostPoint(batch, context, verify, {name: draft}, {name: admit_ms}, {ALONE: 0.5, name: 1.0}))
     return CostTable(TARGET, "float32", tuple(points), {}, 10**9, 2e11, HARDWARE, {}, "c", None, "2026-01-01")
+
+
+def served_table(rounds: dict[int, float], *, alone_ms: float = 10.0, batches: tuple[int, ...] = (1, 4)) -> CostTable:
+    """Of servers that draft the numbers in `rounds`, whose whole rounds take so many ms, at every batch."""
+    whole = {ALONE: {"0": alone_ms}, "eagle3": {str(k): ms for k, ms in rounds.items()}}
+    points = tuple(CostPoint(batch, 128, {}, {}, {"eagle3": 5.0}, {}, whole) for batch in batches)
+    servers = tuple(Served(f"http://k{k}", "vLLM 1", "m", k) for k in (0, *rounds))
+    return CostTable(TARGET, None, points, {}, None, None, None, {}, "c", None, "2026-01-01", servers)
 
 
 def plan(*results: Result, costs: CostTable | None = None) -> Plan:

@@ -8,7 +8,7 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.result import Costs, DrafterResult, Measures
 from draftsmith.eval.planner.plan import PAYS, Plan, break_even_tokens, by_batch, check_one_evaluation
-from tests.eval.planner.plans import KS, busier, plan, result, table
+from tests.eval.planner.plans import KS, busier, plan, result, served_table, table
 
 GOOD = {"overall": 0.8, "code": 0.9, "rag": 0.3}
 
@@ -32,6 +32,19 @@ def test_every_cell_is_tau_over_what_a_round_costs() -> None:
             assert cell.tok_s(option) / cell.alone_tok_s == pytest.approx(option.speedup)
         assert cell.best.speedup == max(o.speedup for o in cell.options)
         assert cell.pays == (cell.best.speedup >= PAYS)
+
+
+def test_whole_rounds_price_what_was_measured_and_what_lies_between() -> None:
+    made = plan(result(0, GOOD), costs=served_table({2: 12.0, 4: 15.0}))
+    for cell in made.cells():
+        assert [(o.num_speculative_tokens, o.cost.total) for o in cell.options] == [(2, 12.0), (3, 13.5), (4, 15.0)]
+        assert all(o.cost.verify is o.cost.draft is None for o in cell.options)
+        assert [o.speedup for o in cell.options] == [pytest.approx(o.tau * 10 / o.cost.total) for o in cell.options]
+        assert cell.alone_tok_s == pytest.approx(1000 * cell.batch / 10)
+    one = plan(result(0, GOOD), costs=served_table({3: 13.0}))
+    assert [o.num_speculative_tokens for o in one.over_temperatures(1)] == [3], "nothing is known of other lengths"
+    best = made.over_temperatures(1)[0]
+    assert break_even_tokens(made, best) == 2 + int(5.0 / (10 * (1 - 1 / best.speedup)))
 
 
 def test_larger_batches_are_given_shorter_drafts_and_then_none() -> None:

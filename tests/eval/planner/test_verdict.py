@@ -7,7 +7,7 @@ import pytest
 
 from draftsmith.eval.planner.plan import PAYS
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
-from tests.eval.planner.plans import plan, result, table
+from tests.eval.planner.plans import plan, result, served_table, table
 
 
 def verdict(alpha: float, k: int = 4, draft_ms: float = 1.0, **more: object) -> Verdict:
@@ -48,6 +48,19 @@ def test_high_acceptance_and_slow_drafts_are_not_deployed() -> None:
     assert drafting is not None
     cheap = replace(found.option.cost, draft=float(drafting[1]))
     assert cheap.speedup(found.option.tau) == pytest.approx(PAYS, rel=0.01)
+
+
+def test_of_whole_rounds_no_part_is_said() -> None:
+    found = decide(plan(result(0, {"overall": 0.8}), costs=served_table({2: 24.0, 4: 40.0})))
+    assert found is not None
+    assert found.action == Action.DO_NOT_DEPLOY
+    text = " ".join(found.reasons)
+    assert "a round costs 24 ms as a whole, measured from running servers (vLLM 1 at http://k0" in text
+    needed = re.search(r"Or a round ([\d.]+) ms; it takes 24\.", text)
+    assert needed is not None
+    assert found.option.tau * 10 / float(needed[1]) == pytest.approx(PAYS, rel=0.01)
+    assert "drafting" not in text
+    assert "target pass" not in text
 
 
 def test_a_head_that_learned_nothing_and_one_that_still_learns_want_data() -> None:

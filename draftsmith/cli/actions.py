@@ -28,7 +28,7 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import samples_at_hand
 from draftsmith.stages.device import choose_device
-from draftsmith.stages.evaluation import costs_table
+from draftsmith.stages.evaluation import costs_table, served_costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
@@ -122,10 +122,20 @@ def search(own: Namespace, words: list[str]) -> int:
 
 
 def costs(own: Namespace, words: list[str]) -> int:
-    """Time this machine."""
+    """Time this machine, or running servers."""
     if take_options(words, [REDO])[0].redo:
         raise UserError("costs makes no stage of a recipe: leave --redo out, costs are measured every time.")
-    print(costs_table(_session("costs", words, [], own.head), own.output))
+    if own.server and own.head is not None:
+        raise UserError("--head is for this machine, and the servers of --server have their own heads: leave it out.")
+    if own.model and not own.server:
+        raise UserError("--model is what servers call the target: name them with --server, or leave it out.")
+    session = _session("costs", words, [], own.head)
+    at = (
+        served_costs_table(session, own.output, own.server, own.model)
+        if own.server
+        else costs_table(session, own.output)
+    )
+    print(at)
     return 0
 
 

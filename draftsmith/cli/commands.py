@@ -141,6 +141,23 @@ _COSTS = (
         metavar="FILE",
         help="The table, a .json file; costs.json if left out.",
     ),
+    option(
+        "--server",
+        action="append",
+        default=[],
+        type=text("--server"),
+        metavar="URL",
+        help="Measure from a running vLLM or llama-server instead, http://HOST:PORT: once for one that serves the target alone, and once "
+        "for each that drafts with the recipe's head, each another number of tokens a round, which is read from its answers.",
+    ),
+    option(
+        "--model",
+        action="append",
+        default=[],
+        type=text("--model"),
+        metavar="NAME",
+        help="What the servers call the target, where that is not its own name; once for each name.",
+    ),
 )
 _COMPARE = (
     option(
@@ -220,7 +237,7 @@ COMMANDS: dict[str, Command] = {
         "find the tree of drafts that suits a trained head and this machine", "actions:search", _TREE
     ),
     "costs": Command(
-        "time target passes and drafts on this machine, for `report --costs` anywhere",
+        "time target passes and drafts on this machine, or rounds of running servers, for `report --costs` anywhere",
         "actions:costs",
         (*_COSTS, _HEAD),
     ),

@@ -1,5 +1,7 @@
 """The stage that evaluates a trained head: decode or simulate its prompts, and write result.json and the reports."""
 
+import shlex
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -10,22 +12,27 @@ from typing import Any
 from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation, load_conversations
-from draftsmith.data.conversations.templates import prepare_prompts
+from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.engines.server import Server
+from draftsmith.eval.engines.server_costs import TOKENS, measure_served
+from draftsmith.eval.measure.cost_table import write_cost_table
 from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.machine import environment
-from draftsmith.eval.measure.result import Lossless, read_result, write_result
+from draftsmith.eval.measure.result import Lossless, TargetInfo, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
 from draftsmith.fields import fingerprint_fields
 from draftsmith.files import check_file, fingerprint
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.record import tuned_from
+from draftsmith.heads.target.files import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
-from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.pretrained import load_config, weights_directory
+from draftsmith.heads.target.target import Target, context_of
 from draftsmith.stages.drafters import (
     at_temperature,
     drafter_digests,
@@ -34,7 +41,14 @@ from draftsmith.stages.drafters import (
     with_trained_lengths,
 )
 from draftsmith.stages.evaluator import Evaluator, count_as_done
-from draftsmith.stages.planning import COSTS, costs_of_run, longest_text, measure_and_keep, plan_stage
+from draftsmith.stages.planning import (
+    COSTS,
+    contexts_of,
+    costs_of_run,
+    longest_text,
+    measure_and_keep,
+    plan_stage,
+)
 from draftsmith.stages.session import Session, say
 
 NOT_MEASURED = ("prompts", "beside", "baselines", "plan_batches", "plan_contexts", "price_per_hour")
@@ -148,6 +162,35 @@ def costs_table(session: Session, path: Path) -> Path:
     return path
 
 
+def served_costs_table(session: Session, path: Path, urls: Sequence[str], names: Sequence[str]) -> Path:
+    """Write the costs of the servers at `urls`, which draft with the recipe's head, for `draftsmith report --costs`; no model is
+    loaded. names: that they serve the target by, where these are not its own. Raises UserError for a file that cannot be written."""
+    check_file("--output", path, (".json",))
+    recipe, spec = session.recipe, session.recipe.evaluate
+    alone = session.original or TargetIdentity(recipe.target.path)
+    servers = [Server(url, names or [session.target_path]) for url in urls]
+    config = load_config(session.target_path, recipe.target.trust_remote_code).get_text_config(decoder=True)
+    length = context_of(config) or sys.maxsize
+    tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code)
+    requests, _ = prepare_requests(session, tokenizer, length)
+    digest = alone.fingerprint or fingerprint_directory(weights_directory(session.target_path))
+    table = measure_served(
+        servers,
+        TargetInfo(alone.path or recipe.target.path, digest),
+        recipe.method,
+        [token for request in requests for token in request.prompt_ids],
+        spec.temperatures[0],
+        batches=sorted({*spec.plan_batches, spec.batch}),
+        contexts=contexts_of(session, requests, length, TOKENS, "an answer"),
+        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+    )
+    write_cost_table(path, table)
+    for server in table.servers:
+        k = server.num_speculative_tokens
+        say(f"costs: {server.url}, {server.engine}, {f'drafts {k} tokens a round' if k else 'is the target alone'}")
+    return path
+
+
 def _prompt_inputs(requests: Sequence[Request], conversations: Mapping[str, Conversation]) -> dict[str, str]:
     """Identify the prompts, and their references where any has one."""
     prompts = fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests])
@@ -178,14 +221,21 @@ def _as_compared(session: Session, stage: str, inputs: dict[str, Any]) -> dict[s
 
 def make_requests(session: Session, target: Target) -> tuple[list[Request], dict[str, Conversation]]:
     """Return the evaluation prompts as requests, and their conversations by id; warns of prompts that are left out."""
+    return prepare_requests(session, session.tokenizer, target.context_length)
+
+
+def prepare_requests(
+    session: Session, tokenizer: Any, context_length: int
+) -> tuple[list[Request], dict[str, Conversation]]:
+    """Do the same for a target of which only the tokenizer is loaded."""
     spec = session.recipe.evaluate
     chosen = evaluation_conversations(session)
     deepest = max([spec.max_k, *(tree.depth for draft in spec.drafts if (tree := draft.load()) is not None)])
     prompts = prepare_prompts(
-        session.tokenizer,
+        tokenizer,
         chosen,
         max_new_tokens=lambda name: spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens),
-        max_length=target.context_length - deepest,
+        max_length=context_length - deepest,
         template=session.recipe.data.template,
         limit=f"the target's context leaves after a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
     )

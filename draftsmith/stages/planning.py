@@ -34,14 +34,16 @@ def median_request(requests: Sequence[Request]) -> Request:
     return sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
 
 
-def contexts_of(session: Session, requests: Sequence[Request], target: Target, deepest: int) -> list[int]:
+def contexts_of(
+    session: Session, requests: Sequence[Request], context_length: int, behind: int, what: str = "a draft"
+) -> list[int]:
     """Return the contexts to time at: those of the recipe, else the shortest prompt, the middle of a typical answer, and the
-    longest text."""
-    longest = target.context_length - deepest - 1
+    longest text. behind: tokens that come after one, and `what` they are."""
+    longest = context_length - behind - 1
     if session.recipe.evaluate.plan_contexts:
         if over := [n for n in session.recipe.evaluate.plan_contexts if n > longest]:
             raise UserError(
-                f"evaluate.plan_contexts holds {over[0]}, but the target's context leaves {longest} after a draft: take fewer."
+                f"evaluate.plan_contexts holds {over[0]}, but the target's context leaves {longest} after {what}: take fewer."
             )
         return sorted(set(session.recipe.evaluate.plan_contexts))
     middle = median_request(requests)
@@ -63,7 +65,7 @@ def _grid(session: Session, target: Target, requests: Sequence[Request], drafter
     spec = session.recipe.evaluate
     systems = [c for c in at_temperature(list(drafters), spec.sampling(spec.temperatures[0])) if c.fixed_length]
     deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
-    contexts = contexts_of(session, requests, target, deepest)
+    contexts = contexts_of(session, requests, target.context_length, deepest)
     return _Grid(systems, sorted({*spec.plan_batches, spec.batch}), contexts)
 
 

@@ -1,0 +1,301 @@
+"""A running server as it is seen from outside: what it serves, what its counters say, and when the rounds of its answers end.
+
+vLLM and llama.cpp's llama-server, through /v1/models, /metrics and streamed /v1/completions. Checked with vLLM 0.32.0 and the
+llama.cpp of the sdist llama-cpp-python 0.3.36. K: num_speculative_tokens.
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPException
+from itertools import count, pairwise
+from pathlib import Path
+from threading import Barrier
+from typing import Any, NoReturn
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from draftsmith.errors import UserError, first_line, shown_path
+from draftsmith.foreign.json import parse_json
+
+VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
+_PREFIXES = {VLLM: "vllm", LLAMA_CPP: "llamacpp"}
+"""How the names of an engine's counters begin."""
+_GENERATED = {VLLM: "generation_tokens_total", LLAMA_CPP: "tokens_predicted_total"}
+_BUSY = {
+    VLLM: ("num_requests_running", "num_requests_waiting"),
+    LLAMA_CPP: ("requests_processing", "requests_deferred"),
+}
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? ([-+.\de]+)", re.MULTILINE)
+"""A line of /metrics: name, labels, value."""
+_ANSWERS = "/v1/completions"
+_MOST_BYTES = 1 << 24
+_SHORT, _LONGEST = 30, 600
+"""Seconds within which a server says what it serves, and within which the next token comes."""
+_SETTLES = 10.0
+"""Seconds within which counters show what was answered."""
+_MERGED = 1.5
+"""From so many rounds in a chunk on, when chunks came does not say when rounds ended."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """The end of a round of one answer, as it reached us. at: seconds of the clock. tokens, rounds: of the answer so far; its first
+    token comes with the prompt, in round 0. drafted: tokens so far, where the server says so with every round."""
+
+    at: float
+    tokens: int
+    rounds: float
+    drafted: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answers that were asked for at once. started: seconds of the clock. answers: their rounds. draft_length: drafted tokens of a
+    round, on average; 0 for the target alone."""
+
+    started: float
+    answers: tuple[tuple[Event, ...], ...]
+    draft_length: float
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """What a server counts since its start. requests: that it works on now."""
+
+    generated: float
+    rounds: float
+    drafted: float
+    requests: float
+
+
+class Server:
+    """A server at `url` that serves a target by one of `names`.
+
+    Raises UserError where it does not answer, is of another engine, hides its counters or serves another model.
+    """
+
+    def __init__(self, url: str, names: Sequence[str]) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", self.url):
+            raise UserError(
+                f"--server is {shown_path(url)}: give the address of a server, such as http://localhost:8000."
+            )
+        metrics = self._get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
+        self._engine = next(
+            (name for name, prefix in _PREFIXES.items() if f"{prefix}:{_GENERATED[name]}" in metrics), ""
+        )
+        if not self._engine:
+            raise UserError(
+                f"{self.url} shows no counters of vLLM or llama.cpp at /metrics, and only these tell its rounds: start llama-server with "
+                "--metrics, vLLM without --disable-log-stats; other engines are not measured."
+            )
+        self.model = self._find_model(names)
+        about, key = {VLLM: ("/version", "version"), LLAMA_CPP: ("/props", "build_info")}[self._engine]
+        self.engine = f"{self._engine} {str(self._ask(about).get(key))[:40]}"
+        self._asked = count()
+
+    def answer(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> Batch:
+        """Let the server answer all prompts at once, `tokens` tokens each.
+
+        Raises UserError where it refuses, ends an answer early, or works for others meanwhile.
+        """
+        before = self._counters(0)
+        ready = Barrier(len(prompts))
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [pool.submit(self._stream, prompt, tokens, temperature, ready) for prompt in prompts]
+            streams = [one.result() for one in asked]
+        started = min(stream[0][0] for stream in streams)
+        chunks = [self._read(stream[1:]) for stream in streams]
+        if early := [rows for rows in chunks if not rows or rows[-1].tokens < tokens]:
+            raise UserError(
+                f"{self.url} ended an answer after {early[0][-1].tokens if early[0] else 0} of {tokens} tokens behind a prompt of "
+                f"{len(prompts[0])}: give it a longer context (vLLM --max-model-len, llama-server -c), or lower evaluate.plan_contexts."
+            )
+        own = sum(rows[-1].tokens for rows in chunks)
+        counted = self._counters(before.generated + own)
+        # llama-server prints six digits.
+        if (others := counted.generated - before.generated - own) > counted.generated * 1e-5:
+            self._busy(f"generated {others:.0f} tokens for others meanwhile")
+        rounds, drafted = counted.rounds - before.rounds, counted.drafted - before.drafted
+        if self._engine == VLLM:
+            return Batch(started, self._by_chunks(chunks, rounds), drafted / rounds if rounds else 0.0)
+        return Batch(started, tuple(chunks), _draft_length(chunks, tokens))
+
+    def _read(self, lines: Sequence[tuple[float, bytes]]) -> tuple[Event, ...]:
+        """Read the rounds of an answer from the lines of its stream, with the seconds at which they came."""
+        events: list[Event] = []
+        for at, line in lines:
+            if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
+                continue
+            chunk = self._parse(line.removeprefix(b"data:"), "a chunk of its answer")
+            if "error" in chunk:
+                raise UserError(f"{self.url} broke off an answer: it says {str(chunk['error'])[:300]!r}.")
+            try:
+                event = _READERS[self._engine](at, chunk, len(events))
+            except (KeyError, TypeError) as error:
+                raise UserError(
+                    f"{self.url} sends its answers in other chunks than {self.engine} does: name the address of the engine itself."
+                ) from error
+            last = events[-1] if events else Event(at, 0, -1)
+            if event is not None and event.tokens > last.tokens and event.rounds > last.rounds:
+                events.append(event)
+        return tuple(events)
+
+    def _by_chunks(self, chunks: Sequence[tuple[Event, ...]], rounds: float) -> tuple[tuple[Event, ...], ...]:
+        """Return vLLM's chunks as rounds: of the target alone every token is one; else every chunk, or a little more where a chunk
+        had to wait for the one before and was sent with it. rounds: of all answers, by the engine's counters."""
+        if not rounds:
+            return tuple(tuple(Event(e.at, e.tokens, e.tokens - 1) for e in rows) for rows in chunks)
+        sent = sum(len(rows) - 1 for rows in chunks)
+        if sent * _MERGED < rounds:
+            raise UserError(
+                f"{self.url} sent {rounds:.0f} rounds in {sent} chunks, so when they ended is not known: start it without "
+                "--stream-interval, and measure from a machine near to it."
+            )
+        each = max(1.0, rounds / sent)
+        return tuple(tuple(Event(e.at, e.tokens, e.rounds * each) for e in rows) for rows in chunks)
+
+    def _stream(
+        self, prompt: Sequence[int], tokens: int, temperature: float, ready: Barrier
+    ) -> list[tuple[float, bytes]]:
+        """Return when the answer was asked for, and its lines with the seconds at which they came."""
+        body = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": tokens,
+            "temperature": temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},  # vLLM's tokens so far
+            "timings_per_token": True,  # llama-server's
+            # Every prompt is read anew.
+            "cache_salt": f"draftsmith {time.time_ns()} {next(self._asked)}",
+            "cache_prompt": False,
+        }
+        request = Request(self.url + _ANSWERS, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        ready.wait()
+        found = [(time.perf_counter(), b"")]
+        with self._explained(_ANSWERS), urlopen(request, timeout=_LONGEST) as answer:
+            while line := answer.readline(_MOST_BYTES):
+                found.append((time.perf_counter(), line))
+        return found
+
+    def _find_model(self, names: Sequence[str]) -> str:
+        """Return by which of its names the server is asked for the target, one of `names`."""
+        cards = self._ask("/v1/models").get("data")
+        served: dict[str, str] = {}  # by the last part of a name, or of the path that the model was loaded from
+        for card in cards if isinstance(cards, list) else ():
+            if isinstance(card, dict) and isinstance(own := card.get("id"), str):
+                served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
+        found = next((served[_last(name)] for name in names if _last(name) in served), None)
+        if found is None:
+            shown = ", ".join(dict.fromkeys(shown_path(name) for name in served.values()))
+            raise UserError(
+                f"{self.url} serves {shown or 'no model'}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
+                "same model under another name, name it with --model."
+            )
+        return found
+
+    def _counters(self, generated: float) -> _Counters:
+        """Return the counters once no request is at work and they show as many `generated` tokens, or nearly. Raises UserError where
+        a request stays."""
+        deadline = time.monotonic() + _SETTLES
+        while (counted := self._read_counters()).requests or counted.generated * (1 + 1e-5) < generated:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if counted.requests:
+            self._busy(f"works on {counted.requests:.0f} requests of others")
+        return counted
+
+    def _read_counters(self) -> _Counters:
+        """Read the counters, those of several engines in one server together."""
+        found: dict[str, float] = {}
+        prefix = _PREFIXES[self._engine]
+        for name, value in _SAMPLE.findall(self._get("/metrics").decode("utf-8", "replace")):
+            if name.startswith(f"{prefix}:"):
+                key = name.removeprefix(f"{prefix}:")
+                found[key] = found.get(key, 0.0) + float(value)
+        return _Counters(
+            found.get(_GENERATED[self._engine], 0.0),
+            found.get("spec_decode_num_drafts_total", 0.0),
+            found.get("spec_decode_num_draft_tokens_total", 0.0),
+            sum(found.get(key, 0.0) for key in _BUSY[self._engine]),
+        )
+
+    def _busy(self, what: str) -> NoReturn:
+        raise UserError(f"{self.url} {what}, which its times would show: measure when nobody else uses it.")
+
+    def _get(self, path: str, absent: Sequence[int] = ()) -> bytes:
+        """Return what the server answers; nothing where its status is one of `absent`."""
+        with self._explained(path):
+            try:
+                with urlopen(self.url + path, timeout=_SHORT) as answer:
+                    return answer.read(_MOST_BYTES)
+            except HTTPError as error:
+                if error.code in absent:
+                    return b""
+                raise
+
+    def _ask(self, path: str) -> dict[str, Any]:
+        return self._parse(self._get(path), path)
+
+    def _parse(self, text: bytes, what: str) -> dict[str, Any]:
+        remedy = "name the address of vLLM or of llama-server itself"
+        value = parse_json(text, f"{self.url}: {what}", remedy)
+        if not isinstance(value, dict):
+            raise UserError(f"{self.url}: {what} is no JSON object: {remedy}.")
+        return value
+
+    @contextmanager
+    def _explained(self, path: str) -> Iterator[None]:
+        """Raise UserError where the server refuses `path` or does not answer."""
+        try:
+            yield
+        except HTTPError as error:
+            with error:
+                said = " ".join(error.read(10_000).decode("utf-8", "replace").split())
+            key = "it asks for a key, so start it without one to measure it: " if error.code in (401, 403) else ""
+            raise UserError(f"{self.url} refuses {path} (status {error.code}): {key}it says {said[:300]!r}.") from error
+        except (OSError, HTTPException, ValueError) as error:  # the last for a host that is none
+            reason = getattr(error, "reason", None)
+            why = first_line(reason if isinstance(reason, Exception) else error)
+            raise UserError(
+                f"{self.url}{path} does not answer ({why}): start the server, wait until it is ready, or correct --server."
+            ) from error
+
+
+def _read_vllm(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
+    """vLLM sends a chunk for each round, with the tokens so far; after the last one, what all of them came to."""
+    return Event(at, chunk["usage"]["completion_tokens"], chunks) if chunk["choices"] else None
+
+
+def _read_llama(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
+    """llama-server sends a chunk for each token, with drafted and accepted tokens so far. An accepted token needed no round of its
+    own; only with the last token of a round does what is left of them grow."""
+    said = chunk["timings"]
+    tokens = said["predicted_n"]
+    return Event(at, tokens, tokens - 1 - said.get("draft_n_accepted", 0), said.get("draft_n", 0))
+
+
+_READERS: dict[str, Callable[[float, dict[str, Any], int], Event | None]] = {VLLM: _read_vllm, LLAMA_CPP: _read_llama}
+"""From when a chunk came, the chunk, and the rounds before it, to a round, or a part of one."""
+
+
+def _last(name: str) -> str:
+    """Return what two names of the same model share: the last part, without its case and llama.cpp's ending."""
+    return Path(name).name.lower().removesuffix(".gguf")
+
+
+def _draft_length(answers: Sequence[Sequence[Event]], tokens: int) -> float:
+    """Return the drafted tokens of a round, on average over all that had room for as many: llama-server drafts fewer before the end
+    of an answer of `tokens` tokens."""
+    rounds = [(tokens - a.tokens - 1, b.drafted - a.drafted) for rows in answers for a, b in pairwise(rows)]
+    most = max((drafted for _, drafted in rounds), default=0)
+    whole = [drafted for room, drafted in rounds if room >= most]
+    return sum(whole) / len(whole) if whole else 0.0

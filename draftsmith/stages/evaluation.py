@@ -45,6 +45,7 @@ from draftsmith.stages.planning import (
     COSTS,
     contexts_of,
     costs_of_run,
+    has_costs,
     longest_text,
     measure_and_keep,
     plan_stage,
@@ -108,6 +109,8 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
             # Also that of a process which died between the two.
             path.with_name(_JOURNAL).unlink(missing_ok=True)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
+    elif decode and spec.plan_batches:
+        _complete_costs(session, requests, drafters, drafters_of, paths[0])
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
@@ -117,6 +120,29 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         for text in result.past_training:
             say(f"warning: {text}")
     return paths
+
+
+def _complete_costs(
+    session: Session,
+    requests: Sequence[Request],
+    drafters: list[SystemUnderTest],
+    drafters_of: Callable[[Target], list[SystemUnderTest]],
+    result: Path,
+) -> None:
+    """Measure what a finished evaluation lacks of the costs that the recipe plans with now. drafters: for the session's own target;
+    result: one that the costs must fit."""
+    costs, original = result.parent.parent / COSTS, session.original
+    if has_costs(session, session.target, requests, drafters, costs):
+        return
+    target = session.target_in(session.recipe.evaluate.dtype)
+    alone = target if original is None else session.load_target(target.dtype_name, original.path)
+    if alone.fingerprint != read_result(result).target.fingerprint:
+        session.warn(
+            f"{costs} lacks costs to plan with, which cannot be measured now that the original target is gone."
+        )
+        return
+    with session.run.writing():
+        costs_of_run(session, alone, requests, drafters if target is session.target else drafters_of(target), costs)
 
 
 def _timed_with() -> str:

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from draftsmith.errors import UserError
@@ -13,7 +14,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
 from draftsmith.eval.measure.history import History
-from draftsmith.eval.measure.machine import hardware
+from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.result import Result, TargetInfo
 from draftsmith.eval.planner.decision import Decision, doubts_of, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
@@ -54,11 +55,10 @@ def contexts_of(
 
 @dataclass(frozen=True)
 class _Grid:
-    """What a table is to hold."""
+    """What a table is to hold. places: (batch, context)."""
 
     systems: list[SystemUnderTest]
-    batches: list[int]
-    contexts: list[int]
+    places: set[tuple[int, int]]
 
 
 def _grid(session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest]) -> _Grid:
@@ -66,54 +66,86 @@ def _grid(session: Session, target: Target, requests: Sequence[Request], drafter
     systems = [c for c in at_temperature(list(drafters), spec.sampling(spec.temperatures[0])) if c.fixed_length]
     deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
     contexts = contexts_of(session, requests, target.context_length, deepest)
-    return _Grid(systems, sorted({*spec.plan_batches, spec.batch}), contexts)
+    return _Grid(systems, set(product({*spec.plan_batches, spec.batch}, contexts)))
 
 
-def measure_plan_costs(
-    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest]
-) -> CostTable:
-    """Time target passes and drafts at the batches and contexts to plan for, at the recipe's first temperature."""
-    spec, grid = session.recipe.evaluate, _grid(session, target, requests, drafters)
-    return measure_table(
-        target,
-        target_info(session, target),
-        grid.systems,
-        median_request(requests).prompt_ids,
-        spec.sampling(spec.temperatures[0]),
-        batches=grid.batches,
-        contexts=grid.contexts,
-        command=shlex.join(["draftsmith", *sys.argv[1:]]),
-    )
+def has_costs(
+    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
+) -> bool:
+    """Return whether the table of a finished evaluation, of whatever machine, holds all that the recipe plans for; what it holds
+    besides is taken out then."""
+    places, table = _grid(session, target, requests, drafters).places, _read_kept(session, path)
+    if table is None or table.lacks(places):
+        return False
+    _trim(session, table, places, path)
+    return True
 
 
 def costs_of_run(
     session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
 ) -> CostTable:
-    """Return the costs that an evaluation plans with: those in `path` where an interrupted one left them, else measured and
-    written there."""
-    if path.is_file():
-        grid = _grid(session, target, requests, drafters)
-        try:
-            table = read_cost_table(path)
-        except UserError as error:
-            session.warn(f"{path} is measured again, as it is damaged: {error}")
-            return measure_and_keep(session, target, requests, drafters, path)
-        asked = (target.fingerprint, target.dtype_name, hardware(), [c.name for c in grid.systems], grid.contexts)
-        found = (table.target.fingerprint, table.dtype, table.hardware, table.drafters, table.contexts)
-        # Batches that did not fit in memory are not in a table.
-        if asked == found and set(table.batches) <= set(grid.batches):
-            return table
+    """Return the costs that an evaluation plans with, in `path` too: what an earlier one left there is measured again where it is of
+    another machine, or of other packages, and what it lacks is added."""
+    grid, table = _grid(session, target, requests, drafters), _read_kept(session, path)
+    if table is not None:
+        machine = environment()
+        names = [c.name for c in grid.systems]
+        asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
+        if asked == (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters):
+            if table.lacks(grid.places):
+                return measure_and_keep(session, target, requests, drafters, path, table)
+            return _trim(session, table, grid.places, path)
+        say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
     return measure_and_keep(session, target, requests, drafters, path)
 
 
-def measure_and_keep(
-    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
-) -> CostTable:
-    """Measure the costs, write them to `path`, and say how near the target alone is to what the machine could do. Raises UserError where no batch and context fits in memory."""
-    table = measure_plan_costs(session, target, requests, drafters)
+def _read_kept(session: Session, path: Path) -> CostTable | None:
+    try:
+        return read_cost_table(path) if path.is_file() else None
+    except UserError as error:
+        session.warn(f"{path} is measured again, as it is damaged: {error}")
+        return None
+
+
+def _trim(session: Session, table: CostTable, places: set[tuple[int, int]], path: Path) -> CostTable:
+    """Take out of a table, and of its file, what is of none of `places`."""
+    if (fewer := _not_empty(table.only(places))) != table:
+        with session.run.writing():
+            write_cost_table(path, fewer)
+    return fewer
+
+
+def _not_empty(table: CostTable) -> CostTable:
+    """Raise UserError where nothing fitted."""
     if not table.points:
         raise UserError("Not even the smallest batch and context fit in memory: lower evaluate.plan_contexts.")
-    write_cost_table(path, table)
+    return table
+
+
+def measure_and_keep(
+    session: Session,
+    target: Target,
+    requests: Sequence[Request],
+    drafters: Sequence[SystemUnderTest],
+    path: Path,
+    kept: CostTable | None = None,
+) -> CostTable:
+    """Time target passes and drafts at the batches and contexts to plan for, at the recipe's first temperature; write them to `path`,
+    and say how near the target alone is to what the machine could do.
+
+    kept: what is not timed again. Raises UserError where no batch and context fits in memory."""
+    spec, grid = session.recipe.evaluate, _grid(session, target, requests, drafters)
+    table = measure_table(
+        target,
+        target_info(session, target),
+        grid.systems,
+        median_request(requests).prompt_ids,
+        spec.sampling(spec.temperatures[0]),
+        places=grid.places,
+        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+        kept=kept,
+    )
+    write_cost_table(path, _not_empty(table))
     if (share := table.share_of_bandwidth) is not None:
         say(
             f"costs: {path}; the target's own pass reaches {100 * share:.0f}% of the speed at which its weights could be read"

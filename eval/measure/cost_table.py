@@ -5,8 +5,8 @@ served (`draftsmith costs`) decides together with acceptance that was measured e
 running servers (`draftsmith costs --server`) only whole rounds can be timed.
 """
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Set
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +94,7 @@ class CostTable:
 
     dtype: of both. nodes: {drafter: {"k": tokens of the target's pass}} for trees, whose pass does not read k + 1 tokens.
     weights_bytes: of the target, read in every pass. bandwidth: bytes per second that this machine reads memory with, measured.
+    too_large: the (batch, context) that did not fit in memory, which nobody need try again.
     command, commit, date, hardware, versions: as in result.json. servers: that whole rounds were measured from, none where steps were
     timed here; dtype, weights_bytes and hardware of servers are not known.
     """
@@ -110,6 +111,7 @@ class CostTable:
     commit: str | None
     date: str
     servers: tuple[Served, ...] = ()
+    too_large: tuple[tuple[int, int], ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -137,6 +139,15 @@ class CostTable:
     def at(self, batch: int, context: int) -> CostPoint | None:
         """Return the costs at a measured batch and context, None where these did not fit."""
         return next((p for p in self.points if (p.batch, p.context) == (batch, context)), None)
+
+    def lacks(self, places: Set[tuple[int, int]]) -> bool:
+        """Return whether a (batch, context) of `places` was never tried."""
+        return bool(places - {(p.batch, p.context) for p in self.points} - set(self.too_large))
+
+    def only(self, places: Set[tuple[int, int]]) -> "CostTable":
+        """Return the table without what it holds of other (batch, context)."""
+        points = tuple(point for point in self.points if (point.batch, point.context) in places)
+        return replace(self, points=points, too_large=tuple(place for place in self.too_large if place in places))
 
     def middle(self, batch: int) -> CostPoint:
         """Return the costs at the middle one of the contexts that were measured at a batch of the table."""
@@ -169,7 +180,8 @@ def read_cost_table(path: str | Path) -> CostTable:
             f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
         )
     with_sizes(value)
-    table = read_dataclass(CostTable, value, str(path))
+    # Tables of earlier versions do not say what did not fit.
+    table = read_dataclass(CostTable, {"too_large": []} | value, str(path))
     if not table.points:
         raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
     if bool(table.servers) == (table.hardware is not None):

@@ -5,7 +5,7 @@ ever adds to a time.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -69,39 +69,45 @@ def measure_table(
     context_ids: Sequence[int],
     sampling: Sampling,
     *,
-    batches: Sequence[int],
-    contexts: Sequence[int],
+    places: Set[tuple[int, int]],
     command: str,
+    kept: CostTable | None = None,
     seconds: float = 1.0,
 ) -> CostTable:
-    """Time target passes and drafts at every batch and context that fits in memory; the text is `context_ids`, repeated.
+    """Time target passes and drafts at every (batch, context) of `places` that fits in memory; the text is `context_ids`, repeated.
 
-    seconds: for the repeats of a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them
-    verifies cost as the untuned one does, whose sizes are the same.
+    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again. seconds: for the repeats of
+    a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them verifies cost as the untuned
+    one does, whose sizes are the same.
     """
-    points: list[CostPoint] = []
-    with tqdm(total=len(batches) * len(contexts), desc="costs", unit="point") as bar:
-        for rows in sorted(batches):
-            for context in sorted(contexts):
-                bar.set_postfix_str(f"batch {rows}, context {context}")
-                ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
-                # The target alone and every drafter have an answer under way while passes are timed.
-                if not points or fits_in_memory(target, rows, context, caches=3 + len(systems)):
-                    try:
-                        points.append(_point(target, systems, ids, rows, sampling, seconds))
-                    except torch.OutOfMemoryError:
-                        torch.cuda.empty_cache()
-                bar.update()
-    return CostTable(
+    found = {} if kept is None else {(point.batch, point.context): point for point in kept.points}
+    too_large = set() if kept is None else set(kept.too_large)
+    missing = sorted(places - found.keys() - too_large)
+    with tqdm(total=len(missing), desc="costs", unit="point") as bar:
+        for rows, context in missing:
+            bar.set_postfix_str(f"batch {rows}, context {context}")
+            ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
+            too_large.add((rows, context))
+            # The target alone and every drafter have an answer under way while passes are timed.
+            if not found or fits_in_memory(target, rows, context, caches=3 + len(systems)):
+                try:
+                    found[rows, context] = _point(target, systems, ids, rows, sampling, seconds)
+                    too_large.remove((rows, context))
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+            bar.update()
+    table = CostTable(
         target=info,
         dtype=target.dtype_name,
-        points=tuple(points),
+        points=tuple(point for _, point in sorted(found.items())),
         nodes=_tree_nodes(systems),
         weights_bytes=target.weight_bytes,
-        bandwidth=read_bandwidth(target.device),
+        bandwidth=read_bandwidth(target.device) if kept is None else kept.bandwidth,
         command=command,
         **environment(),
+        too_large=tuple(sorted(too_large)),
     )
+    return table.only(places)
 
 
 def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:

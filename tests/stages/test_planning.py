@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from draftsmith.cli.main import main
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.measure.cost_table import read_cost_table, write_cost_table
+from draftsmith.eval.measure.cost_table import CostPoint, read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
+from draftsmith.eval.measure.machine import hardware
 from draftsmith.eval.measure.result import DrafterResult, Result, read_result, write_result
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.foreign.journal import Journal
@@ -158,6 +160,108 @@ def test_costs_are_a_command_of_their_own(
     assert main(["costs", *words, "--evaluate.plan_contexts", "[100000]", "--output", str(tmp_path / "c.json")]) == 2
     assert "evaluate.plan_contexts holds 100000" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+
+
+@pytest.fixture
+def finished(
+    evaluated: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, list[str]]:
+    """A copy of the evaluation, and the words that evaluate it again; what would decode fails, and no cost is timed."""
+    copied = tmp_path / "run"
+    copytree(evaluated.parent, copied)
+
+    def made_up(_: Target, systems: Any, ids: Any, rows: int, *__: Any) -> CostPoint:
+        draft = {c.name: {str(k): 1.0 + k for k in c.lengths} for c in systems}
+        passes = {str(n): 10.0 + n for n in range(1, 10)}
+        return CostPoint(rows, len(ids), passes, draft, dict.fromkeys(draft, 1.0), dict.fromkeys(["", *draft], 0.0))
+
+    monkeypatch.setattr("draftsmith.eval.measure.costs._point", made_up)
+    monkeypatch.setattr(evaluator.Evaluator, "decoded", None)
+    return copied / "evaluation", ["evaluate", *words, "--output_dir", str(copied)]
+
+
+def places_of(folder: Path) -> list[tuple[int, int]]:
+    return [(point.batch, point.context) for point in read_cost_table(folder / "costs.json").points]
+
+
+def test_other_batches_are_planned_after_an_evaluation_without_decoding(
+    finished: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, command = finished
+    table, result = read_cost_table(folder / "costs.json"), (folder / "t0" / "result.json").read_bytes()
+    contexts = table.contexts
+    assert main([*command, "--evaluate.plan_batches", "[1, 2, 4]"]) == 0
+    more = read_cost_table(folder / "costs.json")
+    assert places_of(folder) == [(b, c) for b in (1, 2, 4) for c in contexts]
+    assert [p for p in more.points if p.batch != 2] == list(table.points), "what was measured is not measured again"
+    plan = json.loads((folder / "plan.json").read_text())
+    assert {place["batch"] for place in plan["places"]} == {1, 2, 4}
+    assert read_rules(folder / "routing.json").by_batch[-1][1] == 4
+    assert main([*command, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[12, 20]"]) == 0
+    assert places_of(folder) == [(1, 12), (1, 20)]
+    assert main([*command, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[900000]"]) == 2
+    monkeypatch.setattr("draftsmith.stages.planning.measure_table", None)  # nothing is missing
+    assert main([*command, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[20]"]) == 0
+    assert places_of(folder) == [(1, 20)]
+    assert {place["context"] for place in json.loads((folder / "plan.json").read_text())["places"]} == {20}
+    assert (folder / "t0" / "result.json").read_bytes() == result
+
+
+def test_a_finished_evaluation_keeps_its_costs_until_more_are_asked_for_elsewhere(
+    finished: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs of two machines never stand in one table."""
+    folder, command = finished
+    table, here = read_cost_table(folder / "costs.json"), hardware()
+    monkeypatch.setattr("draftsmith.eval.measure.machine.hardware", lambda: replace(here, cpu="another CPU"))
+    assert main(command) == 0
+    assert main([*command, "--evaluate.plan_batches", "[1]"]) == 0
+    fewer = read_cost_table(folder / "costs.json")
+    assert (fewer.hardware, fewer.points) == (here, tuple(p for p in table.points if p.batch == 1))
+    assert json.loads((folder / "plan.json").read_text())["checks"]
+    capsys.readouterr()
+    assert main([*command, "--evaluate.plan_batches", "[1, 2]"]) == 0
+    assert "is of another machine" in capsys.readouterr().err
+    other = read_cost_table(folder / "costs.json")
+    assert other.hardware.cpu == "another CPU"
+    assert not set(map(str, other.points)) & set(map(str, table.points))
+    assert json.loads((folder / "plan.json").read_text())["checks"] == []
+
+
+def test_what_does_not_fit_is_not_tried_at_every_evaluation(
+    finished: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, command = finished
+    monkeypatch.setattr("draftsmith.eval.measure.costs.fits_in_memory", lambda target, rows, *_, **__: rows < 8)
+    command += ["--evaluate.plan_batches", "[1, 4, 8]"]
+    assert main(command) == 0
+    table = read_cost_table(folder / "costs.json")
+    assert table.batches == [1, 4]
+    assert table.too_large == tuple((8, context) for context in table.contexts)
+    monkeypatch.setattr("draftsmith.stages.planning.measure_table", None)
+    assert main(command) == 0
+    before = (folder / "costs.json").read_bytes()
+    value = json.loads(before)
+    del value["too_large"]
+    (folder / "costs.json").write_text(json.dumps(value))  # of an earlier version, which left it out
+    assert main([*command[:-1], "[1, 4]"]) == 0
+
+
+def test_costs_that_are_cut_short_leave_the_evaluation_finished(
+    finished: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, command = finished
+    before = (folder / "costs.json").read_bytes()
+
+    def dies(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("draftsmith.stages.planning.measure_table", dies)
+        assert main([*command, "--evaluate.plan_batches", "[1, 2]"]) != 0
+    assert (folder / "costs.json").read_bytes() == before
+    assert main([*command, "--evaluate.plan_batches", "[1, 2]"]) == 0
+    assert read_cost_table(folder / "costs.json").batches == [1, 2]
 
 
 def test_an_export_starts_engines_with_the_planned_draft_length(

@@ -158,12 +158,12 @@ def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
     output, gate = own.output, read_gate(own)
     writing: AbstractContextManager[None] = nullcontext()
-    price = own.price_per_hour
+    price, export = own.price_per_hour, None
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
         session = _session("report", words, own.redo)
-        run = session.run
+        run, export = session.run, session.recipe.export
         if price is None and own.costs is None:
             price = session.recipe.evaluate.price_per_hour
         paths = sorted((run.path / "evaluation").glob("*/result.json"))
@@ -184,7 +184,7 @@ def report(own: Namespace, words: list[str]) -> int:
     own_head = (place / "train").is_dir() and not any("--head" in result.command.split() for result in results)
     past = read_history(place) if own_head else None
     with writing:
-        decision = plan_stage(results, table, folder, price_per_hour=price, history=past)
+        decision = plan_stage(results, table, folder, export=export, price_per_hour=price, history=past)
         write_report(results, folder, decision, past)
     print(folder / "report.html")
     return gate.judge(paths)

@@ -114,7 +114,8 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
-        priced = plan_stage(results, costs, folder, price_per_hour=spec.price_per_hour, history=past)
+        price = spec.price_per_hour
+        priced = plan_stage(results, costs, folder, export=recipe.export, price_per_hour=price, history=past)
         write_report(results, folder, priced, past)
     for result in results:
         for text in result.past_training:

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from draftsmith.eval.measure.costs import measure_table
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.result import Result, TargetInfo
-from draftsmith.eval.planner.decision import Decision, doubts_of, make_decision, write_decision
+from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
 from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import ExportSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.session import Session, say
 
@@ -173,17 +174,22 @@ def plan_stage(
     table_path: Path | None,
     folder: Path,
     *,
+    export: ExportSpec | None = None,
     price_per_hour: float | None = None,
     history: History | None = None,
 ) -> Decision | None:
     """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
-    where there is no table, or no draft of it was simulated. history: of the head, which tells a weak head from one that still learns."""
+    where there is no table, or no draft of it was simulated. export: how the head is exported, None for as the results' recipe has
+    it. history: of the head, which tells a weak head from one that still learns."""
     table = None if table_path is None else read_cost_table(table_path)
     if table is None or not table.drafters:
         return None
     more = None if history is None else history.twice
     rising = None if history is None or more is None else more.tau - history.best.tau
-    decision = make_decision(results, table, str(table_path), price_per_hour=price_per_hour, rising=rising)
+    exported = None if export is None else Export.of(asdict(export))
+    decision = make_decision(
+        results, table, str(table_path), export=exported, price_per_hour=price_per_hour, rising=rising
+    )
     if decision is None:
         return None
     write_decision(folder, decision)

@@ -3,8 +3,8 @@
 A folder of an evaluation is read back by `draftsmith report`, also with the costs of another machine.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_evaluatio
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
+from draftsmith.foreign.typed import read_dataclass
 
 HOUR = 3600
 MILLION = 10**6
@@ -46,13 +47,31 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Export:
+    """What a recipe's section `export` says of the files that engines load: see `ExportSpec`."""
+
+    layout: str | None = None
+    dtype: str = "auto"
+    tensor_parallel: int = 1
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> "Export":
+        """Return it from a recipe that a result holds, which may be of an earlier version. Raises UserError for what is no such
+        section."""
+        named = {name: section.get(name, default) for name, default in asdict(cls()).items()}
+        return read_dataclass(cls, named, "the result's recipe, export")
+
+
+@dataclass(frozen=True)
 class Decision:
-    """What an evaluation ends in. price_per_hour: of the machine that the costs are of, None where nobody said."""
+    """What an evaluation ends in. export: how the head is exported; price_per_hour: of the machine that the costs are of, None where
+    nobody said."""
 
     plan: Plan
     verdict: Verdict
     rules: Rules
     checks: tuple[Check, ...]
+    export: Export
     price_per_hour: float | None = None
 
     def cost_per_million(self, cell: Cell, option: Option | None) -> float | None:
@@ -66,15 +85,18 @@ def make_decision(
     table: CostTable,
     source: str,
     *,
+    export: Export | None = None,
     price_per_hour: float | None = None,
     rising: float | None = None,
 ) -> Decision | None:
     """Return what results and costs decide, None where no draft of the table was simulated.
 
-    source: the table's file, for messages. rising: see `decide`. Raises UserError where table and results do not belong together.
+    source: the table's file, for messages. export: None for that of the results' recipe. rising: see `decide`. Raises UserError where
+    table and results do not belong together.
     """
     check_one_evaluation(results)
     first = results[0]
+    export = export or Export.of((first.recipe or {}).get("export") or {})
     for result in results:
         check_fits(table, source, result.target, result.settings.dtype, result.drafters)
     plan = Plan(tuple(results), table)
@@ -93,9 +115,15 @@ def make_decision(
     verdict = decide(plan, doubts=doubts if here else (), rising=rising)
     if verdict is None:
         return None
+    if (gpus := export.tensor_parallel) > 1:
+        one_device = (
+            f"The costs are of one device, but {gpus} GPUs are to serve (export.tensor_parallel): a pass and a draft cost something "
+            "else there, so measure tokens per second on that server, with and without the draft."
+        )
+        verdict = replace(verdict, reasons=(*verdict.reasons, one_device))
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
     rules = (make_rules if pays else no_rules)(plan, verdict.option)
-    return Decision(plan, verdict, rules, checks, price_per_hour)
+    return Decision(plan, verdict, rules, checks, export, price_per_hour)
 
 
 def doubts_of(results: Sequence[Result]) -> list[str]:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.files import write_text
-from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet
-from draftsmith.heads.formats.layout import default_layout, find_layout, gguf_obstacle, layouts_of
+from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet, one_gpu
+from draftsmith.heads.formats.layout import default_layout, gguf_obstacle, layouts_of
 from draftsmith.heads.registry import is_known
 
 _COMMAND = "start.sh"
@@ -16,30 +16,34 @@ _NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     """Return what starts each engine that reads the run's own head, by its name in ENGINES; empty where the decision is to leave
     speculation off, and for what an export does not hold as planned: other heads, trees, lossy drafts, and a tuned target, which the
-    export's README starts."""
-    rules, drafters = decision.rules, decision.plan.results[0].drafters
+    export's README starts.
+
+    The layout is that of the recipe, as far as it holds heads of the method; whether an engine can divide this head over the GPUs is
+    for the export to say."""
+    rules, export, result = decision.rules, decision.export, decision.plan.results[0]
+    drafters, gpus = result.drafters, export.tensor_parallel
     draft = drafters[rules.drafter].draft
     if not rules.largest_batch or rules.drafter != next(iter(drafters)) or draft is None:
         return {}
-    if (
-        draft.tree is not None
-        or draft.lossy
-        or draft.tuned
-        or not is_known(draft.method)
-        or not layouts_of(draft.method)
-    ):
+    known = layouts_of(draft.method) if is_known(draft.method) else {}
+    if draft.tree is not None or draft.lossy or draft.tuned or not known:
         return {}
-    layout = find_layout(default_layout(draft.method), draft.method)
+    layout = known.get(export.layout or "") or known[default_layout(draft.method)]
     serving = Serving(
         draft=f"export/{layout.name}",
-        target=decision.plan.results[0].target.path,
-        tokens=decision.rules.num_speculative_tokens,
+        target=result.target.path,
+        tokens=rules.num_speculative_tokens,
+        dtype=result.settings.dtype if export.dtype == "auto" else export.dtype,
+        gpus=gpus,
         layer_ids=draft.layer_ids,
         heads=draft.num_heads,
-        by_batch=decision.rules.by_batch,
+        by_batch=rules.by_batch,
     )
-    takes = (one for one in layout.engines.items() if gguf_obstacle(one[0], serving.target) is None)
-    return {engine: served.start(serving) for engine, served in takes}
+    return {
+        engine: served.start(serving)
+        for engine, served in layout.engines.items()
+        if gguf_obstacle(engine, serving.target) is None and (gpus == 1 or ENGINES[engine].split is not one_gpu)
+    }
 
 
 def write_settings(folder: Path, decision: Decision) -> None:

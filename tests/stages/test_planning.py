@@ -111,7 +111,7 @@ def test_the_report_opens_with_the_verdict(evaluated: Path) -> None:
 
 
 def test_results_are_planned_for_another_machine(
-    evaluated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    evaluated: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A machine on which a pass and a draft cost next to nothing, a token of the target alone much."""
     table = read_cost_table(evaluated / "costs.json")
@@ -132,6 +132,10 @@ def test_results_are_planned_for_another_machine(
     config = json.loads(words[words.index("{") : words.rindex("}") + 1])
     assert config["method"] == "eagle3"
     assert config["num_speculative_tokens"] == read_rules(tmp_path / "routing.json").num_speculative_tokens > 0
+    own = [*words[: words.index("--head")], "--export.layout", "eagle3_llama_cpp", "--export.tensor_parallel", "2"]
+    assert main(["report", *own, *command[2:-1], str(tmp_path / "two")]) == 0
+    assert [path.name for path in (tmp_path / "two" / "settings").iterdir()] == ["llama_cpp"]
+    assert "2 GPUs are to serve" in (tmp_path / "two" / "report.md").read_text()
     place = plan["places"][0]
     assert place["target_alone_per_million"] == pytest.approx(3.6 / 3600 / place["target_alone_tok_s"] * 1e6)
     assert "per million" in (tmp_path / "report.md").read_text()

@@ -74,7 +74,7 @@ class EvaluationPlan:
             found["decoding"] += self._decoding(ways)
             found["simulation"] += self._simulation(ways, 1 if temperature == 0 else self.spec.repeats)
             found["costs"] += self._costs(ways)
-            if self.spec.plan_batches and any(way.chain for way in ways):
+            if self.spec.plan_batches and any(way.simulated for way in ways):
                 found["draft lengths"] = found.get("draft lengths", 0.0) + self._picks(ways)
         return {name: seconds for name, seconds in found.items() if seconds}
 
@@ -137,9 +137,11 @@ class EvaluationPlan:
         return repeats * self._teacher * sum(way.simulated for way in ways)
 
     def _picks(self, ways: list[Way]) -> float:
-        """The target alone answers in large batches and every chain is simulated; then the lengths take their turns."""
+        """The target alone answers in large batches and every way is simulated; then the lengths take their turns."""
         spec, batch = self.spec, min(SIMULATED_BATCH, self.count)
-        chosen = self.tokens() * self._token(None, batch) + self._prefill + sum(w.chain for w in ways) * self._teacher
+        chosen = (
+            self.tokens() * self._token(None, batch) + self._prefill + sum(w.simulated for w in ways) * self._teacher
+        )
         chain = Way(1 + spec.num_speculative_tokens)
         return chosen + spec.repeats * _PICKS * self.tokens(FEW) * self._token(chain, spec.batch)
 

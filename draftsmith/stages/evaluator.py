@@ -140,15 +140,15 @@ class Evaluator:
     def _picks(
         self, systems: Sequence[SystemUnderTest], table: CostTable, sampling: Sampling, journal: Journal
     ) -> dict[SystemUnderTest, str]:
-        """Return the chain that is fastest by costs and simulated acceptance, and its neighbours, with the name it goes by, and say
-        how long decoding will take.
+        """Return the draft that is fastest by costs and simulated acceptance, and its neighbours, with the name it goes by, and say
+        how long decoding will take. The neighbours of a tree are the same one with a level more or less.
 
         The target alone answers in large batches for that, which is not timed.
         """
         if (kept := journal.get("picks")) is not None:
             return {_with_length(c, k): c.name for name, k in kept for c in systems if c.name == name}
-        chains = [c for c in systems if c.tree is None and c.simulate and c.fixed_length and c.verifier is None]
-        if not chains or self.spec.batch not in table.batches:
+        found = [c for c in systems if c.simulate and c.fixed_length and c.verifier is None]
+        if not found or self.spec.batch not in table.batches:
             return {}
         point = table.middle(self.spec.batch)
         say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
@@ -157,11 +157,11 @@ class Evaluator:
         rows = next((n for n in fewer if fits_in_memory(self.target, n, longest)), 1)
         answers = _answers(self.target, requests, sampling, journal, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
-        for c in chains:
+        for c in found:
             assert c.simulate is not None
-            found = c.simulate(self.target, answers, sampling, c.max_k).tallies
+            tallies = c.simulate(self.target, answers, sampling, c.max_k).tallies
             for k in range(1, c.max_k + 1):
-                tau, cost = total((t[k - 1] for t in found), k).tau, round_cost(table, point, c.name, k)
+                tau, cost = total((t[k - 1] for t in tallies), k).tau, round_cost(table, point, c.name, k)
                 if tau is not None and cost is not None:
                     gains[c, k] = cost.speedup(tau)
         if not gains:
@@ -174,7 +174,8 @@ class Evaluator:
         tokens = sum(len(g.output_ids) for g in answers) * self.spec.repeats
         minutes = tokens * point.alone_ms / self.spec.batch * sum(1 / speed for speed in speeds) / 60_000
         say(
-            f"evaluate: by simulation and costs {best.name} drafting {k} tokens is {gains[best, k]:.2f}x as fast as the target alone; "
+            f"evaluate: by simulation and costs {best.name} drafting {k} {'tokens' if best.tree is None else 'levels'} is "
+            f"{gains[best, k]:.2f}x as fast as the target alone; "
             f"decoding will take about {max(1, round(minutes))} min"
         )
         return {_with_length(best, n): best.name for n in lengths}

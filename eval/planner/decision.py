@@ -11,7 +11,7 @@ from typing import Any
 from draftsmith.eval.measure.cost_table import CostTable, check_fits
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.result import Result
-from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_evaluation, same_draft
+from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation, same_draft
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
@@ -64,12 +64,13 @@ class Export:
 
 @dataclass(frozen=True)
 class Decision:
-    """What an evaluation ends in. export: how the head is exported; price_per_hour: of the machine that the costs are of, None where
-    nobody said."""
+    """What an evaluation ends in. served: what engines are started by: `rules`, but where these are of a tree those of the fastest
+    chain. export: how the head is exported; price_per_hour: of the machine that the costs are of, None where nobody said."""
 
     plan: Plan
     verdict: Verdict
     rules: Rules
+    served: Rules
     checks: tuple[Check, ...]
     export: Export
     price_per_hour: float | None = None
@@ -122,8 +123,33 @@ def make_decision(
         )
         verdict = replace(verdict, reasons=(*verdict.reasons, one_device))
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
-    rules = (make_rules if pays else no_rules)(plan, verdict.option)
-    return Decision(plan, verdict, rules, checks, export, price_per_hour)
+    rules = served = (make_rules if pays else no_rules)(plan, verdict.option)
+    if pays and rules.tree is not None:
+        chain = _fastest_chain(plan)
+        served = no_rules(plan, verdict.option) if chain is None else make_rules(plan, chain)
+        verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_a_tree(plan, chain)))
+    return Decision(plan, verdict, rules, served, checks, export, price_per_hour)
+
+
+def _fastest_chain(plan: Plan) -> Option | None:
+    """Return the fastest chain of the run's own head, None where none pays. Such a chain has the name of the method."""
+    own = next(iter(plan.results[0].drafters.values())).draft
+    chains = (o for o in plan.over_temperatures(plan.batch) if own is not None and o.drafter == own.method)
+    return next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
+
+
+def _instead_of_a_tree(plan: Plan, chain: Option | None) -> str:
+    """Say what engines are started with: their lines here name chains alone."""
+    if chain is None:
+        return "Engines are started with chains, and no chain of this head was found to pay: there are no lines that start one."
+    gains, timed = plan.gains(chain)
+    speeds = ", ".join(
+        f"{gain:.2f}x at temperature {r.settings.temperature:g}" for gain, r in zip(gains, plan.results, strict=True)
+    )
+    return (
+        f"Engines are started with chains: their lines are of {chain.drafter} with {plan.size(chain)}, {speeds} "
+        f"({'measured' if timed else 'predicted'})."
+    )
 
 
 def doubts_of(results: Sequence[Result]) -> list[str]:
@@ -197,6 +223,7 @@ def _option(decision: Decision, cell: Cell, option: Option) -> dict[str, Any]:
     return {
         "drafter": option.drafter,
         "num_speculative_tokens": option.num_speculative_tokens,
+        "drafted_tokens": decision.plan.table.tokens(option.drafter, option.num_speculative_tokens) - 1,
         "tau": option.tau,
         "tok_s": cell.tok_s(option),
         "speedup": option.speedup,

@@ -139,6 +139,25 @@ class Plan:
         shared.sort(key=lambda key: -geometric_mean([one[key].speedup for one in by_key]))
         return [by_key[0][key] for key in shared]
 
+    def tree(self, option: Option) -> str | None:
+        """Return the name of the tree that an option drafts, None for a chain."""
+        draft = self.results[0].drafters[option.drafter].draft
+        return None if draft is None else draft.tree
+
+    def size(self, option: Option) -> str:
+        """Return in words how much an option drafts."""
+        k = option.num_speculative_tokens
+        if self.tree(option) is None:
+            return f"{k} drafted tokens"
+        return f"{self.table.tokens(option.drafter, k) - 1} drafted tokens on {k} level{'s' * (k > 1)}"
+
+    def served_with(self, option: Option, batch: int, slice_name: str = OVERALL) -> list[Option]:
+        """Return what a server that was started with an option can draft, best first: a chain's shorter ones too, of a tree nothing
+        else."""
+        name, most, tree = option.drafter, option.num_speculative_tokens, self.tree(option)
+        found = [o for o in self.over_temperatures(batch, slice_name) if o.drafter == name]
+        return [o for o in found if (o.num_speculative_tokens <= most if tree is None else same_draft(o, option))]
+
     def speedups(self, option: Option, batch: int, slice_name: str = OVERALL) -> list[float]:
         """Return the speedup of a draft at each result's temperature."""
         found = []
@@ -236,16 +255,12 @@ def by_batch(plan: Plan, chosen: Option) -> list[tuple[int, int, int]]:
     """Return (first batch, last batch, K) for a drafter, K 0 where the target alone is faster: the form in which vLLM takes it.
 
     Between two measured batches the larger one decides, which never drafts too much. chosen: what was decided on at the plan's
-    own batch; no batch is given longer drafts.
+    own batch; no batch is given longer drafts, and a tree is drafted whole or not at all.
     """
     table: list[tuple[int, int, int]] = []
     first = 1
     for batch in plan.table.batches:
-        options = [
-            o
-            for o in plan.over_temperatures(batch)
-            if o.drafter == chosen.drafter and o.num_speculative_tokens <= chosen.num_speculative_tokens
-        ]
+        options = plan.served_with(chosen, batch)
         if not options:
             continue
         best = options[0]

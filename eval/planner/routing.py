@@ -27,7 +27,7 @@ class Rules:
     drafter: its name in the results. num_speculative_tokens: K of the engine's start, the most that a request may get. by_batch:
     (first, last batch, K), the last one open to the top where its K is 0. largest_temperature: above it speculation was slower, or
     was not measured. smallest_max_tokens: below it an answer is over before its prompt's draft is paid for. slices: K by slice, 0
-    where speculation is slower.
+    where speculation is slower. tree: the name of the tree that is drafted, whose K are its levels; null for a chain.
     """
 
     drafter: str
@@ -36,6 +36,7 @@ class Rules:
     largest_temperature: float | None
     smallest_max_tokens: int
     slices: dict[str, int]
+    tree: str | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -46,7 +47,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a request goes: K drafted tokens a round, 0 for the target alone, and why."""
+    """Where a request goes: K drafted tokens a round (levels of a tree), 0 for the target alone, and why."""
 
     num_speculative_tokens: int
     why: str
@@ -54,8 +55,8 @@ class Route:
 
 def no_rules(plan: Plan, option: Option) -> Rules:
     """Return the rules that leave speculation off."""
-    steps = ((1, plan.table.batches[-1], 0),)
-    return Rules(option.drafter, option.num_speculative_tokens, steps, None, 0, dict.fromkeys(plan.slices[1:], 0))
+    steps, slices = ((1, plan.table.batches[-1], 0),), dict.fromkeys(plan.slices[1:], 0)
+    return Rules(option.drafter, option.num_speculative_tokens, steps, None, 0, slices, plan.tree(option))
 
 
 def make_rules(plan: Plan, option: Option) -> Rules:
@@ -63,7 +64,6 @@ def make_rules(plan: Plan, option: Option) -> Rules:
 
     Only the temperatures at which it pays count, from the lowest up to the first where it does not.
     """
-    name, most = option.drafter, option.num_speculative_tokens
     gains = dict(zip((r.settings.temperature for r in plan.results), plan.gains(option)[0], strict=True))
     paying = [t for t in gains if gains[t] >= PAYS and all(gains[low] >= PAYS for low in gains if low < t)]
     if not paying:
@@ -71,21 +71,17 @@ def make_rules(plan: Plan, option: Option) -> Rules:
     plan = Plan(tuple(r for r in plan.results if r.settings.temperature in paying), plan.table)
     slices = {}
     for slice_name in plan.slices[1:]:
-        found = [
-            o
-            for o in plan.over_temperatures(plan.batch, slice_name=slice_name)
-            if o.drafter == name and o.num_speculative_tokens <= most
-        ]
-        if found:
+        if found := plan.served_with(option, plan.batch, slice_name):
             pays = min(plan.speedups(found[0], plan.batch, slice_name=slice_name)) >= 1
             slices[slice_name] = found[0].num_speculative_tokens if pays else 0
     return Rules(
-        drafter=name,
-        num_speculative_tokens=most,
+        drafter=option.drafter,
+        num_speculative_tokens=option.num_speculative_tokens,
         by_batch=tuple(by_batch(plan, option)),
         largest_temperature=max(paying),
         smallest_max_tokens=break_even_tokens(plan, option) or 0,
         slices=slices,
+        tree=plan.tree(option),
     )
 
 
@@ -122,11 +118,12 @@ def describe_rules(rules: Rules) -> list[str]:
     """Return the rules in words, a sentence each."""
     if not rules.largest_batch or rules.largest_temperature is None:
         return ["Leave speculation off: the target alone is faster."]
+    what = "drafted tokens" if rules.tree is None else "levels of its tree"
     lines = [
-        f"Speculate with {rules.drafter} and up to {rules.num_speculative_tokens} drafted tokens, at temperatures up to "
+        f"Speculate with {rules.drafter} and up to {rules.num_speculative_tokens} {what}, at temperatures up to "
         f"{rules.largest_temperature:g}."
     ]
-    lines.append(f"Drafted tokens by batch: {steps_in_words(rules.by_batch)}.")
+    lines.append(f"{what.capitalize()} by batch: {steps_in_words(rules.by_batch)}.")
     if rules.smallest_max_tokens > 2:
         lines.append(f"Not for requests of fewer than {rules.smallest_max_tokens} tokens.")
     off = [name for name, k in rules.slices.items() if k == 0]
@@ -146,6 +143,8 @@ def write_rules(path: Path, rules: Rules) -> None:
 def read_rules(path: str | Path) -> Rules:
     """Read and check a routing.json. Raises UserError that names the wrong key."""
     value = read_json(path, "give the path of a routing.json that an evaluation wrote")
+    if isinstance(value, dict):
+        value = {"tree": None} | value  # those of earlier versions do not say
     rules = read_dataclass(Rules, value, str(path))
     if rules.schema_version != SCHEMA_VERSION:
         raise UserError(f"{path}: 'schema_version' is {rules.schema_version}: evaluate again with this version.")

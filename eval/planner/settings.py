@@ -15,15 +15,17 @@ _NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")
 
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     """Return what starts each engine that reads the run's own head, by its name in ENGINES; empty where the decision is to leave
-    speculation off, and for what an export does not hold as planned: other heads, trees, lossy drafts, and a tuned target, which the
-    export's README starts.
+    speculation off, and for what an export does not hold as planned: other heads, lossy drafts, and a tuned target, which the export's
+    README starts. Where a tree is fastest they are started with the fastest chain.
 
     The layout is that of the recipe, as far as it holds heads of the method; whether an engine can divide this head over the GPUs is
     for the export to say."""
-    rules, export, result = decision.rules, decision.export, decision.plan.results[0]
+    rules, export, result = decision.served, decision.export, decision.plan.results[0]
     drafters, gpus = result.drafters, export.tensor_parallel
-    draft = drafters[rules.drafter].draft
-    if not rules.largest_batch or rules.drafter != next(iter(drafters)) or draft is None:
+    draft, first = drafters[rules.drafter].draft, next(iter(drafters))
+    # A chain of the run's own head is the first drafter, or has the name of its method.
+    own = drafters[first].draft
+    if not rules.largest_batch or draft is None or rules.drafter not in (first, own and own.method):
         return {}
     known = layouts_of(draft.method) if is_known(draft.method) else {}
     if draft.tree is not None or draft.lossy or draft.tuned or not known:

@@ -81,14 +81,12 @@ def _deploy(
     gain = 1.0 if own is None else plan.gain_over(best, own)
     if own is not None and not same_draft(own, best) and gain >= _WORTH_CHANGING:
         way = "Lower" if k < own.num_speculative_tokens else "Raise"
-        return Verdict(
-            Action.CHANGE_K,
-            f"{way} the draft length of {name} to {k} and deploy it: {speeds}; {gain:.2f} times as fast as with "
-            f"{own.num_speculative_tokens}.",
-            tuple(reasons),
-            best,
-        )
-    return Verdict(Action.DEPLOY, f"Deploy {name} with {k} drafted tokens: {speeds}.", tuple(reasons), best)
+        how = f"{way} the draft length of {name} to {k} and deploy it"
+        if plan.tree(best) is not None:
+            how = f"Cut {name} to {plan.size(best)} and deploy it"
+        text = f"{how}: {speeds}; {gain:.2f} times as fast as with {own.num_speculative_tokens}."
+        return Verdict(Action.CHANGE_K, text, tuple(reasons), best)
+    return Verdict(Action.DEPLOY, f"Deploy {name} with {plan.size(best)}: {speeds}.", tuple(reasons), best)
 
 
 def _pays(plan: Plan, drafter: str, batch: int) -> bool:
@@ -136,7 +134,7 @@ def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reaso
         return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
     return Verdict(
         Action.DO_NOT_DEPLOY,
-        f"Do not deploy: the best draft, {best.drafter} with {k} tokens, reaches {gain:.2f}x at {where}.",
+        f"Do not deploy: the best draft, {best.drafter} with {plan.size(best)}, reaches {gain:.2f}x at {where}.",
         tuple(reasons),
         best,
     )

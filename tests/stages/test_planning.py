@@ -17,10 +17,11 @@ from draftsmith.cli.main import main
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode, decode_batch
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.measure.cost_table import CostPoint, read_cost_table, write_cost_table
+from draftsmith.eval.measure.cost_table import CostPoint, CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.measure.costs import measure_table
 from draftsmith.eval.measure.machine import hardware
 from draftsmith.eval.measure.result import DrafterResult, Result, read_result, write_result
+from draftsmith.eval.planner.arithmetic import RoundCost
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.checkpoint import save_head
@@ -114,6 +115,7 @@ def test_results_are_planned_for_another_machine(
     evaluated: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A machine on which a pass and a draft cost next to nothing, a token of the target alone much."""
+    own = [*words[: words.index("--head")], "--export.layout", "eagle3_llama_cpp", "--export.tensor_parallel", "2"]
     table = read_cost_table(evaluated / "costs.json")
     value = json.loads((evaluated / "costs.json").read_text())
     for point in value["points"]:
@@ -132,7 +134,6 @@ def test_results_are_planned_for_another_machine(
     config = json.loads(words[words.index("{") : words.rindex("}") + 1])
     assert config["method"] == "eagle3"
     assert config["num_speculative_tokens"] == read_rules(tmp_path / "routing.json").num_speculative_tokens > 0
-    own = [*words[: words.index("--head")], "--export.layout", "eagle3_llama_cpp", "--export.tensor_parallel", "2"]
     assert main(["report", *own, *command[2:-1], str(tmp_path / "two")]) == 0
     assert [path.name for path in (tmp_path / "two" / "settings").iterdir()] == ["llama_cpp"]
     assert "2 GPUs are to serve" in (tmp_path / "two" / "report.md").read_text()
@@ -166,6 +167,13 @@ def test_costs_are_a_command_of_their_own(
     assert not (tmp_path / "c.json").exists()
 
 
+def made_up(_: Target, systems: Any, ids: Any, rows: int, *__: Any) -> CostPoint:
+    """A point of a table that nothing is timed for."""
+    draft = {c.name: {str(k): 1.0 + k for k in c.lengths} for c in systems}
+    passes = {str(n): 10.0 + n for n in range(1, 10)}
+    return CostPoint(rows, len(ids), passes, draft, dict.fromkeys(draft, 1.0), dict.fromkeys(["", *draft], 0.0))
+
+
 @pytest.fixture
 def finished(
     evaluated: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -173,11 +181,6 @@ def finished(
     """A copy of the evaluation, and the words that evaluate it again; what would decode fails, and no cost is timed."""
     copied = tmp_path / "run"
     copytree(evaluated.parent, copied)
-
-    def made_up(_: Target, systems: Any, ids: Any, rows: int, *__: Any) -> CostPoint:
-        draft = {c.name: {str(k): 1.0 + k for k in c.lengths} for c in systems}
-        passes = {str(n): 10.0 + n for n in range(1, 10)}
-        return CostPoint(rows, len(ids), passes, draft, dict.fromkeys(draft, 1.0), dict.fromkeys(["", *draft], 0.0))
 
     monkeypatch.setattr("draftsmith.eval.measure.costs._point", made_up)
     monkeypatch.setattr(evaluator.Evaluator, "decoded", None)
@@ -193,10 +196,9 @@ def test_other_batches_are_planned_after_an_evaluation_without_decoding(
 ) -> None:
     folder, command = finished
     table, result = read_cost_table(folder / "costs.json"), (folder / "t0" / "result.json").read_bytes()
-    contexts = table.contexts
     assert main([*command, "--evaluate.plan_batches", "[1, 2, 4]"]) == 0
     more = read_cost_table(folder / "costs.json")
-    assert places_of(folder) == [(b, c) for b in (1, 2, 4) for c in contexts]
+    assert places_of(folder) == [(b, c) for b in (1, 2, 4) for c in table.contexts]
     assert [p for p in more.points if p.batch != 2] == list(table.points), "what was measured is not measured again"
     plan = json.loads((folder / "plan.json").read_text())
     assert {place["batch"] for place in plan["places"]} == {1, 2, 4}
@@ -244,8 +246,7 @@ def test_what_does_not_fit_is_not_tried_at_every_evaluation(
     assert table.too_large == tuple((8, context) for context in table.contexts)
     monkeypatch.setattr("draftsmith.stages.planning.measure_table", None)
     assert main(command) == 0
-    before = (folder / "costs.json").read_bytes()
-    value = json.loads(before)
+    value = json.loads((folder / "costs.json").read_text())
     del value["too_large"]
     (folder / "costs.json").write_text(json.dumps(value))  # of an earlier version, which left it out
     assert main([*command[:-1], "[1, 4]"]) == 0
@@ -266,6 +267,31 @@ def test_costs_that_are_cut_short_leave_the_evaluation_finished(
     assert (folder / "costs.json").read_bytes() == before
     assert main([*command, "--evaluate.plan_batches", "[1, 2]"]) == 0
     assert read_cost_table(folder / "costs.json").batches == [1, 2]
+
+
+def test_a_tree_is_planned_and_timed_beside_the_same_one_with_other_levels(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where two levels of three cost least."""
+    (tmp_path / "three.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")
+    monkeypatch.setattr("draftsmith.eval.measure.costs._point", made_up)
+
+    def cost(_: CostTable, __: CostPoint, name: str, k: int) -> RoundCost:
+        return RoundCost(10.0, 1.0 + abs(k - 2) if name == "eagle3 three" else 50.0, 1.0)
+
+    monkeypatch.setattr(evaluator, "round_cost", cost)
+    drafts = json.dumps([{"tree": "chain"}, {"tree": str(tmp_path / "three.json")}])
+    less = ["--evaluate.per_slice", "1", "--evaluate.repeats", "1", "--evaluate.lossless", "false"]
+    command = ["evaluate", *words, *less, "--evaluate.drafts", drafts, "--output_dir", str(tmp_path / "run")]
+    assert main(command) == 0
+    folder = tmp_path / "run" / "evaluation"
+    picks = read_result(folder / "t0" / "result.json").picks
+    assert [(pick.drafter, pick.num_speculative_tokens) for pick in picks] == [("eagle3 three", k) for k in (1, 2, 3)]
+    assert all(pick.speedup and pick.tau_simulated and pick.prompts == 2 for pick in picks)
+    assert read_cost_table(folder / "costs.json").nodes == {"eagle3 three": {"1": 3, "2": 5, "3": 6}}
+    plan = json.loads((folder / "plan.json").read_text())
+    assert [row["drafted_tokens"] for row in plan["draft_lengths"]] == [1, 2, 3, 4, 2, 4, 5]
+    assert [check["num_speculative_tokens"] for check in plan["checks"]] == [1, 2, 3]
 
 
 def test_an_export_starts_engines_with_the_planned_draft_length(

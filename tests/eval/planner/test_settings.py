@@ -22,7 +22,7 @@ def decision(target: str = "models/my-model", method: str = "draft_model", **exp
     found = SimpleNamespace(
         drafters={method: SimpleNamespace(draft=draft)}, target=SimpleNamespace(path=target), settings=settings
     )
-    return SimpleNamespace(rules=rules, plan=SimpleNamespace(results=[found]), export=Export(**export))
+    return SimpleNamespace(served=rules, plan=SimpleNamespace(results=[found]), export=Export(**export))
 
 
 def planned(section: dict[str, Any], export: Export | None = None) -> Decision:

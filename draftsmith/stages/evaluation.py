@@ -80,14 +80,11 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     if not session.begin(stage, inputs):
         missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
         dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
-        timed_with = _timed_with()
         # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
         lossless: dict[str, dict[str, Lossless]] = {}
         if decode and spec.lossless and 0 in missing and dtype != "float32":
-            at_zero = paths[list(spec.temperatures).index(0)]
-            lossless = _lossless(
-                session, requests, drafters_of, original, Journal(at_zero.with_name(_JOURNAL), timed_with)
-            )
+            journal = _journal(paths[spec.temperatures.index(0)])
+            lossless = _lossless(session, requests, drafters_of, original, journal)
         target = session.target_in(dtype)
         if target is not session.target:
             drafters = drafters_of(target)
@@ -98,8 +95,7 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
             table = costs_of_run(session, alone, requests, drafters, folder / COSTS)
         for temperature, path in zip(spec.temperatures, paths, strict=True):
             if temperature in missing:
-                journal = Journal(path.with_name(_JOURNAL), timed_with)
-                sampling = spec.sampling(temperature)
+                journal, sampling = _journal(path), spec.sampling(temperature)
                 made = (
                     evaluator.decoded(sampling, lossless, journal, table)
                     if decode
@@ -146,10 +142,10 @@ def _complete_costs(
         costs_of_run(session, alone, requests, drafters if target is session.target else drafters_of(target), costs)
 
 
-def _timed_with() -> str:
-    """Identify the machine and the packages: what was timed with others is timed again."""
+def _journal(result: Path) -> Journal:
+    """Return what is measured of a result so far; what was timed with another machine or other packages is timed again."""
     found = environment()
-    return fingerprint([asdict(found["hardware"]), found["versions"]])
+    return Journal(result.with_name(_JOURNAL), fingerprint([asdict(found["hardware"]), found["versions"]]))
 
 
 def _inputs(

@@ -172,16 +172,15 @@ def read_cost_table(path: str | Path) -> CostTable:
     """Read and check a costs.json. Raises UserError for what is none, and for costs that are no positive numbers."""
     value = read_json(path, "give the path of a table that `draftsmith costs` wrote")
     if isinstance(value, dict) and value.get("schema_version") == 1 and isinstance(value.get("points"), list):
-        # Before costs were measured from servers.
+        # Before costs were measured from servers, and before it was kept what did not fit.
         points = [point | {"round_ms": {}} if isinstance(point, dict) else point for point in value["points"]]
-        value |= {"schema_version": SCHEMA_VERSION, "points": points, "servers": []}
+        value |= {"schema_version": SCHEMA_VERSION, "points": points, "servers": [], "too_large": []}
     if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
             f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
         )
     with_sizes(value)
-    # Tables of earlier versions do not say what did not fit.
-    table = read_dataclass(CostTable, {"too_large": []} | value, str(path))
+    table = read_dataclass(CostTable, value, str(path))
     if not table.points:
         raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
     if bool(table.servers) == (table.hardware is not None):

@@ -8,7 +8,7 @@ from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
-from draftsmith.heads.formats.layout import layouts_of
+from draftsmith.heads.formats.layout import find_layout, layouts_of
 from draftsmith.heads.layers.config import steady_positions
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.recipe.schema import Recipe
@@ -57,6 +57,9 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
     target = session.target
     if untrained is None:
         heads = load_heads(session, target)
+        own = next(iter(heads.values())).method
+        if recipe.export.layout is not None and layouts_of(own):  # whose engines a plan starts
+            find_layout(export_options(recipe, own)["layout"], own)
     else:
         heads = {untrained.method: untrained} | load_compared(session, target, untrained.method)
     longest = longest_text(make_requests(session, target)[0])

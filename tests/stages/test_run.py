@@ -229,6 +229,7 @@ def test_changed_target_is_refused(
         ["train", "--train.loss.depth_weights", "[1.0]", "--redo", "train"],
         ["train", "--train.loss.depth_weights", "[1.0,-1.0,1.0]", "--redo", "train"],
         ["evaluate", "--redo", "evaluate", "--evaluate.prompts", "[nowhere.jsonl]"],
+        ["evaluate", "--redo", "evaluate", "--export.layout", "onnx"],
         ["export", "--redo", "export", "--head", "nowhere"],
         ["export", "--redo", "export", "--export.layout", "onnx"],
         ["run", "--export.layout", "onnx"],

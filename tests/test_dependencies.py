@@ -24,7 +24,7 @@ PINS = {
         r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE
     )
 }
-EXTRAS = {"", "dev", "deepspeed", "quant", "gguf", "trackers"}
+EXTRAS = {"", "dev", "deepspeed", "quant", "gguf", "lm-eval", "trackers"}
 OF_TORCH = re.compile(r"nvidia-|cuda-|triton$")
 """What torch pins itself, and CPU builds do not have."""
 

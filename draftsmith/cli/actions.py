@@ -139,6 +139,26 @@ def costs(own: Namespace, words: list[str]) -> int:
     return 0
 
 
+def quality(own: Namespace, words: list[str]) -> int:
+    """Let drafters that change texts answer tasks of lm-eval."""
+    if take_options(words, [REDO])[0].redo:
+        raise UserError("quality makes no stage of a recipe: leave --redo out, tasks are answered every time.")
+    names = [name.strip() for name in (own.tasks or "").split(",") if name.strip()]
+    if not names:
+        raise UserError("quality needs tasks of lm-eval: add --tasks gsm8k, or several with commas between them.")
+    session = _session("quality", words, [], own.head)
+    check_file("--output", own.output, (".json",))
+    try:
+        from draftsmith.cli.quality import measure_quality
+    except ImportError as error:
+        raise UserError(
+            f"quality needs lm-eval, which cannot be loaded here ({error}): pip install 'draftsmith[lm-eval]'."
+        ) from error
+    measure_quality(session, names, own.limit, own.output)
+    print(own.output)
+    return 0
+
+
 def export(own: Namespace, words: list[str]) -> int:
     """Write the directory that an engine loads, with --gguf the file that llama.cpp loads."""
     if own.gguf is None and (own.gguf_type or own.gguf_pre):

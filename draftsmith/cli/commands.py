@@ -159,6 +159,25 @@ _COSTS = (
         help="What the servers call the target, where that is not its own name; once for each name.",
     ),
 )
+_QUALITY = (
+    option(
+        "--tasks", type=text("--tasks"), metavar="NAMES", help="Names of tasks, or YAML files; commas between them."
+    ),
+    option(
+        "--limit",
+        type=whole_number("--limit", "a number of prompts, at least 1"),
+        metavar="N",
+        help="The first N prompts of each task; all if left out.",
+    ),
+    option(
+        "--output",
+        type=Path,
+        default=Path("quality.json"),
+        metavar="FILE",
+        help="The scores, a .json file; quality.json if left out.",
+    ),
+    _HEAD,
+)
 _COMPARE = (
     option(
         "--drafter",
@@ -240,6 +259,11 @@ COMMANDS: dict[str, Command] = {
         "time target passes and drafts on this machine, or rounds of running servers, for `report --costs` anywhere",
         "actions:costs",
         (*_COSTS, _HEAD),
+    ),
+    "quality": Command(
+        "answer tasks of lm-eval with drafters that change texts (typical acceptance, tuned targets) and with the target alone",
+        "actions:quality",
+        _QUALITY,
     ),
     "export": Command("write the directory that a serving engine loads", "actions:export", (_HEAD, REDO, *_GGUF)),
     "report": Command(

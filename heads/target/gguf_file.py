@@ -44,6 +44,8 @@ _ENDS = ("eos", "eot", "eom")
 """The tokens that end an answer in llama.cpp: of a text, a turn, a message."""
 _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """llama.cpp's names of pre-tokenizers that split as GPT-2's, each digit by itself."""
+_LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
+"""The layers of the Gemmas of 27B, whose scores llama.cpp scales by the width over the heads; all others' by the width of a head."""
 _AS_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "jais", "mpt")
 
 
@@ -120,11 +122,24 @@ class GgufTarget:
                 return AutoConfig.from_pretrained(self.cached)
         with foreign_code(f"Cannot open the GGUF file {self.path}", _OTHER), self.opened() as where:
             config = AutoConfig.from_pretrained(**where)
+            _complete_gemma(config, self.header.metadata)
         check_config_values(config.to_dict(), self.file, AGAIN)
         check_causal(self.path, config, False)
         # Counts are compared, which the types of blocks do not change.
         check_weights(config, [replace(span, dtype="F32") for span in self.header.tensors], self.file)
         return config
+
+
+def _complete_gemma(config: Any, metadata: dict[str, Any]) -> None:
+    """Set what llama.cpp computes a Gemma with, and transformers takes from no file: the scale of attention scores, and the caps of
+    scores and logits."""
+    architecture = metadata["general.architecture"]
+    if architecture not in _LARGE_GEMMAS:
+        return
+    large = config.num_hidden_layers == _LARGE_GEMMAS[architecture]
+    config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads if large else config.head_dim
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        setattr(config, name, metadata.get(f"{architecture}.{name}", getattr(config, name)))
 
 
 _OTHER = "take the model in a folder of safetensors instead"
@@ -248,16 +263,25 @@ def _numbers(span: TensorSpan) -> int:
 
 
 def _rope(target: GgufTarget, config: Any) -> Any:
-    """Return the rotary parameters of a model, with Llama 3.1's scaling where the file stores it (as factors of the frequencies).
+    """Return the rotary parameters of a model, with the scaling that the file stores: linear, or Llama 3.1's (as factors of the
+    frequencies).
 
     transformers reads no scaling. Raises UserError for any other.
     """
     metadata, found = target.header.metadata, config.rope_parameters
-    kind = metadata.get(f"{metadata['general.architecture']}.rope.scaling.type", "none")
+    architecture = metadata["general.architecture"]
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    factor = metadata.get(f"{architecture}.rope.scaling.factor")
     factors = next((span for span in target.header.tensors if span.name.startswith("rope_f")), None)
-    if factors is None and (kind == "none" or found.get("rope_type") != "default"):
+    alike = "full_attention" not in found  # else a set for each kind of layer, of which Gemma 3 scales this one alone
+    own = found if alike else found["full_attention"]
+    if factors is None and (kind == "none" or own.get("rope_type") != "default"):
         return found
-    if factors is not None and factors.name == _ROPE and factors.dtype == "F32":
+    if factors is None and kind == "linear" and type(factor) is float and factor > 0:
+        scaled = own | {"rope_type": "linear", "factor": factor}
+        if alike or architecture == "gemma3":
+            return scaled if alike else found | {"full_attention": scaled}
+    if alike and factors is not None and factors.name == _ROPE and factors.dtype == "F32":
         with target.file.open("rb") as file:
             file.seek(factors.start)
             stored = torch.frombuffer(bytearray(file.read(factors.size)), dtype=torch.float32)

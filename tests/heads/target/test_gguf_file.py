@@ -24,8 +24,9 @@ from draftsmith.heads.target.identity import compare, identify_directory, not_co
 from draftsmith.heads.target.pretrained import load_config, weights_directory
 from draftsmith.heads.target.target import Target, load_target
 from tests.exports import make_medusa
-from tests.ggufs import MIXED, dequantized, rotate, tiny_llama, write_gguf
+from tests.ggufs import MIXED, dequantized, gguf_name, rotate, tiny_llama, write_gguf
 from tests.helpers import tiny_tokenizer
+from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -203,7 +204,7 @@ def test_a_file_that_is_not_there(path: str) -> None:
 def test_a_base_model_has_no_template(file: Path) -> None:
     write_gguf(file, template=None)
     assert load_target(str(file)).identity.chat_template is None
-    with pytest.raises(UserError, match=r"no chat template: use the instruction-tuned"):
+    with pytest.raises(UserError, match=r"no chat template: name a file with one in data.chat_template, or use"):
         load_tokenizer(str(file))
 
 
@@ -234,6 +235,67 @@ def test_scaled_rotary_positions(file: Path) -> None:
     ones = (np.ones_like(found), Kind.F32)
     write_gguf(file, change=lambda _, tensors: tensors.update({"rope_freqs.weight": ones}))
     assert load_target(str(file)).config.rope_parameters["rope_type"] == "default"
+
+
+GEMMA = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+}
+
+
+def as_gemma(model: Any, scaling: str, cap: float | None = None) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    """Return the change that makes a Gemma 3 of the file of a Llama of its sizes: norms are stored plus one, rows as they are."""
+
+    def change(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for key in [key for key in metadata if key.startswith("llama.")]:
+            metadata[key.replace("llama.", "gemma3.")] = metadata.pop(key)
+        metadata |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 8}
+        metadata |= {"gemma3.attention.key_length": 16, "gemma3.rope.freq_base": 1e6}
+        metadata |= {"gemma3.rope.scaling.type": scaling, "gemma3.rope.scaling.factor": 4.0}
+        metadata |= {} if cap is None else {"gemma3.final_logit_softcapping": cap}
+        tensors.clear()
+        for name, value in model.state_dict().items():
+            if name != "lm_head.weight":
+                ours = next((one for one in GEMMA if f"{one}.weight" in name), "")
+                stored = (value + ("norm" in name)).numpy()
+                tensors[gguf_name(name.replace(ours, GEMMA.get(ours, "")))] = stored, Kind.F32
+
+    return change
+
+
+def test_a_gemma_is_computed_as_llama_cpp_does(file: Path) -> None:
+    # Its scores are scaled by the width of a head, and full attention alone has its positions scaled: no key of the file says so.
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6}
+    rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    sizes = {"num_hidden_layers": 6, "sliding_window_pattern": 6, "vocab_size": len(tiny_tokenizer())}
+    model = tiny_model("gemma3", **sizes, rope_parameters=rope, final_logit_softcapping=3.0)
+    write_gguf(file, tiny_llama(6), change=as_gemma(model, "linear", 3.0))
+    found = load_target(str(file))
+    ids = torch.arange(40)[None]
+    assert torch.allclose(found.model(ids).logits, model(ids).logits, atol=1e-4)
+    assert found.config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+    assert found.head.softcap == 3.0
+    write_gguf(file, tiny_llama(6), change=as_gemma(model, "yarn"))
+    with pytest.raises(UserError, match="scales its rotary positions as transformers does not read"):
+        load_target(str(file))
+
+
+def test_linear_scaling(file: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    model = tiny_llama(rope_parameters=rope)
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    write_gguf(file, model, {"": Kind.F32}, change=lambda metadata, _: metadata.update(scaling))
+    found, ids = load_target(str(file)), torch.arange(40)[None]
+    assert torch.equal(found.model(ids).logits, model(ids).logits)
+    write_gguf(file, change=lambda metadata, _: metadata.update(scaling | {"llama.rope.scaling.factor": 0.0}))
+    with pytest.raises(UserError, match="scales its rotary positions"):
+        load_target(str(file))
 
 
 def test_digits_and_unknown_ways_to_split(file: Path, capfd: Any) -> None:

@@ -50,11 +50,15 @@ def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
 
     With a final norm of ones, the draft's logits have another scale and other proportions than the target's: a Llama's norm
     weights are far from one. A drafter that starts from the target's weights need not learn them again.
+
+    Gemma's weights are largest where its states are next to nothing: they would make the logits of a draft's states, which are
+    not so yet, ten times as large as its own. Such weights are copied at the size of the target's last states, to a power of two.
     """
     weight, found = norm.weight, final_norm_weight(target)
     if found is None or not isinstance(weight, Tensor) or weight.shape != found.shape:
         return scale
-    weight.copy_(found * scale)
+    size = float(2 ** (sizes(target)[0] / found.square().mean().sqrt()).log2().round())
+    weight.copy_(found * scale * min(size, 1.0))
     return 1.0
 
 

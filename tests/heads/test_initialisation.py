@@ -80,6 +80,26 @@ def test_drafters_start_with_it() -> None:
     assert bool((other.norm.weight == 1.0).all())
 
 
+@torch.no_grad()
+def test_weights_far_above_the_states_are_scaled_down() -> None:
+    """As Gemma's, where the streams are next to nothing; else the logits of a draft start many times as large as the target's."""
+    target = target_of("llama")
+    small = torch.arange(target.hidden_size) < 4
+    target.embedding[:, small] *= 1e-3
+    for layer in target.decoder.layers:
+        layer.self_attn.o_proj.weight[small] *= 1e-3
+        layer.mlp.down_proj.weight[small] *= 1e-3
+    target.decoder.norm.weight[small] = 300.0
+    head = build_eagle3(Eagle3Options(), target, None)
+    scale = head.norm.weight / target.decoder.norm.weight
+    torch.testing.assert_close(scale, scale[-1].expand_as(scale), rtol=1e-3, atol=0.0)
+    assert float(scale[-1].log2()) == pytest.approx(round(float(scale[-1].log2())), abs=1e-2)
+    ids = torch.randint(3, target.vocab_size, (4, 32), generator=torch.Generator().manual_seed(7))
+    states = target.forward(ids, layer_ids=head.reads.layer_ids)
+    found = head.logits(head.fuse(states.aux)).std() / target.head.logits(states.last).std()
+    assert 0.5 < found < 2.0
+
+
 def test_a_scale_of_the_targets_logits_is_part_of_it() -> None:
     """Granite divides its logits by 4; a projection with its rows does not, unless it is a block drafter's, which is its own."""
     target = target_of("granite")

@@ -3,7 +3,7 @@
 A page's blocks run in order in a folder of its own with a miniature target, conversations and prompts. What a line of
 HTML right before a block says:
 
-    <!-- file: NAME -->     yaml, json, jsonl: written to the folder before anything runs
+    <!-- file: NAME -->     yaml, json, jsonl, jinja: written to the folder before anything runs
     <!-- exits with N -->   bash: its last line ends with this exit code; everything else ends with 0
     <!-- needs REASON -->   bash: not run, but its options are parsed and the files that it names are there
     <!-- output -->         text: comes out of the bash block before it, numbers aside; ... stands for anything
@@ -51,7 +51,7 @@ REASONS = ("a GPU", "SLURM", "the Hub", "an engine", "an account", "trained head
 PATH = r"(?<![\w./-])(?:recipes|train|scripts|runs|models)/[\w./-]*\w(?![\w./*-])"
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 SOURCES = ("data", "heads", "train", "eval", "draftsmith", "scripts")
-LANGUAGES = ("bash", "yaml", "json", "jsonl", "text", "python")
+LANGUAGES = ("bash", "yaml", "json", "jsonl", "jinja", "text", "python")
 
 # Sizes that a page gives for a real model, at the measure of the miniature one; nothing else of a recipe is changed.
 SIZES: dict[str, dict[str, Any]] = {

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
+from draftsmith.foreign.files import read_text
 from draftsmith.foreign.json import is_text, read_object
 from draftsmith.foreign.limits import try_out
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder
@@ -35,17 +36,25 @@ _TOKENIZER_JSON = (
 )
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a target (a folder, a Hub name or a GGUF file); UserError where it or its chat template is missing."""
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a target (a folder, a Hub name or a GGUF file); UserError where it or its chat template is missing.
+
+    chat_template: a file with the template to take in place of the tokenizer's own.
+    """
     tokenizer = read_tokenizer(path, trust_remote_code)
+    if chat_template is not None:
+        remedy = "give data.chat_template a text file with a chat template"
+        tokenizer.chat_template = read_text(Path(chat_template).expanduser(), remedy)
+        if not tokenizer.chat_template.strip():
+            raise UserError(f"{chat_template} is empty: {remedy}.")
     template = tokenizer.chat_template
     if not template:
-        add = " add a chat_template.jinja to the folder, or"
-        text = (
-            f"The tokenizer in {path} has no chat template: add a chat_template.jinja to the folder, or use the "
+        raise UserError(
+            f"The tokenizer in {path} has no chat template: name a file with one in data.chat_template, or use the "
             "instruction-tuned model of the same family."
         )
-        raise UserError(text.replace(add, "") if is_gguf(path) else text)
     if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
         raise UserError(f"The chat template of {path} is no text: write the template itself into chat_template.jinja.")
     _try_template(tokenizer)

@@ -266,7 +266,7 @@ def prompt_tokens(recipe: Recipe, target: TargetShape, conversations: Sequence[C
     """Return the mean tokens of the first prompts, as far as they fit beside an answer; None where the target's tokenizer is not
     at hand, or none of them fits."""
     try:
-        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code)
+        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code, recipe.data.chat_template)
         prompts = prepare_prompts(
             tokenizer,
             conversations[:_SAMPLED],

@@ -9,14 +9,15 @@ from typing import Any
 
 from draftsmith.fields import shown
 
-_PROMPTS = ("evaluate.prompts", "evaluate.per_slice", "evaluate.max_new_tokens", "evaluate.max_k", "data.template")
+_TEMPLATE = ("data.template", "data.chat_template")
+_PROMPTS = ("evaluate.prompts", "evaluate.per_slice", "evaluate.max_new_tokens", "evaluate.max_k", *_TEMPLATE)
 _DATA = ("data.sources", "data.split", "data.slice", "data.limit")
-_ANSWERS = (*_DATA, "data.max_length", "data.template", "answers", "target", "seed")
+_ANSWERS = (*_DATA, "data.max_length", *_TEMPLATE, "answers", "target", "seed")
 _HASHES: dict[str, tuple[str, tuple[str, ...]]] = {
     "conversations": ("the conversations of data.sources", _DATA),
     "target": ("the model in target.path", ("target.path",)),
     "eos": ("the end tokens of the model in target.path", ("target.path",)),
-    "tokenizer": ("the tokenizer of target.path", ("target.path",)),
+    "tokenizer": ("the tokenizer or the chat template", ("target.path", "data.chat_template")),
     "identity": ("the tokenizer, chat template or end tokens of target.path", ("target.path",)),
     "original": ("the model that the target was tuned from", ("target.path",)),
     "answers": ("the answers", _ANSWERS),

@@ -55,6 +55,8 @@ class DataSpec:
     """Answers kept out of training, for loss and simulated tau."""
     template: dict[str, Any] = field(default_factory=dict)
     """Extra arguments of the chat template, such as enable_thinking: false."""
+    chat_template: str | None = None
+    """File with the chat template to take in place of the target's own, or for a base model that has none."""
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")

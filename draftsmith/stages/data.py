@@ -24,7 +24,7 @@ def answer_inputs(session: Session) -> dict[str, Any]:
     """Return what the answers depend on, as run.json records it."""
     recipe = session.recipe
     # Sources count by what they say, not by where they lie; the rest matters to later stages only.
-    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long")
+    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "chat_template")
     return {
         "conversations": session.conversations_digest,  # first: a wrong path is reported before the target is loaded
         "target": session.target.fingerprint,

@@ -194,7 +194,7 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
     servers = [Server(url, names or [session.target_path]) for url in urls]
     config = load_config(session.target_path, recipe.target.trust_remote_code).get_text_config(decoder=True)
     length = context_of(config) or sys.maxsize
-    tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code)
+    tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
     requests, _ = prepare_requests(session, tokenizer, length)
     digest = alone.fingerprint or fingerprint_directory(weights_directory(session.target_path))
     table = measure_served(

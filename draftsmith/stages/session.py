@@ -132,9 +132,10 @@ class Session:
     def tokenizer(self) -> Any:
         """The target's tokenizer, checked against its vocabulary."""
         refuse_head(self.target_path)  # which has no tokenizer
-        tokenizer = load_tokenizer(self.target_path, self.recipe.target.trust_remote_code)
+        recipe = self.recipe
+        tokenizer = load_tokenizer(self.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
         check_tokenizer(tokenizer, self.target.vocab_size)
-        check_template_keys(tokenizer, self.recipe.data.template)
+        check_template_keys(tokenizer, recipe.data.template)
         return tokenizer
 
     def sources(self, key: str, named: Sequence[str], what: str) -> list[str]:

@@ -14,6 +14,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import Method
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.data import answer_inputs
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session
@@ -54,6 +55,23 @@ def test_a_mask_token_that_texts_hold_is_said(
         session = session_of(workplace, tmp_path, method, {"mask_token_id": token})
         initial_head(session, None, None, samples)
         assert ("head.mask_token_id is 7, which texts have (line 4 for one)" in capsys.readouterr().err) == said
+
+
+def test_a_base_model_takes_a_chat_template_that_counts_by_what_it_says(workplace: Path, tmp_path: Path) -> None:
+    """Answers are made again for another template, not for another place of the same."""
+    shutil.copytree(workplace / "short", tmp_path / "base")
+    tiny_tokenizer(None).save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    plain = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    found = []
+    for name, text in (("one", plain), ("two", plain), ("three", f"{plain} ")):
+        (tmp_path / f"{name}.jinja").write_text(text)
+        words = ["--target.path", str(tmp_path / "base"), "--data.chat_template", str(tmp_path / f"{name}.jinja")]
+        found.append(answer_inputs(session_of(workplace, tmp_path, "medusa", {"num_heads": 2}, *words)))
+    assert found[0] == found[1] != found[2]
+    session = session_of(workplace, tmp_path, "medusa", {"num_heads": 2}, *words[:2])
+    with pytest.raises(UserError, match=r"no chat template: name a file with one in data.chat_template"):
+        _ = session.tokenizer
 
 
 def test_chains_shorter_than_asked_for_are_said(workplace: Path, tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_loading_a_tokenizer(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "good")
     assert render_prompt(load_tokenizer(str(tmp_path / "good")), THREE.messages[:1])[0] == 1
     tiny_tokenizer(None).save_pretrained(tmp_path / "base")
-    with pytest.raises(UserError, match="has no chat template"):
+    with pytest.raises(UserError, match=r"has no chat template: name a file with one in data.chat_template"):
         load_tokenizer(str(tmp_path / "base"))
     with pytest.raises(UserError, match="There is no folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
@@ -149,6 +149,22 @@ def test_loading_a_tokenizer(tmp_path):
     (tmp_path / "good" / "tokenizer.json").write_text('{"half')
     with pytest.raises(UserError, match="is not JSON"):
         load_tokenizer(str(tmp_path / "good"))
+
+
+def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
+    """For a base model, whose prompts are plain text, and in place of another."""
+    file, beginning = tmp_path / "plain.jinja", ({"role": "user", "content": "Once upon"},)
+    file.write_text("{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}")
+    for template in (None, helpers.GEMMA):
+        tiny_tokenizer(template).save_pretrained(tmp_path / "model")
+        tokenizer = load_tokenizer(str(tmp_path / "model"), chat_template=str(file))
+        assert tokenizer.decode(render_prompt(tokenizer, beginning)) == f"{tokenizer.bos_token}Once upon"
+        (sample,) = tokenize_conversation(tokenizer, talk("Once upon", " a time"))
+        assert tokenizer.decode(sample.ids[sample.mask]) == " a time"
+    for wrong, said in ((None, "does not exist"), ("", "is empty"), ("{% for %}", "cannot render a single question")):
+        file.unlink() if wrong is None else file.write_text(wrong)
+        with pytest.raises(UserError, match=said):
+            load_tokenizer(str(tmp_path / "model"), chat_template=str(file))
 
 
 @pytest.mark.skipif(not (SHARED / "target").is_dir(), reason="the shared material is not beside the repository")

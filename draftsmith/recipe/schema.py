@@ -146,7 +146,7 @@ class TrainSpec:
     """Learning rate at the end, as a share of the peak."""
     clip: float = field(default=1.0, metadata=within(0, 10**6))
     """Largest gradient norm; 0 does not clip."""
-    precision: Literal["auto", "bf16", "fp16", "no"] = "auto"
+    precision: Literal["bf16", "fp16", "no", "auto"] = "bf16"
     """Autocast dtype; `auto` is bf16 where the device has instructions for it, else no. The weights themselves stay in fp32."""
     loss: LossSpec = field(default_factory=LossSpec)
     """The loss."""

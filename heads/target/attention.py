@@ -2,7 +2,7 @@
 
 transformers copies keys and values for every query head where a mask is given, as on GPUs no kernel takes both. A draft always has
 a mask; on a CPU the copies took longer than the attention itself. One query a row, as where the target writes alone, takes the
-kernel up to eight times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head
+kernel four to six times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head
 (docs/results/decoder/products.json).
 """
 

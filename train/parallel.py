@@ -206,9 +206,15 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
 
 def autocast_of(device: torch.device, spec: TrainSpec) -> torch.autocast:
     """Return train.precision as the context that heads compute in."""
-    best = torch.bfloat16 if multiplies_in_bf16(device) else None
-    dtype = {"auto": best, "bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision)
+    dtype = _autocast_dtype(device, spec)
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def _autocast_dtype(device: torch.device, spec: TrainSpec) -> torch.dtype | None:
+    """Return the dtype that train.precision stands for on a device, None for no autocast."""
+    if spec.precision == "auto":
+        return torch.bfloat16 if multiplies_in_bf16(device) else None
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision)
 
 
 def prepare(
@@ -218,8 +224,8 @@ def prepare(
 
     From here on the head computes in train.precision whoever calls it; its weights are fp32 in every mode.
     """
-    if (autocast := autocast_of(accelerator.device, spec))._enabled:
-        head.forward = autocast(head.forward)  # type: ignore[method-assign]
+    if _autocast_dtype(accelerator.device, spec) is not None:
+        head.forward = autocast_of(accelerator.device, spec)(head.forward)  # type: ignore[method-assign]
     if accelerator.is_fsdp2:
         # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.
         frozen = [m for m in head.modules() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)]

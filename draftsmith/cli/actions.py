@@ -112,10 +112,15 @@ def chat(own: Namespace, words: list[str]) -> int:
     return 0
 
 
+def _refuse_redo(name: str, words: list[str], why: str) -> None:
+    """Raise UserError for --redo of a command that makes no stage; `why` says so in a clause."""
+    if take_options(words, [REDO])[0].redo:
+        raise UserError(f"{name} makes no stage of a recipe: leave --redo out, {why}.")
+
+
 def search(own: Namespace, words: list[str]) -> int:
     """Find a tree."""
-    if take_options(words, [REDO])[0].redo:
-        raise UserError("search-tree makes no stage of a recipe: leave --redo out, a tree is searched every time.")
+    _refuse_redo("search-tree", words, "a tree is searched every time")
     session = _session("search-tree", words, [], own.head)
     print(search_tree(session, own.nodes, own.temperature, own.output))
     return 0
@@ -123,26 +128,22 @@ def search(own: Namespace, words: list[str]) -> int:
 
 def costs(own: Namespace, words: list[str]) -> int:
     """Time this machine, or running servers."""
-    if take_options(words, [REDO])[0].redo:
-        raise UserError("costs makes no stage of a recipe: leave --redo out, costs are measured every time.")
+    _refuse_redo("costs", words, "costs are measured every time")
     if own.server and own.head is not None:
         raise UserError("--head is for this machine, and the servers of --server have their own heads: leave it out.")
     if own.model and not own.server:
         raise UserError("--model is what servers call the target: name them with --server, or leave it out.")
     session = _session("costs", words, [], own.head)
-    at = (
-        served_costs_table(session, own.output, own.server, own.model)
-        if own.server
-        else costs_table(session, own.output)
-    )
-    print(at)
+    if own.server:
+        print(served_costs_table(session, own.output, own.server, own.model))
+    else:
+        print(costs_table(session, own.output))
     return 0
 
 
 def quality(own: Namespace, words: list[str]) -> int:
     """Let drafters that change texts answer tasks of lm-eval."""
-    if take_options(words, [REDO])[0].redo:
-        raise UserError("quality makes no stage of a recipe: leave --redo out, tasks are answered every time.")
+    _refuse_redo("quality", words, "tasks are answered every time")
     names = [name.strip() for name in (own.tasks or "").split(",") if name.strip()]
     if not names:
         raise UserError("quality needs tasks of lm-eval: add --tasks gsm8k, or several with commas between them.")

@@ -68,7 +68,7 @@ def check_lossless(
     repetition penalty counts there too. journal: the answers of an interrupted check. on_batch, on_kept: told how many requests
     were answered now, and by an earlier process.
     """
-    journal = journal or Journal(None)
+    journal = journal or Journal()
 
     def answer(own: Target, name: str, drafter: Drafter) -> list[Generation]:
         found: list[Generation] = []

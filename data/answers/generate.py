@@ -7,11 +7,14 @@ per answer in the order of the prompts: `prompt_ids` and `output_ids` as the mod
 import json
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from draftsmith.data.answers.served import AnswerServer, answer_all
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
 from draftsmith.data.conversations.templates import Prompt
 from draftsmith.errors import UserError
@@ -36,20 +39,22 @@ def regenerate(
     sampling: Sampling,
     seed: int,
     batch: int = 64,
+    servers: Sequence[AnswerServer] = (),
     progress: bool = True,
 ) -> Path:
     """Answer every prompt and stream the answers to `path`; resumes from what an interrupted run left.
 
     Random numbers depend on `seed` and the id of the conversation only. Works in chunks of a few batches, with prompts of
     similar length together so that little is padding. A chunk that was cut off is done again, so that the final file does
-    not depend on interruptions. Answers that `keep` set aside are taken where the prompt is the same.
+    not depend on interruptions. Answers that `keep` set aside are taken where the prompt is the same. `servers`, where there are
+    any, answer for the target, by random numbers of their own; then every whole answer stays.
     """
     if path.exists():
         return path
     partial = path.with_suffix(path.suffix + ".partial")
     requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
     check_requests(target, requests)
-    chunk_size = batch * BATCHES_PER_CHUNK
+    chunk_size = 1 if servers else batch * BATCHES_PER_CHUNK
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if partial.is_symlink():
@@ -58,7 +63,8 @@ def regenerate(
         kept = _Kept(kept_path(path))
         bar = tqdm(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
         tokens = 0
-        with partial.open("ab") as file, bar:
+        asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and not kept.holds(p)]
+        with partial.open("ab") as file, bar, closing(answer_all(servers, asked, sampling, batch)) as served:
             for start in range(done, len(prompts), chunk_size):
                 chunk = range(start, min(start + chunk_size, len(prompts)))
                 lines = {i: line for i in chunk if (line := kept.line(prompts[i])) is not None}
@@ -68,7 +74,8 @@ def regenerate(
                     (requests[i] for i in places.values()),
                     key=lambda request: (len(request.prompt_ids), request.sample_id),
                 )
-                for answer in decode(target, TargetAlone(), missing, sampling, batch):
+                own = decode(target, TargetAlone(), missing, sampling, batch) if not servers else served
+                for answer in islice(own, len(missing)):
                     place = places[id(answer.request)]
                     lines[place] = _to_line(prompts[place], answer, tokenizer)
                     tokens += len(answer.output_ids)
@@ -115,10 +122,17 @@ class _Kept:
                 self._offsets.setdefault(fingerprint([row["id"], row["slice"], row["prompt_ids"]]), offset)
                 offset += len(line)
 
+    def holds(self, prompt: Prompt) -> bool:
+        """Whether this prompt is answered."""
+        return self._offset(prompt) is not None
+
+    def _offset(self, prompt: Prompt) -> int | None:
+        said = prompt.conversation
+        return self._offsets.get(fingerprint([said.id, said.slice, list(prompt.ids)])) if self._offsets else None
+
     def line(self, prompt: Prompt) -> str | None:
         """Return the line that answers this prompt; None where there is none."""
-        said = prompt.conversation
-        offset = self._offsets.get(fingerprint([said.id, said.slice, list(prompt.ids)])) if self._offsets else None
+        offset = self._offset(prompt)
         if offset is None:
             return None
         with self._path.open("rb") as file:

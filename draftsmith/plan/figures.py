@@ -155,9 +155,12 @@ class Plan:
         """Seconds of prefill, bound by FLOPs, and of decoding.
 
         A chunk of c batches of b prompts is decoded in b rows, which the waiting prompts take over as others end: (c - 1) * a
-        passes until none waits, and max_new_tokens more until the longest answer ends, all over c * b * a rows.
+        passes until none waits, and max_new_tokens more until the longest answer ends, all over c * b * a rows. Servers that answer
+        take none of this machine's time.
         """
         spec, given = self.recipe.answers, self.given
+        if spec.servers:
+            return 0.0
         chunk = min(self.samples, spec.batch * BATCHES_PER_CHUNK)
         passes = max(0.0, chunk / spec.batch - 1) * given.answer + spec.max_new_tokens
         rows = max(1.0, min(spec.batch, chunk * given.answer / passes))
@@ -175,7 +178,7 @@ class Plan:
     @property
     def answer_bytes(self) -> float:
         """Memory of answering: the weights, and keys and values for the longest row of a batch in every row."""
-        longest = min(self.recipe.data.max_length, self.target.context)
+        longest = 0 if self.recipe.answers.servers else min(self.recipe.data.max_length, self.target.context)
         return self.target.weight_bytes + self.recipe.answers.batch * longest * self.target.kv_bytes
 
     @property

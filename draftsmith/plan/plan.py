@@ -120,8 +120,9 @@ def describe(plan: Plan) -> list[str]:
     else:
         lines += [f"assumed: {texts}", *_measured(plan, device.rates)]
     if recipe.answers.regenerate:
+        here = f"{plan.answer_flops:.2g} FLOP, {readable_time(plan.answer_seconds)}{one}"
         lines.append(
-            f"answers: {_count(plan.samples * given.answer)} tokens, {plan.answer_flops:.2g} FLOP, {readable_time(plan.answer_seconds)}{one}, "
+            f"answers: {_count(plan.samples * given.answer)} tokens, {'by servers, whose time is not planned' if recipe.answers.servers else here}, "
             f"{_size(plan.answer_file_bytes)} on disk, {_size(plan.answer_bytes)} in memory"
         )
     stored = f"{_size(plan.store_bytes)} on disk, {readable_time(plan.seconds(plan.feature_flops))}{one}, "

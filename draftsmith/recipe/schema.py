@@ -74,7 +74,11 @@ class AnswersSpec(FilterSpec):
     max_new_tokens: int = field(default=512, metadata=within(2, 2**24))
     """Most tokens per answer."""
     batch: int = field(default=64, metadata=BATCH)
-    """Prompts answered together."""
+    """Prompts answered together, by each server where there are some."""
+    servers: list[str] = field(default_factory=list, metadata=LATER)
+    """Addresses of running vLLM or llama-server that answer for the target, such as http://localhost:8000; empty answers here."""
+    served_name: str | None = field(default=None, metadata=LATER)
+    """Name that the servers serve the target by, where it is not the target's own."""
 
     @property
     def sampling(self) -> Sampling:

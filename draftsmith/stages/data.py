@@ -1,12 +1,14 @@
 """The stages that make what the head learns from: the target's answers, and its hidden states, stored or on demand."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from draftsmith.data.answers.generate import keep as keep_answers
 from draftsmith.data.answers.generate import read_answers, regenerate
+from draftsmith.data.answers.served import AnswerServer, Likeness, likeness
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import prepare_prompts
@@ -32,7 +34,9 @@ def answer_inputs(session: Session) -> dict[str, Any]:
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
         "data": fingerprint_fields(recipe.data, left_out),
-        "answers": fingerprint_fields(recipe.answers),
+        "answers": fingerprint_fields(
+            recipe.answers, ("servers", "served_name")
+        ),  # who answered changes no distribution
         "seed": recipe.seed,
     }
 
@@ -43,6 +47,7 @@ def answers_stage(session: Session) -> Path | None:
     if not spec.regenerate:
         return None
     path, inputs = answers_file(session), answer_inputs(session)
+    servers = [] if session.data.holds("answers", inputs) else _answer_servers(session)
     _grow(session, "answers", inputs, {"conversations"}, keep_answers, path)
     if session.begin("answers", inputs):
         return path
@@ -57,13 +62,43 @@ def answers_stage(session: Session) -> Path | None:
     resumed = "the rest of them " if path.with_name(f"{path.name}.partial").exists() else ""
     started = time.perf_counter()
     regenerate(
-        session.target, session.tokenizer, prompts, path, sampling=spec.sampling, seed=recipe.seed, batch=spec.batch
+        session.target,
+        session.tokenizer,
+        prompts,
+        path,
+        sampling=spec.sampling,
+        seed=recipe.seed,
+        batch=spec.batch,
+        servers=servers,
     )
     seconds = time.perf_counter() - started
-    facts = _count(read_answers(path).samples) | {"seconds": seconds}
+    samples = read_answers(path).samples
+    facts = _count(samples) | {"seconds": seconds}
+    if servers:
+        facts["servers"] = [server.engine for server in servers]
+        facts["likeness"] = asdict(_compare(session, samples))
     session.finish("answers", facts)
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {resumed}in {seconds:.0f} s, {path}")
     return path
+
+
+def _answer_servers(session: Session) -> list[AnswerServer]:
+    """Return the servers that the recipe lets answer. Raises UserError for one that does not serve the target."""
+    spec = session.recipe.answers
+    return [AnswerServer(url, [spec.served_name or session.target_path]) for url in spec.servers]
+
+
+def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:
+    """Say whether the servers' answers are the target's, and return how like."""
+    found = likeness(session.target, samples, session.recipe.answers.sampling)
+    if found.differs:
+        session.warn(
+            f"the servers' answers are not the target's own: {found}; serve the recipe's target in its dtype, unquantized and without "
+            "settings of its own for sampling, or name as target what is served."
+        )
+    else:
+        say(f"answers: the servers' are samples of the target: {found}")
+    return found
 
 
 def _grow(

@@ -4,23 +4,18 @@ vLLM and llama.cpp's llama-server, through /v1/models, /metrics and streamed /v1
 llama.cpp of the sdist llama-cpp-python 0.3.36. K: num_speculative_tokens.
 """
 
-import json
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from http.client import HTTPException
 from itertools import count, pairwise
-from pathlib import Path
 from threading import Barrier
 from typing import Any, NoReturn
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
-from draftsmith.errors import UserError, first_line, shown_path
-from draftsmith.foreign.json import parse_json
+from draftsmith.errors import UserError
+from draftsmith.foreign.server import LONGEST, MOST_BYTES, ModelServer
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
 _PREFIXES = {VLLM: "vllm", LLAMA_CPP: "llamacpp"}
@@ -33,9 +28,6 @@ _BUSY = {
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? ([-+.\de]+)", re.MULTILINE)
 """A line of /metrics: name, labels, value."""
 _ANSWERS = "/v1/completions"
-_MOST_BYTES = 1 << 24
-_SHORT, _LONGEST = 30, 600
-"""Seconds within which a server says what it serves, and within which the next token comes."""
 _SETTLES = 10.0
 """Seconds within which counters show what was answered."""
 _MERGED = 1.5
@@ -73,19 +65,15 @@ class _Counters:
     requests: float
 
 
-class Server:
+class Server(ModelServer):
     """A server at `url` that serves a target by one of `names`.
 
     Raises UserError where it does not answer, is of another engine, hides its counters or serves another model.
     """
 
     def __init__(self, url: str, names: Sequence[str]) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        if not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", self.url):
-            raise UserError(
-                f"--server is {shown_path(url)}: give the address of a server, such as http://localhost:8000."
-            )
-        metrics = self._get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
+        super().__init__(url, "--server")
+        metrics = self.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
         self._engine = next(
             (name for name, prefix in _PREFIXES.items() if f"{prefix}:{_GENERATED[name]}" in metrics), ""
         )
@@ -94,9 +82,9 @@ class Server:
                 f"{self.url} shows no counters of vLLM or llama.cpp at /metrics, and only these tell its rounds: start llama-server with "
                 "--metrics, vLLM without --disable-log-stats; other engines are not measured."
             )
-        self.model = self._find_model(names)
+        self.model = self.find_model(names, "name it with --model")
         about, key = {VLLM: ("/version", "version"), LLAMA_CPP: ("/props", "build_info")}[self._engine]
-        self.engine = f"{self._engine} {str(self._ask(about).get(key))[:40]}"
+        self.engine = f"{self._engine} {str(self.ask(about).get(key))[:40]}"
         self._asked = count()
 
     def answer(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> Batch:
@@ -132,7 +120,7 @@ class Server:
         for at, line in lines:
             if not line.startswith(b"data:") or line.strip() == b"data: [DONE]":
                 continue
-            chunk = self._parse(line.removeprefix(b"data:"), "a chunk of its answer")
+            chunk = self.parse(line.removeprefix(b"data:"), "a chunk of its answer")
             if "error" in chunk:
                 raise UserError(f"{self.url} broke off an answer: it says {str(chunk['error'])[:300]!r}.")
             try:
@@ -177,28 +165,12 @@ class Server:
             "cache_salt": f"draftsmith {time.time_ns()} {next(self._asked)}",
             "cache_prompt": False,
         }
-        request = Request(self.url + _ANSWERS, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        request = self.request(_ANSWERS, body)
         ready.wait()
         found = [(time.perf_counter(), b"")]
-        with self._explained(_ANSWERS), urlopen(request, timeout=_LONGEST) as answer:
-            while line := answer.readline(_MOST_BYTES):
+        with self.explained(_ANSWERS), urlopen(request, timeout=LONGEST) as answer:
+            while line := answer.readline(MOST_BYTES):
                 found.append((time.perf_counter(), line))
-        return found
-
-    def _find_model(self, names: Sequence[str]) -> str:
-        """Return by which of its names the server is asked for the target, one of `names`."""
-        cards = self._ask("/v1/models").get("data")
-        served: dict[str, str] = {}  # by the last part of a name, or of the path that the model was loaded from
-        for card in cards if isinstance(cards, list) else ():
-            if isinstance(card, dict) and isinstance(own := card.get("id"), str):
-                served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
-        found = next((served[_last(name)] for name in names if _last(name) in served), None)
-        if found is None:
-            shown = ", ".join(dict.fromkeys(shown_path(name) for name in served.values()))
-            raise UserError(
-                f"{self.url} serves {shown or 'no model'}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
-                "same model under another name, name it with --model."
-            )
         return found
 
     def _counters(self, generated: float) -> _Counters:
@@ -217,7 +189,7 @@ class Server:
         """Read the counters, those of several engines in one server together."""
         found: dict[str, float] = {}
         prefix = _PREFIXES[self._engine]
-        for name, value in _SAMPLE.findall(self._get("/metrics").decode("utf-8", "replace")):
+        for name, value in _SAMPLE.findall(self.get("/metrics").decode("utf-8", "replace")):
             if name.startswith(f"{prefix}:"):
                 key = name.removeprefix(f"{prefix}:")
                 found[key] = found.get(key, 0.0) + float(value)
@@ -230,44 +202,6 @@ class Server:
 
     def _busy(self, what: str) -> NoReturn:
         raise UserError(f"{self.url} {what}, which its times would show: measure when nobody else uses it.")
-
-    def _get(self, path: str, absent: Sequence[int] = ()) -> bytes:
-        """Return what the server answers; nothing where its status is one of `absent`."""
-        with self._explained(path):
-            try:
-                with urlopen(self.url + path, timeout=_SHORT) as answer:
-                    return answer.read(_MOST_BYTES)
-            except HTTPError as error:
-                if error.code in absent:
-                    return b""
-                raise
-
-    def _ask(self, path: str) -> dict[str, Any]:
-        return self._parse(self._get(path), path)
-
-    def _parse(self, text: bytes, what: str) -> dict[str, Any]:
-        remedy = "name the address of vLLM or of llama-server itself"
-        value = parse_json(text, f"{self.url}: {what}", remedy)
-        if not isinstance(value, dict):
-            raise UserError(f"{self.url}: {what} is no JSON object: {remedy}.")
-        return value
-
-    @contextmanager
-    def _explained(self, path: str) -> Iterator[None]:
-        """Raise UserError where the server refuses `path` or does not answer."""
-        try:
-            yield
-        except HTTPError as error:
-            with error:
-                said = " ".join(error.read(10_000).decode("utf-8", "replace").split())
-            key = "it asks for a key, so start it without one to measure it: " if error.code in (401, 403) else ""
-            raise UserError(f"{self.url} refuses {path} (status {error.code}): {key}it says {said[:300]!r}.") from error
-        except (OSError, HTTPException, ValueError) as error:  # the last for a host that is none
-            reason = getattr(error, "reason", None)
-            why = first_line(reason if isinstance(reason, Exception) else error)
-            raise UserError(
-                f"{self.url}{path} does not answer ({why}): start the server, wait until it is ready, or correct --server."
-            ) from error
 
 
 def _read_vllm(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
@@ -285,11 +219,6 @@ def _read_llama(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
 
 _READERS: dict[str, Callable[[float, dict[str, Any], int], Event | None]] = {VLLM: _read_vllm, LLAMA_CPP: _read_llama}
 """From when a chunk came, the chunk, and the rounds before it, to a round, or a part of one."""
-
-
-def _last(name: str) -> str:
-    """Return what two names of the same model share: the last part, without its case and llama.cpp's ending."""
-    return Path(name).name.lower().removesuffix(".gguf")
 
 
 def _draft_length(answers: Sequence[Sequence[Event]], tokens: int) -> float:

@@ -3,7 +3,7 @@
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,13 +27,16 @@ NAMES = {
 }
 
 
+ABOUT = {"vLLM": "/version", "llama.cpp": "/props"}
+
+
 @dataclass
 class Engine:
     """kind: as in NAMES. k: drafted tokens a round. accepts: accepted tokens by round, over again. slots: rows that are answered at
     once, the others wait. longest: tokens of prompt and answer. others: tokens that it makes for others with every answer. merged: of
-    so many rounds one is sent with the next, 0 for none. metrics, usage: whether it shows counters, and
-    tokens with every chunk. running, joining: requests of others, from
-    the start on, and from the first answer on."""
+    so many rounds one is sent with the next, 0 for none. metrics, usage, versions: whether it shows counters,
+    tokens with every chunk, and its version. running, joining: requests of others, from
+    the start on, and from the first answer on. reply: gives status and value of an answer in place of all of these."""
 
     kind: str = "vLLM"
     k: int = 0
@@ -48,6 +51,8 @@ class Engine:
     joining: int = 0
     model: str = "models/target"
     drafted: tuple[int, ...] = ()
+    versions: bool = True
+    reply: Callable[[dict[str, Any]], tuple[int, Any]] | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"generated": 0, "rounds": 0, "drafted": 0, "accepted": 0})
 
@@ -88,7 +93,9 @@ class _Handler(BaseHTTPRequestHandler):
             "/version": {"version": "9.9"},
             "/props": {"build_info": "b9-abc"},
         }
-        if self.path == "/metrics":
+        if self.path in ("/props", "/version") and not (engine.versions and self.path == ABOUT[engine.kind]):
+            self._send(404, "none")
+        elif self.path == "/metrics":
             self._send(200 if engine.metrics else 501, engine.page() if engine.metrics else '{"error": "disabled"}')
         else:
             self._send(200, json.dumps(pages[self.path]))
@@ -96,6 +103,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         engine, asked = self.server.engine, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         engine.asked.append(asked)
+        if engine.reply is not None:
+            status, found = engine.reply(asked)
+            self._send(status, json.dumps(found))
+            return
         if asked["model"] != "served" or engine.longest <= len(asked["prompt"]):
             self._send(400, json.dumps({"error": {"message": "the prompt is longer than max_model_len"}}))
             return

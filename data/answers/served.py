@@ -1,0 +1,205 @@
+"""Answers by running servers of the target, which are faster than transformers, and a test of whether they are the target's own.
+
+vLLM through /v1/completions and llama.cpp's llama-server through /completion, both of which take and return token ids. Checked with
+vLLM 0.32.0 and the llama.cpp of the sdist llama-cpp-python 0.3.36.
+"""
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.errors import UserError
+from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.eval.decode.sampling import Sampling, penalize, probs
+from draftsmith.foreign.server import ModelServer
+from draftsmith.heads.target.target import Target
+
+_WAITS = (1.0, 5.0, 25.0)
+"""Seconds before a request that failed is sent again."""
+_DIFFERS = 4.0
+"""Standard errors from which on answers are said not to be the target's."""
+
+
+class AnswerServer(ModelServer):
+    """A server at `url` that answers for the target, which it serves by one of `names`.
+
+    Raises UserError where it does not answer, is neither vLLM nor llama-server, or serves another model.
+    """
+
+    def __init__(self, url: str, names: Sequence[str]) -> None:
+        super().__init__(url, "answers.servers")
+        model = self.find_model(names, "name it in answers.served_name")
+        absent = (404, 405, 501)
+        if version := self.get("/version", absent):
+            self.engine = f"vLLM {self.parse(version, '/version').get('version')}"
+            self._path, self._body, self._read = "/v1/completions", lambda *asked: _vllm_body(model, *asked), _read_vllm
+        elif props := self.get("/props", absent):
+            self.engine = f"llama.cpp {self.parse(props, '/props').get('build_info')}"
+            self._path, self._body, self._read = "/completion", _llama_body, _read_llama
+        else:
+            raise UserError(
+                f"{self.url} is neither vLLM nor llama.cpp's llama-server, which take and return token ids: let one of them answer, "
+                "or leave answers.servers out."
+            )
+
+    def answer(self, request: Request, sampling: Sampling, stopped: Event) -> Generation:
+        """Answer `request`, in up to four attempts until `stopped` is set. Random numbers are the server's own."""
+        body = self._body(request, sampling)
+        for wait in (*_WAITS, None):
+            try:
+                found = self.post(self._path, body)
+                break
+            except UserError:
+                if wait is None or stopped.wait(wait):
+                    raise
+        try:
+            ids, reason = self._read(found)
+        except (KeyError, IndexError, TypeError) as error:
+            raise UserError(f"{self.url} returns no token ids ({self.engine}): answers need a newer one.") from error
+        return Generation(request, ids[: request.max_new_tokens], reason)
+
+
+def _vllm_body(model: str, request: Request, sampling: Sampling) -> dict[str, Any]:
+    """No seed is sent: vLLM's CPU worker ends at a seed of a request's own, and batches change the answers anyway."""
+    return {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "return_token_ids": True,
+    }
+
+
+def _read_vllm(found: dict[str, Any]) -> tuple[list[int], str]:
+    choice = found["choices"][0]
+    return _ids(choice["token_ids"]), "eos" if choice["finish_reason"] == "stop" else "length"
+
+
+def _llama_body(request: Request, sampling: Sampling) -> dict[str, Any]:
+    return {
+        "prompt": list(request.prompt_ids),
+        "n_predict": request.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repeat_penalty": sampling.repetition_penalty,
+        "repeat_last_n": -1,
+        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
+        "return_tokens": True,
+    }
+
+
+def _read_llama(found: dict[str, Any]) -> tuple[list[int], str]:
+    return _ids(found["tokens"]), "eos" if found["stop_type"] == "eos" else "length"
+
+
+def _ids(value: Any) -> list[int]:
+    if not isinstance(value, list) or not value or not all(type(one) is int for one in value):
+        raise TypeError
+    return value
+
+
+def answer_all(
+    servers: Sequence[AnswerServer], requests: Sequence[Request], sampling: Sampling, batch: int
+) -> Generator[Generation]:
+    """Yield the answers in the order of `requests`; every server works on up to `batch` of them at a time."""
+    taken, stopped, found = count(), Event(), SimpleQueue[tuple[int, Generation | UserError]]()
+
+    def work(server: AnswerServer) -> None:
+        while (place := next(taken)) < len(requests) and not stopped.is_set():
+            try:
+                found.put((place, server.answer(requests[place], sampling, stopped)))
+            except UserError as error:
+                found.put((place, error))
+
+    # Daemons, so that Ctrl-C does not wait for answers that are on their way.
+    for server in servers:
+        for _ in range(min(batch, len(requests))):
+            Thread(target=work, args=(server,), daemon=True).start()
+    early: dict[int, Generation] = {}
+    try:
+        for place in range(len(requests)):
+            while place not in early:
+                at, answer = found.get()
+                if isinstance(answer, UserError):
+                    raise answer
+                early[at] = answer
+            yield early.pop(place)
+    finally:
+        stopped.set()
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How like samples of the target some answers are. tokens: that were looked at. gap: nats by which a token is less likely under
+    the target than its own samples are, on average; error: standard error of that. impossible: share of tokens that the target's
+    filters leave out. At temperature 0 gap and error are 0, and impossible is the share of tokens that are not its first choice."""
+
+    tokens: int
+    gap: float
+    error: float
+    impossible: float
+
+    @property
+    def differs(self) -> bool:
+        """Whether more than rounding and chance lies between the answers and the target's own."""
+        return abs(self.gap) > _DIFFERS * self.error or self.impossible > 0.02
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tokens} tokens, on average {abs(self.gap):.3f} nats {'less' if self.gap > 0 else 'more'} likely than samples of the "
+            f"target are (standard error {self.error:.3f}), {self.impossible:.1%} that it would not have chosen"
+        )
+
+
+def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling, most: int = 4096) -> Likeness:
+    """Test the first answers, of `most` tokens together or a little more, against the target's distributions.
+
+    Samples x of p have E[log p(x) + H(p)] = 0 with a variance that p gives too, so that no other answers are needed to compare with.
+    """
+    tokens = impossible = 0
+    surplus = variance = 0.0
+    for sample in samples:
+        if tokens >= most:
+            break
+        rows_R = sample.mask.nonzero().flatten()
+        ids = torch.as_tensor(sample.ids, device=target.device).long()
+        rows_R = torch.as_tensor(rows_R, device=target.device)
+        last = target.forward(ids[None]).last[0]
+        logits_RV = target.head.logits(last[rows_R - 1]).float()
+        if sampling.repetition_penalty != 1:
+            logits_RV = penalize(logits_RV, _seen(ids, rows_R, logits_RV.shape[-1]), sampling.repetition_penalty)
+        chosen_R = ids[rows_R]
+        tokens += len(rows_R)
+        if sampling.greedy:
+            impossible += int((logits_RV.argmax(-1) != chosen_R).sum())
+            continue
+        p_RV = probs(logits_RV, sampling).double()
+        own_R = p_RV.gather(-1, chosen_R[:, None])[:, 0]
+        impossible += int((own_R == 0).sum())
+        log_RV = p_RV.clamp_min(torch.finfo(torch.float64).tiny).log()
+        mean_R = (p_RV * log_RV).sum(-1)
+        variance += float(((p_RV * log_RV**2).sum(-1) - mean_R**2).sum())
+        surplus += float((mean_R - own_R.log())[own_R > 0].sum())
+    return Likeness(tokens, surplus / max(tokens, 1), math.sqrt(variance) / max(tokens, 1), impossible / max(tokens, 1))
+
+
+def _seen(ids: Tensor, rows_R: Tensor, vocab_size: int) -> Tensor:
+    """Return bool [R, V]: the tokens that stand before each row."""
+    seen = torch.zeros(len(rows_R), vocab_size, dtype=torch.bool, device=ids.device)
+    for row, at in zip(seen, rows_R.tolist(), strict=True):
+        row[ids[:at]] = True
+    return seen

@@ -116,13 +116,13 @@ def answer_all(
     servers: Sequence[AnswerServer], requests: Sequence[Request], sampling: Sampling, batch: int
 ) -> Generator[Generation]:
     """Yield the answers in the order of `requests`; every server works on up to `batch` of them at a time."""
-    taken, stopped, found = count(), Event(), SimpleQueue[tuple[int, Generation | UserError]]()
+    taken, stopped, found = count(), Event(), SimpleQueue[tuple[int, Generation | Exception]]()
 
     def work(server: AnswerServer) -> None:
         while (place := next(taken)) < len(requests) and not stopped.is_set():
             try:
                 found.put((place, server.answer(requests[place], sampling, stopped)))
-            except UserError as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the answer shall know
                 found.put((place, error))
 
     # Daemons, so that Ctrl-C does not wait for answers that are on their way.
@@ -134,7 +134,7 @@ def answer_all(
         for place in range(len(requests)):
             while place not in early:
                 at, answer = found.get()
-                if isinstance(answer, UserError):
+                if isinstance(answer, Exception):
                     raise answer
                 early[at] = answer
             yield early.pop(place)

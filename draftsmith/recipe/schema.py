@@ -182,7 +182,7 @@ class ExportSpec:
     """The directory that a serving engine loads."""
 
     layout: str | None = None
-    """Layout of the export, which says for which engine; None takes the method's first (docs/export.md)."""
+    """Layout of the export, which says for which engine; None takes the method's first, for a GGUF target llama.cpp's (docs/export.md)."""
     dtype: Dtype = "auto"
     """Dtype of the exported weights; `auto` is the target's."""
     include_embeddings: bool = False

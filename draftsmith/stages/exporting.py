@@ -30,7 +30,7 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
     if layout in layouts_of(recipe.method) and layout not in layouts_of(method):
         layout = None
     return {
-        "layout": layout or default_layout(method),
+        "layout": layout or default_layout(method, recipe.target.path),
         "dtype": None if spec.dtype == "auto" else spec.dtype,
         "include_embeddings": spec.include_embeddings,
         "num_speculative_tokens": recipe.evaluate.num_speculative_tokens,

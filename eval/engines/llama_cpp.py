@@ -37,24 +37,39 @@ GREEDY: dict[str, Any] = {
 class ServerSettings:
     """How llama-server is started.
 
-    spec_type: how it drafts. num_speculative_tokens: K. context: tokens of prompt and answer.
+    draft: None for the target alone. spec_type: how it drafts. num_speculative_tokens: K. context: tokens of prompt and answer.
+    exact: caches in float32, and a log of every round, as comparing needs; else as somebody would serve.
     """
 
     target: Path
-    draft: Path
+    draft: Path | None
     spec_type: str
     num_speculative_tokens: int
     context: int
+    exact: bool = True
 
     def flags(self) -> list[str]:
-        """Return the command line: everything in float32, on one thread, and no draft cut short for its probability."""
-        flags = ["-m", str(self.target), "-c", str(self.context), "-np", "1", "-t", "1"]
-        flags += ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "--cache-ram", "0", "--offline"]
-        flags += ["-md", str(self.draft), "--spec-type", self.spec_type]
-        flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
-        flags += ["--spec-draft-p-min", "0", "-ctkd", "f32", "-ctvd", "f32", "-td", "1"]
-        # Names the tokens that end an answer, and every drafted token.
-        return [*flags, "-lv", "5"]
+        """Return the command line: one thread, and no draft cut short for its probability."""
+        flags = [
+            "-m",
+            str(self.target),
+            "-c",
+            str(self.context),
+            "-np",
+            "1",
+            "-t",
+            "1",
+            "--cache-ram",
+            "0",
+            "--offline",
+        ]
+        if self.draft is not None:
+            flags += ["-md", str(self.draft), "--spec-type", self.spec_type, "-td", "1", "--spec-draft-p-min", "0"]
+            flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
+        if self.exact:
+            flags += ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
+        # The log names the tokens that end an answer, and every drafted token.
+        return [*flags, "-lv", "5"] if self.exact else flags
 
 
 class LlamaServer:
@@ -102,6 +117,12 @@ class LlamaServer:
         wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False, "return_tokens": True}
         found = self._ask("/completion", GREEDY | wanted)
         return EngineAnswer(sample_id, tuple(found["tokens"]), self._rounds(found["timings"]))
+
+    def time(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, float]:
+        """Answer one prompt at temperature 0; return its tokens and the seconds they took, both without the first one's."""
+        wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False}
+        timings = self._ask("/completion", GREEDY | wanted)["timings"]
+        return timings["predicted_n"] - 1, timings["predicted_ms"] / 1000
 
     def version(self) -> str:
         """Return the build that the server names."""
@@ -154,7 +175,7 @@ class LlamaServer:
             raise UserError(f"llama-server was not ready after {self.timeout:g} seconds: see {self.log}.")
         log = self.log.read_text(encoding="utf-8", errors="replace")
         self.end_ids = tuple(sorted({int(number) for number in re.findall(r"EOG token += (\d+) ", log)}))
-        assert self.end_ids, "the server names at least the EOS"
+        assert self.end_ids or not self.settings.exact, "the server names at least the EOS"
 
     def _stop(self) -> None:
         if self._process is not None:

@@ -30,7 +30,7 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     known = layouts_of(draft.method) if is_known(draft.method) else {}
     if draft.tree is not None or draft.lossy or draft.tuned or not known:
         return {}
-    layout = known.get(export.layout or "") or known[default_layout(draft.method)]
+    layout = known.get(export.layout or "") or known[default_layout(draft.method, result.target.path)]
     serving = Serving(
         draft=f"export/{layout.name}",
         target=result.target.path,

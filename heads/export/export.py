@@ -62,7 +62,7 @@ def export_head(
     loaded again and must give the same logits.
     """
     dest, head = Path(dest).absolute(), head.served()
-    chosen = find_layout(layout or default_layout(head.method), head.method)
+    chosen = find_layout(layout or default_layout(head.method, str(target.path)), head.method)
     files = convert_head(
         head,
         target,

@@ -116,11 +116,13 @@ def layouts_of(method: str) -> dict[str, Layout]:
     return found
 
 
-def default_layout(method: str) -> str:
-    """Return the layout that heads of `method` are exported to by default. Raises UserError where there is none."""
-    if not (names := list(layouts_of(method))):
+def default_layout(method: str, target: str = "") -> str:
+    """Return the layout that heads of `method` are exported to by default: for a target in a GGUF file the one that llama.cpp reads,
+    where there is one, as no other engine drafts for such a target. target: its path. Raises UserError where there is none."""
+    if not (known := layouts_of(method)):
         raise UserError(f"{method} heads cannot be exported yet: export one of another method.")
-    return names[0]
+    served = [name for name, layout in known.items() if is_gguf(target) and "llama_cpp" in layout.engines]
+    return next(iter([*served, *known]))
 
 
 def find_layout(name: str, method: str) -> Layout:

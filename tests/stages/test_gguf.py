@@ -243,7 +243,7 @@ def test_the_target_is_a_gguf_file(
     save_head(make_eagle3(target, None), tmp_path / "head", target)
     words = ["--target.path", str(file), "--target.device", "cpu", "--head.layer_ids", "[1,3,5]"]
     words += ["--head", str(tmp_path / "head"), "--output_dir", str(tmp_path / "run")]
-    words += ["--gguf", str(make_tree()), "--export.layout", "eagle3_llama_cpp"]
+    words += ["--gguf", str(make_tree())]  # the layout is llama.cpp's where none is named
     assert main(["export", *words]) == 0
     said, found = capsys.readouterr(), json.loads((tmp_path / "run/export/eagle3_llama_cpp.gguf").read_text())
     assert f"the target: {file}" in said.err.splitlines()

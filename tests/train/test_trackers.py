@@ -18,7 +18,7 @@ from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
 from draftsmith.train.dashboards import track_results
 from draftsmith.train.metrics import Tracker
 
-MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "shared-target" / "t0" / "result.json"
+MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "smollm2" / "eagle3" / "t0" / "result.json"
 CONFIG = {"recipe": {"seed": 1, "head": {"layer_ids": [2, 4]}}, "versions": {"torch": "2"}, "commit": None}
 FULL: dict[str, Any] = {"project": "trial", "name": "shown", "group": "night", "artifacts": "all"}
 

@@ -64,6 +64,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--only", action="append", default=[], metavar="NAME", help=f"only these heads (repeatable): {'; '.join(NAMES)}"
     )
     add("--num_speculative_tokens", type=int, default=5, help="draft length (5)")
+    add("--speed", action="store_true", help="time llama.cpp with and without the draft, too, on one thread")
     add("--output", type=Path, help="folder of the results (those of the work folder)")
     for hidden in ("--work", "--vllm", "--llama-cpp"):
         add(hidden, type=Path, required=True, help=argparse.SUPPRESS)

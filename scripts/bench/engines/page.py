@@ -95,7 +95,7 @@ def _counts(counts: Row) -> str:
 
 
 def weights(rows: Sequence[Row]) -> str:
-    """llama.cpp with quantized drafts: what they cost in acceptance."""
+    """llama.cpp with quantized drafts: what they cost in acceptance, and what they bring in speed."""
     lines = []
     served = [row for row in rows if row["engine"] == "llama.cpp" and row["layout"] != "draft_model"]
     for row in served:
@@ -106,10 +106,14 @@ def weights(rows: Sequence[Row]) -> str:
         change = _tau(row["theirs"]) / _tau(exact["theirs"]) - 1
         rounds = f"{row['equal_rounds']:,} of {row['ours']['rounds']:,}"
         cells = [row["target"], row["head"], row["weights"], rounds, f"{row['theirs']['accepted']:,}"]
-        lines.append([*cells, f"{_tau(row['theirs']):.3f}", f"{change:+.1%}" if row is not exact else ""])
-    return markdown_table(
-        ["target", "head", "draft weights", "rounds as in f32 by us", "accepted", "tau", "change"], lines
-    )
+        cells += [f"{_tau(row['theirs']):.3f}", f"{change:+.1%}" if row is not exact else ""]
+        speed = row.get("speed")
+        ratio = speed and f"{speed['tok_s'] / speed['alone_tok_s']:.2f}×"
+        lines.append(
+            [*cells, *([f"{speed['tok_s']:.1f}", f"{speed['alone_tok_s']:.1f}", ratio] if speed else ["—"] * 3)]
+        )
+    head = ["target", "head", "draft weights", "rounds as in f32 by us", "accepted", "tau", "change"]
+    return markdown_table([*head, "tok/s", "target alone tok/s", "speedup"], lines)
 
 
 def sources(rows: Sequence[Row]) -> str:

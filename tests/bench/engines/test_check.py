@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Tally
-from draftsmith.eval.engines.agreement import AgreementRow, Counts
+from draftsmith.eval.decode.answers import Request, Tally
+from draftsmith.eval.engines.agreement import AgreementRow, Counts, Speed
+from draftsmith.eval.engines.llama_cpp import ServerSettings
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
@@ -41,7 +42,10 @@ QUANTIZED = Counts(tokens=30, rounds=12, drafted=60, accepted=18)
 SERVED = replace(
     GREEDY, engine="llama.cpp", version="b1", layout=LLAMA_CPP_LAYOUT, close_calls=("p: output at token 3",)
 )
-ROWS = [GREEDY, SAMPLED, SERVED, replace(SERVED, weights="q4_0", theirs=QUANTIZED, equal_rounds=7, close_calls=())]
+QUANTIZED_ROW = replace(
+    SERVED, weights="q4_0", theirs=QUANTIZED, equal_rounds=7, close_calls=(), speed=Speed(30.0, 20.0, 2)
+)  # fmt: skip
+ROWS = [GREEDY, SAMPLED, SERVED, QUANTIZED_ROW]
 
 
 def write_result(folder: Path, rows: list[AgreementRow], name: str = "vllm-tiny") -> None:
@@ -75,8 +79,8 @@ def test_tables_say_what_the_rows_say(tmp_path: Path) -> None:
     assert agreement[3] == "| tiny | eagle3 | 1 | 5 | 2.900 ± 0.05 | 3.000, 20 | 3.000, 20 (simulated 20) | — |"
     weights = engine_page.weights(rows).splitlines()
     assert weights[2:] == [
-        "| tiny | eagle3 | f32 | 10 of 10 | 20 | 3.000 |  |",
-        "| tiny | eagle3 | q4_0 | 7 of 10 | 18 | 2.500 | -16.7% |",
+        "| tiny | eagle3 | f32 | 10 of 10 | 20 | 3.000 |  | — | — | — |",
+        "| tiny | eagle3 | q4_0 | 7 of 10 | 18 | 2.500 | -16.7% | 30.0 | 20.0 | 1.50× |",
     ]
     assert engine_page.close_calls(rows) == "- tiny, eagle3, llama.cpp: p: output at token 3\n"
     assert "abcdef012 " in engine_page.sources(rows)
@@ -179,6 +183,33 @@ def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
     for engine in ("vllm", "llama.cpp"):
         rows = json.loads((tmp_path / "out" / f"{engine}-tiny.json").read_text())["rows"]
         assert [row["engine"] for row in rows] == [engine]
+
+
+def test_speeds_are_of_servers_that_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    class Server:
+        def __init__(self, program: Path, settings: ServerSettings, log: Path) -> None:
+            self.settings = settings
+
+        def __enter__(self) -> "Server":
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            asked.append("stopped")
+
+        def time(self, prompt: tuple[int, ...], tokens: int) -> tuple[int, float]:
+            asked.append(self.settings.draft and self.settings.draft.name)
+            assert not self.settings.exact
+            return tokens, tokens / {None: 10.0, "a": 20.0, "b": 15.0}[asked[-1]]
+
+    monkeypatch.setattr(engine_compare, "LlamaServer", Server)
+    requests = [Request(name, "s", (1, 2), 8) for name in "xy"]
+    side = SimpleNamespace(requests=requests, lock=threading.RLock())
+    settings = ServerSettings(Path("t"), Path("a"), "s", 3, 64)
+    found = engine_compare._time_llama_cpp(side, Path("p"), settings, {"f32": Path("a"), "q4_0": Path("b")}, tmp_path)
+    assert found == {"f32": Speed(20.0, 10.0, 2), "q4_0": Speed(15.0, 10.0, 2)}
+    assert asked == [None, "a", "b"] * 5 + ["stopped"] * 3
 
 
 def test_heads_are_trained_apart_and_a_failure_names_its_log(

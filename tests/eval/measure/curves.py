@@ -1,4 +1,5 @@
-"""The held-out curves in docs/results, of trainings that reached their end: what forecasts are held against."""
+"""Held-out curves of trainings that reached their end, on the embedded target and on one of 7.5M parameters for real text: what
+forecasts are held against."""
 
 import json
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.eval.measure.forecast import Point
 
-RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
+CURVES = Path(__file__).resolve().parents[2] / "fixtures" / "curves"
 
 
 @dataclass(frozen=True)
@@ -27,15 +28,10 @@ class Curve:
 @cache
 def committed_curves() -> tuple[Curve, ...]:
     """Return every committed curve that reached its end."""
-    found = []
-    for path in sorted((RESULTS / "shared-target" / "train").glob("*/metrics.jsonl")):
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        points = [Point(x["step"], x["tokens"], x["tau"]["overall"]) for x in lines if "tau" in x]
-        found.append(Curve("shared-target", path.parent.name, 5, tuple(points)))
-    for path in sorted((RESULTS / "starts").glob("*.json")):
-        for run in json.loads(path.read_text(encoding="utf-8"))["runs"]:
-            if len(run.get("evaluations", ())) > 2 and "stopped_at_step" not in run:
-                points = [Point(x["step"], x["tokens"], x["heldout_tau"]) for x in run["evaluations"]]
-                k = 4 if "hydra" in run["drafter"] else 5
-                found.append(Curve(path.stem, run["command"], run.get("k", k), tuple(points)))
+    runs = json.loads((CURVES / "real-text.json").read_text(encoding="utf-8"))
+    found = [Curve(x["set"], x["name"], x["k"], tuple(Point(*point) for point in x["points"])) for x in runs]
+    for run in json.loads((CURVES / "embedded.json").read_text(encoding="utf-8"))["runs"]:
+        if len(run["evaluations"]) > 2 and "stopped_at_step" not in run:
+            points = [Point(x["step"], x["tokens"], x["heldout_tau"]) for x in run["evaluations"]]
+            found.append(Curve("embedded", run["command"], run["k"], tuple(points)))
     return tuple(found)

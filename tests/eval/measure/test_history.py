@@ -11,7 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.forecast import Forecast, Point, forecast
 from draftsmith.eval.measure.history import History, read_history, tell, trained_length, untaught
 from draftsmith.heads.vocab import Coverage
-from tests.eval.measure.curves import RESULTS
+from tests.eval.measure.curves import CURVES
 
 COVERAGE = {"training": 1.0, "heldout": 0.91, "heldout_by_slice": {"chat": 0.91}}
 TAUS = (1.2, 1.6, 1.9, 2.1, 2.05, 2.2)
@@ -90,7 +90,7 @@ def test_a_longer_training_is_foretold_from_where_the_rate_had_not_fallen(tmp_pa
 def test_trainings_with_more_data_end_in_the_interval_or_above_it() -> None:
     """The embedded target's, whose pilots take a dozen steps to a hundred: half of the forecasts for twice to five times the data
     hold, and whatever misses them is better than they say."""
-    runs = json.loads((RESULTS / "starts" / "embedded.json").read_text())["runs"]
+    runs = json.loads((CURVES / "embedded.json").read_text())["runs"]
     above = within = 0
     for pilot, whole in (
         (a, b) for a in runs for b in runs if (a["drafter"], a["rates"]) == (b["drafter"], b["rates"])
@@ -120,8 +120,8 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_earlier_versions_and_kills_left(tmp_path: Path) -> None:
-    """The committed runs have another run.json, in the folder of their metrics; a line that a kill cut short is left out."""
-    past = read(RESULTS / "shared-target" / "train" / "eagle3")
+    """Early runs have another run.json, in the folder of their metrics; a line that a kill cut short is left out."""
+    past = read(CURVES.parent / "earlier_run")
     assert (past.answers, past.coverage, past.chance, past.supervised_tokens) == (None, None, None, 3632868)
     assert past.best == past.points[-1]
     run = make_run(tmp_path / "run")

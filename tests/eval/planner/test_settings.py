@@ -46,6 +46,16 @@ def test_only_engines_that_take_the_target_are_started(target: str, engines: set
     assert all(any(name in snippet.text for snippet in snippets) for snippets in found.values())
 
 
+@pytest.mark.parametrize(
+    ("target", "engines"), [("models/m", {"vllm", "sglang", "tensorrt_llm"}), ("m.gguf", {"llama_cpp"})]
+)
+def test_a_head_for_a_gguf_file_is_started_in_llama_cpp(target: str, engines: set[str]) -> None:
+    assert engine_settings(decision(target, method="eagle3")).keys() == engines
+    assert engine_settings(decision(target, method="medusa")).keys() == (
+        set() if target == "m.gguf" else {"medusa", "tensorrt_llm"}
+    )
+
+
 @pytest.mark.parametrize("name", layouts())
 def test_the_layout_of_the_recipe_decides_which_engines_are_started(name: str) -> None:
     layout = layouts()[name]

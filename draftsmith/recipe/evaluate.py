@@ -160,7 +160,7 @@ class EvaluateSpec(FilterSpec):
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
         ways = {
-            (d.tree, d.children, d.depth, d.branching, d.total_tokens, d.confidence_threshold, d.acceptance)
+            (d.tree, d.children, d.depth, d.branching, d.total_tokens, d.confidence_threshold, d.weights, d.acceptance)
             for d in self.drafts
         }
         names = [draft.tree for draft in self.drafts]

@@ -210,13 +210,17 @@ def test_ways_to_draft_take_their_own_keys_only(key: str, value: str, said: str)
 
 
 def test_ways_to_draft_reach_the_evaluation() -> None:
-    drafts = "[{tree: dynamic}, {tree: dynamic, depth: 3, branching: 4, total_tokens: 20}, {tree: medusa_63, children: drawn}]"
+    drafts = (
+        "[{tree: dynamic}, {tree: dynamic, depth: 3, branching: 4, total_tokens: 20}, {tree: medusa_63, children: drawn}, "
+        "{tree: dynamic, weights: int8}]"
+    )
     baselines = "[{kind: prompt_lookup, max_ngram: 4}, {kind: draft_model, path: small}]"
     words = ["--evaluate.min_p", "0.1", "--evaluate.repetition_penalty", "1.2", "--answers.min_p", "0.3"]
     recipe = parse_recipe(["--recipe", TINY, "--evaluate.drafts", drafts, "--evaluate.baselines", baselines, *words])
     spec = recipe.evaluate
     assert [draft.load() for draft in spec.drafts[:2]] == [DynamicTree(6, 8, 60), DynamicTree(3, 4, 20)]
-    assert [draft.drawn for draft in spec.drafts] == [False, False, True]
+    assert [draft.drawn for draft in spec.drafts] == [False, False, True, False]
+    assert [draft.weights for draft in spec.drafts] == [None, None, None, "int8"]
     assert [(b.kind, b.path, b.max_ngram) for b in spec.baselines] == [
         ("prompt_lookup", None, 4),
         ("draft_model", "small", None),

@@ -25,12 +25,14 @@ from draftsmith.eval.report.page_model import (
     times,
 )
 from draftsmith.heads.formats.engines import ENGINES
+from draftsmith.heads.target.gguf_file import is_gguf
 
 
 @dataclass(frozen=True)
 class Banner:
     """The top of the page. kind: good, bad or unsure, which decides a colour; figure: (the number, what it is); settings: (where they
-    go, what to paste); warnings: why the numbers should not be quoted."""
+    go, what to paste); warnings: why the numbers should not be
+    quoted, or are not those of the engine."""
 
     kind: str
     action: str
@@ -40,6 +42,12 @@ class Banner:
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
+
+_NOT_LLAMA_CPP = (
+    "Not timed in llama.cpp: there a pass multiplies the file's quantized weights, and over several tokens it can take several times one "
+    "over a single token, so that the same tau brings less or nothing. Start llama-server with and without the draft, and let "
+    "`draftsmith costs --server URL --server URL` decide."
+)
 
 _KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: "bad", Action.MORE_DATA: "bad"}
 
@@ -52,6 +60,8 @@ def banner(view: View) -> Banner:
     if decision is None:
         return _unplanned(view, tuple(warnings))
     verdict, plan = decision.verdict, decision.plan
+    if is_gguf(plan.results[0].target.path) and not plan.table.servers:
+        warnings.append(_NOT_LLAMA_CPP)
     gains, _ = plan.gains(verdict.option)
     temperatures = [r.settings.temperature for r in plan.results]
     k, tau = verdict.option.num_speculative_tokens, number(verdict.option.tau)

@@ -207,7 +207,9 @@ def _serve(
         own = {"method": METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": side.K}
         model, speculative = side.served.folder, own | MORE.get(layout, {}) | how
     eos_ids = side.target.eos_ids
-    settings = VllmSettings(home, model.resolve(), speculative, side.context, eos_ids, temperatures)
+    # Where a draft behind the longest text of a batch would not fit, vLLM drafts for none of its rows.
+    context = min(side.target.context_length, side.context + side.K)
+    settings = VllmSettings(home, model.resolve(), speculative, context, eos_ids, temperatures)
     return run_vllm(settings, side.requests, folder)
 
 

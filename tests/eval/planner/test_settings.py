@@ -52,7 +52,7 @@ def test_only_engines_that_take_the_target_are_started(target: str, engines: set
 def test_a_head_for_a_gguf_file_is_started_in_llama_cpp(target: str, engines: set[str]) -> None:
     assert engine_settings(decision(target, method="eagle3")).keys() == engines
     assert engine_settings(decision(target, method="medusa")).keys() == (
-        set() if target == "m.gguf" else {"medusa", "tensorrt_llm"}
+        set() if target == "m.gguf" else {"medusa_original", "tensorrt_llm"}
     )
 
 

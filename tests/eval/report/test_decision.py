@@ -42,6 +42,17 @@ def test_a_busy_machine_is_said_before_anything_else() -> None:
     assert "do not quote" not in render_html(quiet.plan.results, quiet)
 
 
+def test_a_gguf_target_is_still_to_be_timed_in_llama_cpp() -> None:
+    found = decided(target=replace(result(0, GOOD).target, path="models/my.Q4_1.gguf"))
+    for shown in (render_html(found.plan.results, found), render_markdown(found.plan.results, found)):
+        assert (
+            "draftsmith costs --server URL --server URL"
+            in shown[shown.index("Not timed in llama.cpp") : shown.index("Deploy eagle3")]
+        )
+    other = decided()
+    assert "Not timed in" not in render_html(other.plan.results, other)
+
+
 def test_every_place_of_the_plan_is_in_a_table() -> None:
     decision = decided(price=3.6)
     text = render_markdown(decision.plan.results, decision)

@@ -10,7 +10,7 @@ from draftsmith.eval.measure.result import read_result
 from tests.bad_inputs.cases import Case, Table, cut, edit_json, link, nested, pipe, remove, replace_by_folder, write
 
 FILE = "result.json"
-RESULT = Path(__file__).parents[2] / "docs" / "results" / "decoder" / "trees" / "t0" / FILE
+RESULT = Path(__file__).parents[2] / "docs" / "results" / "smollm2" / "eagle3" / "simulated" / "t0" / FILE
 
 
 def make(folder: Path) -> None:

@@ -11,6 +11,7 @@ from itertools import count
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
+from urllib.error import HTTPError
 
 import torch
 from torch import Tensor
@@ -51,14 +52,15 @@ class AnswerServer(ModelServer):
             )
 
     def answer(self, request: Request, sampling: Sampling, stopped: Event) -> Generation:
-        """Answer `request`, in up to four attempts until `stopped` is set. Random numbers are the server's own."""
+        """Answer `request`, in up to four attempts until `stopped` is set, one where it is refused. Random numbers are the server's own."""
         body = self._body(request, sampling)
         for wait in (*_WAITS, None):
             try:
                 found = self.post(self._path, body)
                 break
-            except UserError:
-                if wait is None or stopped.wait(wait):
+            except UserError as error:
+                refused = isinstance(error.__cause__, HTTPError) and error.__cause__.code in range(400, 500)
+                if wait is None or refused or stopped.wait(wait):
                     raise
         try:
             ids, reason = self._read(found)
@@ -96,7 +98,7 @@ def _llama_body(request: Request, sampling: Sampling) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
-        "repeat_last_n": -1,
+        "repeat_last_n": len(request.prompt_ids) + request.max_new_tokens,
         "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],
         "return_tokens": True,
     }

@@ -46,7 +46,7 @@ class Banner:
 _NOT_LLAMA_CPP = (
     "Not timed in llama.cpp: there a pass multiplies the file's quantized weights, and over several tokens it can take several times one "
     "over a single token, so that the same tau brings less or nothing. Start llama-server with and without the draft, and let "
-    "`draftsmith costs --server URL --server URL` decide."
+    "draftsmith costs --server URL --server URL decide."
 )
 
 _KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: "bad", Action.MORE_DATA: "bad"}

@@ -96,6 +96,12 @@ def test_a_request_that_fails_is_sent_again_and_then_said(monkeypatch: pytest.Mo
         server = AnswerServer(url, ["target"])
         assert [a.output_ids for a in answer_all([server], REQUESTS, Sampling(1.0), 4)] == [[i + 3] for i in range(12)]
     assert len(failed) == 2
+    refusing = Engine(reply=lambda asked: (400, {"error": "too long"}))
+    with serving(refusing) as url:
+        server = AnswerServer(url, ["target"])
+        with pytest.raises(UserError, match=r"status 400\): it says .*too long"):
+            list(answer_all([server], REQUESTS[:1], Sampling(1.0), 1))
+    assert len(refusing.asked) == 1, "what is refused is not asked for again"
     with serving(Engine(reply=lambda asked: (503, {"error": "full"}))) as url:
         server = AnswerServer(url, ["target"])
         with pytest.raises(UserError, match=rf"{url} refuses /v1/completions \(status 503\): it says .*full"):

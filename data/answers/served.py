@@ -177,9 +177,8 @@ def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling, m
     for sample in samples:
         if tokens >= most:
             break
-        rows_R = sample.mask.nonzero().flatten()
-        ids = torch.as_tensor(sample.ids, device=target.device).long()
-        rows_R = torch.as_tensor(rows_R, device=target.device)
+        ids = sample.ids.to(target.device)
+        rows_R = sample.mask.nonzero().flatten().to(target.device)
         last = target.forward(ids[None]).last[0]
         logits_RV = target.head.logits(last[rows_R - 1]).float()
         if sampling.repetition_penalty != 1:

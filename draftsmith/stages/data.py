@@ -47,7 +47,8 @@ def answers_stage(session: Session) -> Path | None:
     if not spec.regenerate:
         return None
     path, inputs = answers_file(session), answer_inputs(session)
-    servers = [] if session.data.holds("answers", inputs) else _answer_servers(session)
+    # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
+    servers = _answer_servers(session) if spec.servers and not session.data.holds("answers", inputs) else []
     _grow(session, "answers", inputs, {"conversations"}, keep_answers, path)
     if session.begin("answers", inputs):
         return path

@@ -31,8 +31,7 @@ from draftsmith.heads.target.gguf_file import is_gguf
 @dataclass(frozen=True)
 class Banner:
     """The top of the page. kind: good, bad or unsure, which decides a colour; figure: (the number, what it is); settings: (where they
-    go, what to paste); warnings: why the numbers should not be
-    quoted, or are not those of the engine."""
+    go, what to paste); warnings: why the numbers should not be quoted, or are not those of the engine."""
 
     kind: str
     action: str

@@ -105,22 +105,6 @@ def _decoded(entry: Entry) -> Entry:
     return decoded["at"] if decoded and decoded["head"] == entry["row"]["head"] else {}
 
 
-def headline(folder: Path, order: Sequence[str]) -> str:
-    """Return the README's table: a row per drafter of a folder of result files, each with its own draft length."""
-    entries = read_entries(folder, order)
-    temperatures = _temperatures(entries)
-    head = ["drafter", "trained parameters", "K"]
-    head += [f"{what} T={t}" for t in temperatures for what in ("tau", "speedup")]
-    lines = []
-    for entry in entries:
-        run, decoded = entry["row"], _decoded(entry)
-        cells = [_name(entry, run), f"{run['parameters'] / 1e6:.2f}M", str(run["K"])]
-        for t in temperatures:
-            cells += [_tau(run, t, run["K"]), _speedup(decoded.get(t, {}))]
-        lines.append(cells)
-    return markdown_table(head, lines)
-
-
 def overview(entries: Sequence[Entry]) -> str:
     """A row per drafter: size, training, cost, tau at both temperatures, measured speedup."""
     temperatures = _temperatures(entries)

@@ -9,8 +9,6 @@ from draftsmith.cli.commands import COMMANDS
 from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.report import headline_markdown
 from scripts.bench.decoder.bench import read_bench, render
-from scripts.bench.drafters.page import render as render_drafters
-from scripts.bench.drafters.table import DRAFTERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,12 +35,6 @@ def test_tables_of_the_decoding_bench_are_those_of_committed_results() -> None:
 
 def test_readme_shows_a_table_of_results() -> None:
     assert BLOCK.search((ROOT / "README.md").read_text(encoding="utf-8"))
-
-
-def test_the_page_of_drafters_is_that_of_the_committed_results() -> None:
-    folder = ROOT / "docs" / "results" / "drafters"
-    page = render_drafters(folder, [s.name for s in DRAFTERS])
-    assert (folder / "README.md").read_text(encoding="utf-8") == page, "run python -m scripts.bench.drafters --page"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -32,6 +32,7 @@ from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.target.target import Target
+from draftsmith.memory import HeldMemory
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
 from draftsmith.train.heldout import (
@@ -170,6 +171,7 @@ class _Run:
             if tracker:
                 tracker.foresee(record, self.total, self.draft_length)
                 tracker.log(record)
+        held = HeldMemory()
         bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
         self.pace = Pace(progress.tokens)
         foreseen: Forecast | None = None
@@ -179,6 +181,7 @@ class _Run:
                 before = time.perf_counter()
                 for window in self._windows(progress.step):
                     record, progress = self._step(window, progress)
+                    held.step_ended()
                     self.pace.seconds += time.perf_counter() - before
                     if progress.step in self.eval_steps:
                         progress = self._evaluate(record, progress)

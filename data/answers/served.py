@@ -59,7 +59,8 @@ class AnswerServer(ModelServer):
                 found = self.post(self._path, body)
                 break
             except UserError as error:
-                refused = isinstance(error.__cause__, HTTPError) and error.__cause__.code in range(400, 500)
+                status = error.__cause__.code if isinstance(error.__cause__, HTTPError) else 0
+                refused = status in range(400, 500) and status not in (408, 429)  # too slow, or too much at once
                 if wait is None or refused or stopped.wait(wait):
                     raise
         try:

@@ -1,19 +1,14 @@
-"""Where a run computes: the device, the processes that share it, and how memory of the CPU is kept."""
+"""Where a run computes: the device, and the processes that share it."""
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from draftsmith.errors import UserError
+from draftsmith.memory import keep_freed_memory
 from draftsmith.train.meeting import STEP, meeting
 from draftsmith.train.world import world
-
-# From <malloc.h>.
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
-_KEPT = 2**31 - 1
 
 
 def choose_device(named: str) -> str:
@@ -53,20 +48,3 @@ def main_process_first(device: str) -> Iterator[bool]:
     PartialState(cpu=device == "cpu", timeout=STEP)
     with met.first() as first:
         yield first
-
-
-def keep_freed_memory() -> bool:
-    """Let malloc keep the memory of freed tensors for the next ones; return whether malloc accepted the settings.
-
-    glibc gives a tensor of 32 MiB or more a mapping of its own, and takes it back when the tensor is freed: every use
-    then touches fresh pages, which the kernel has to clear first, dozens of times in a training step. Kept memory stays
-    with the process until it ends, at most as much as was in use at once. Does nothing outside glibc.
-    """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
-        return False
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _KEPT), (_M_TOP_PAD, 64 * 2**20))
-    return all([mallopt(name, value) == 1 for name, value in settings])  # noqa: C419 - every setting is made

@@ -20,11 +20,6 @@ def tau_of_alphas(alpha_at: Sequence[float]) -> float:
     return tau_of_rates(list(accumulate(alpha_at, mul)))
 
 
-def tau_of_alpha(alpha: float, num_speculative_tokens: int) -> float:
-    """Return tau where every position is accepted with the same conditional probability `alpha`."""
-    return tau_of_alphas([alpha] * num_speculative_tokens)
-
-
 @dataclass(frozen=True)
 class RoundCost:
     """What a round costs, in milliseconds, or in any other unit that all four share.

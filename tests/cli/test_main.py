@@ -82,7 +82,7 @@ def test_every_command_has_a_help_of_its_own(name: str, capsys: pytest.CaptureFi
 
 
 def test_help_follows_the_method(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--method", "medusa"], ["--recipe", str(ROOT / "recipes/medusa/shared-target.yaml"), "--head", "x"]):
+    for words in (["--method", "medusa"], ["--recipe", str(ROOT / "recipes/medusa/smollm2-135m.yaml"), "--head", "x"]):
         assert main(["evaluate", *words, "-h"]) == 0
         assert "--head.num_heads" in capsys.readouterr().out
 

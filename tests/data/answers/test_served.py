@@ -82,14 +82,15 @@ def test_several_servers_share_the_prompts_and_slow_answers_hold_up_none() -> No
     assert sorted(a["prompt"][-1] for e in engines for a in e.asked) == list(range(3, 15))
 
 
-def test_a_request_that_fails_is_sent_again_and_then_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_request_that_fails_is_sent_again_and_then_said(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "_WAITS", (0.01, 0.01))
     failed = []
 
     def flaky(asked: dict[str, Any]) -> tuple[int, Any]:
         if asked["prompt"][-1] == 5 and len(failed) < 2:
             failed.append(asked)
-            return 503, {"error": "loading"}
+            return status, {"error": "loading"}
         return 200, as_vllm([asked["prompt"][-1]], False)
 
     with serving(Engine(reply=flaky)) as url:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from draftsmith.eval.planner.arithmetic import RoundCost, tau_of_alpha, tau_of_alphas, tau_of_rates
+from draftsmith.eval.planner.arithmetic import RoundCost, tau_of_alphas, tau_of_rates
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ def test_conditional_rates_give_the_published_tau() -> None:
 def test_one_acceptance_pays_or_not_by_what_a_verify_pass_costs(verify: float, speedup: float) -> None:
     """alpha 0.769, K 4, a drafted token costs 0.130 of a target step."""
     cost = RoundCost(alone=1.0, verify=verify, draft=4 * 0.130)
-    assert cost.speedup(tau_of_alpha(0.769, 4)) == pytest.approx(speedup, abs=0.005)
+    assert cost.speedup(tau_of_alphas([0.769] * 4)) == pytest.approx(speedup, abs=0.005)
 
 
 def test_a_constant_rate_is_the_geometric_sum() -> None:
-    assert tau_of_alpha(0.8, 3) == pytest.approx((1 - 0.8**4) / (1 - 0.8))
-    assert tau_of_alpha(0.0, 5) == 1
-    assert tau_of_alpha(1.0, 5) == 6
+    assert tau_of_alphas([0.8] * 3) == pytest.approx((1 - 0.8**4) / (1 - 0.8))
+    assert tau_of_alphas([0.0] * 5) == 1
+    assert tau_of_alphas([1.0] * 5) == 6
     assert tau_of_rates(()) == 1
 
 

@@ -1,1 +1,0 @@
-"""Comparison of all drafters on one target."""

@@ -1,1 +1,0 @@
-"""Trainers of other packages, for comparison."""

@@ -9,6 +9,7 @@ S slots, h key/value heads, d head dim, M tensors of one shape (keys and values 
 `run_draft`: A aux layers, H target hidden.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,18 +49,6 @@ class WriteRange:
     def single(self) -> bool:
         """Whether there is one row alone, whose new entries are then one slice."""
         return self.rows_b is None and len(self.lengths_B) == 1
-
-    def store(self, buffer_BhSd: Tensor, new_BhNd: Tensor) -> Tensor:
-        """Write new entries into a layer's buffer; return the visible slots [b, h, S, d] of the rows written."""
-        visible_BhSd = buffer_BhSd.narrow(2, 0, self.visible)
-        if self.single:
-            buffer_BhSd.narrow(2, self.longest, self.count).copy_(new_BhNd)
-            return visible_BhSd
-        device = self.lengths_B.device
-        rows_B = torch.arange(len(self.lengths_B), device=device) if self.rows_b is None else self.rows_b
-        slots_BN = self.lengths_B[:, None] + torch.arange(self.skip, self.skip + self.count, device=device)
-        buffer_BhSd.transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
-        return visible_BhSd if self.rows_b is None else visible_BhSd[self.rows_b]
 
 
 class TensorShape(NamedTuple):
@@ -116,9 +105,9 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: "KVCache") -> None:
+    def __init__(self, cache: "KVCache", places: "tuple[_Place, _Place] | None") -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, self.places = cache, places
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -126,10 +115,9 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        assert self.keys is not None
-        assert self.values is not None
-        at = self.cache.staged
-        return at.store(self.keys, key_states), at.store(self.values, value_states)
+        assert self.places is not None
+        keys, values = self.places
+        return self.cache.store(keys, key_states), self.cache.store(values, value_states)
 
     def get_seq_length(self) -> int:
         return self.cache.staged.longest
@@ -141,6 +129,13 @@ class _Layer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.staged.visible, 0
+
+
+class _Place(NamedTuple):
+    """Where a layer's keys or values are: tensor `number` of the buffer of their shape."""
+
+    kind: TensorShape
+    number: int
 
 
 class KVCache(Cache):
@@ -170,15 +165,19 @@ class KVCache(Cache):
         self.shapes = tuple(shapes)
         self._lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.staged = WriteRange(self._lengths_B, 0, 0)
-        super().__init__(layers=[_Layer(self) for _ in shapes])
-        tensors = [tensor for shape in self.shapes if shape is not None for tensor in shape]
+        self._views: dict[TensorShape, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        counts: Counter[TensorShape] = Counter()
+
+        def place(kind: TensorShape) -> _Place:
+            counts[kind] += 1
+            return _Place(kind, counts[kind] - 1)
+
+        places = [None if shape is None else (place(shape.keys), place(shape.values)) for shape in self.shapes]
+        super().__init__(layers=[_Layer(self, pair) for pair in places])
         self.buffers: dict[TensorShape, Tensor] = {
-            kind: torch.zeros(
-                tensors.count(kind), rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device
-            )
-            for kind in dict.fromkeys(tensors)
+            kind: torch.zeros(count, rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device)
+            for kind, count in counts.items()
         }
-        self._share_buffers()
 
     @classmethod
     def for_target(cls, target: Target, rows: int, capacity: int) -> "KVCache":
@@ -198,12 +197,32 @@ class KVCache(Cache):
         lengths_B = self._lengths_B if rows_b is None else self._lengths_B[rows_b]
         longest = int(lengths_B.max()) if longest is None else longest
         self.staged = WriteRange(lengths_B, count, longest + skip, rows_b, skip)
+        self._views.clear()
         assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
         return self.staged
 
     def write(self, layer: int, keys_bhNd: Tensor, values_bhNd: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's keys and values to the staged slots; return its visible ones, [b, h, S, d] each."""
         return self.layers[layer].update(keys_bhNd, values_bhNd)
+
+    def store(self, place: _Place, new_BhNd: Tensor) -> Tensor:
+        """Write a layer's new keys or values to the staged slots; return the visible ones [b, h, S, d] of the rows written."""
+        at, kind = self.staged, place.kind
+        if kind not in self._views:
+            # Of all layers at once: a slice costs as much as a small product.
+            buffer = self.buffers[kind]
+            written = buffer.narrow(3, at.longest, at.count).unbind(0) if at.single else ()
+            self._views[kind] = buffer.narrow(3, 0, at.visible).unbind(0), written
+        visible_BhSd = self._views[kind][0][place.number]
+        if at.single:
+            self._views[kind][1][place.number].copy_(new_BhNd)
+            return visible_BhSd
+        device = at.lengths_B.device
+        rows_B = torch.arange(len(at.lengths_B), device=device) if at.rows_b is None else at.rows_b
+        slots_BN = at.lengths_B[:, None] + torch.arange(at.skip, at.skip + at.count, device=device)
+        # Rows that do not matter may write behind what is visible.
+        self.buffers[kind][place.number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
+        return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b]
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
         """Keep the first `count` entries that the last forward wrote to each row, or to each of `rows_b`."""
@@ -242,14 +261,7 @@ class KVCache(Cache):
         """Keep only the batch rows `rows` (finished rows leave)."""
         self._lengths_B = self._lengths_B[rows]
         self.buffers = {kind: buffer[:, rows] for kind, buffer in self.buffers.items()}
-        self._share_buffers()
-
-    def _share_buffers(self) -> None:
-        """Make every layer's keys and values views of the buffers."""
-        views = {kind: iter(buffer.unbind(0)) for kind, buffer in self.buffers.items()}
-        for layer, shape in zip(self.layers, self.shapes, strict=True):
-            layer.keys = None if shape is None else next(views[shape.keys])
-            layer.values = None if shape is None else next(views[shape.values])
+        self._views.clear()
 
 
 def build_mask(
@@ -292,8 +304,8 @@ def attention_masks(
 
     def build(window: int | None) -> Tensor:
         mask = build_mask(lengths_B, draft.ancestors_BNN, visible, draft.depth_BN, window)
-        if config._attn_implementation == "eager":
-            # Eager attention adds the mask to the scores.
+        if config._attn_implementation == "eager" or mask.device.type == "cpu":
+            # Eager attention adds the mask to the scores, as does the kernel of CPUs, which would convert it in every layer.
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         return mask
 

@@ -40,10 +40,11 @@ from draftsmith.heads.base import (
 )
 from draftsmith.heads.block.options import BlockOptions, check_block
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
-from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, RMSNorm, Rotary, rotate
+from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, Rotary, rotate
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
+from draftsmith.heads.target.norms import RMSNorm
 from draftsmith.heads.target.target import Target, TargetHead
 from draftsmith.heads.target.tokens import choose_mask_token
 

@@ -18,8 +18,9 @@ from draftsmith.heads.base import Drafts, Reads, Trains, layer_ids_of
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle.options import DraftShape
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
-from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, RMSNorm, Rotary
+from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import start_norm
+from draftsmith.heads.target.norms import RMSNorm
 from draftsmith.heads.target.probe import probe_ids
 from draftsmith.heads.target.target import Target
 

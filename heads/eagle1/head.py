@@ -26,8 +26,9 @@ from draftsmith.heads.base import Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
-from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, RMSNorm, Rotary
+from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
 from draftsmith.heads.layers.from_target import embedding_scale
+from draftsmith.heads.target.norms import RMSNorm
 from draftsmith.heads.target.target import Target, TargetHead
 
 

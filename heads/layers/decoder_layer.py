@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
+from draftsmith.heads.target.norms import RMSNorm
 from draftsmith.heads.target.products import linear
 from draftsmith.heads.target.target import Derived, Weights
 
@@ -42,16 +43,6 @@ class Rotary(LlamaRotaryEmbedding):
         for name, buffer in self.named_buffers():
             setattr(self, name, buffer.to(fn(buffer).device))
         return self
-
-
-class RMSNorm(LlamaRMSNorm):
-    """Llama's RMSNorm, which without gradients runs as one operation: launching several takes most of a small norm's time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
-            return super().forward(x)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

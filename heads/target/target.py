@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from draftsmith.errors import UserError
 from draftsmith.heads.target.files import eos_ids_of, fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity, identify_directory
+from draftsmith.heads.target.norms import fuse_norms
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.probe import check_target
 from draftsmith.heads.target.products import linear, pack_linears
@@ -293,6 +294,7 @@ def load_target(
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)
     pack_linears(target.model)
+    fuse_norms(target.model)
     return target
 
 

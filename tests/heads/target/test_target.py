@@ -87,6 +87,15 @@ def test_forward_with_a_cache_equals_one_pass(kind: str) -> None:
         torch.testing.assert_close(part.last, whole.last[:, start:end], rtol=1e-4, atol=1e-4)
 
 
+def test_the_self_check_leaves_no_hooks_behind(tmp_path: Path) -> None:
+    target = load_target(save_tiny_target(tmp_path, "llama"))
+    assert not any(module._forward_hooks for module in target.model.modules())
+    ids = torch.arange(6)[None]
+    states = target.model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == target.num_layers + 1, "which may still be asked for"
+    assert torch.equal(states[2], target.forward(ids, layer_ids=(2,)).aux)
+
+
 def test_forward_without_layers_and_without_gradients() -> None:
     seen = memory_target().forward(random_ids())
     assert seen.aux.shape == (2, 24, 0)

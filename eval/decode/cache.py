@@ -302,10 +302,14 @@ def attention_masks(
     Raises UserError for layers whose past is neither full nor a sliding window.
     """
 
+    # Eager attention adds the mask to the scores, as does the kernel of CPUs, which would convert it in every layer.
+    added = config._attn_implementation == "eager" or lengths_B.device.type == "cpu"
+
     def build(window: int | None) -> Tensor:
+        if added and window is None and draft.tokens_BN.numel() == 1:  # the target alone, which sees all
+            return torch.zeros(1, 1, 1, visible, dtype=dtype, device=lengths_B.device)
         mask = build_mask(lengths_B, draft.ancestors_BNN, visible, draft.depth_BN, window)
-        if config._attn_implementation == "eager" or mask.device.type == "cpu":
-            # Eager attention adds the mask to the scores, as does the kernel of CPUs, which would convert it in every layer.
+        if added:
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         return mask
 

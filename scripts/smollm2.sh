@@ -28,14 +28,12 @@ while [ $# -gt 0 ]; do
             ;;
         --small)
             size=small
-            less=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4
-                --evaluate.max_new_tokens 64 --evaluate.temperatures '[0.0]' --evaluate.repeats 1 --evaluate.plan_batches '[1]')
+            less=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4 --evaluate.max_new_tokens 64)
             ;;
         --tiny)
             size=tiny
             less=(--data.limit 100 --data.heldout 10 --answers.max_new_tokens 64 --train.evaluations 3 --evaluate.per_slice 1
-                --evaluate.num_speculative_tokens 2 --evaluate.max_k 3 --evaluate.max_new_tokens 48 --evaluate.temperatures '[0.0]'
-                --evaluate.repeats 1 --evaluate.plan_batches '[1]')
+                --evaluate.num_speculative_tokens 2 --evaluate.max_k 3 --evaluate.max_new_tokens 48)
             ;;
         *) break ;;
     esac
@@ -43,7 +41,8 @@ while [ $# -gt 0 ]; do
 done
 recipe=(--recipe "recipes/$method/smollm2-135m.yaml")
 if [ -n "$size" ]; then
-    recipe+=(--name "${method//_/-}-smollm2-135m-$size" "${less[@]}")
+    recipe+=(--name "${method//_/-}-smollm2-135m-$size" "${less[@]}" --evaluate.temperatures '[0.0]' --evaluate.repeats 1
+        --evaluate.plan_batches '[1]')
     [ "$method" = eagle3 ] || recipe+=(--data_dir "runs/eagle3-smollm2-135m-$size")
 fi
 

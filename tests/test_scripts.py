@@ -568,4 +568,6 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
         for size, limit in (("small", 300), ("tiny", 100)):
             name = f"--name {method.replace('_', '-')}-smollm2-135m-{size} --data.limit {limit}"
             assert (name in line) == (f"--{size}" in words)
-            assert (f"--data_dir runs/eagle3-smollm2-135m-{size}" in line) == (f"--{size}" in words and method != "eagle3")
+            assert (f"--data_dir runs/eagle3-smollm2-135m-{size}" in line) == (
+                f"--{size}" in words and method != "eagle3"
+            )

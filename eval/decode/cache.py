@@ -165,6 +165,7 @@ class KVCache(Cache):
         self.shapes = tuple(shapes)
         self._lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
         self.staged = WriteRange(self._lengths_B, 0, 0)
+        # Of the forward under way: the visible slots of every tensor of a shape, and those that a single row writes.
         self._views: dict[TensorShape, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
         counts: Counter[TensorShape] = Counter()
 

@@ -18,7 +18,7 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
+from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.measure.conditions import Thinking, acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
@@ -27,8 +27,10 @@ from draftsmith.eval.measure.measure import (
     collect_texts,
     measure_change,
     measure_pick,
+    sum_prompts,
     summarize,
     sweep_point,
+    tau_interval,
 )
 from draftsmith.eval.measure.quality import judge_answer
 from draftsmith.eval.measure.result import (
@@ -247,18 +249,20 @@ class Evaluator:
     ) -> DrafterResult:
         """Return a drafter's measures on the target's own answers. changed: by `measure_change`, for a tuned target."""
 
+        expected = [of_answer[c.num_speculative_tokens - 1] for of_answer in tallies]
+        prompts = sum_prompts((g, None, tally) for g, tally in zip(generations, expected, strict=True))
+
         def scope(slice_name: str | None) -> Measures:
             places = [i for i, g in enumerate(generations) if slice_name in (None, g.request.slice)]
             sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(c.max_k)]
             chosen = sweep[c.num_speculative_tokens - 1]
             points = tuple(sweep_point(c, n + 1, t) for n, t in enumerate(sweep))
+            names = dict.fromkeys(generations[i].request.sample_id for i in places)
             return Measures(
-                prompts=len({generations[i].request.sample_id for i in places}),
+                prompts=len(names),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
-                tau_simulated_interval=bootstrap_tau(
-                    (generations[i].request.sample_id, tallies[i][c.num_speculative_tokens - 1]) for i in places
-                ),
+                tau_simulated_interval=tau_interval((prompts[name] for name in names), simulated=True),
                 acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),
@@ -266,7 +270,7 @@ class Evaluator:
                     c.trained_length,
                     self._thinking,
                     [],
-                    [(generations[i], tallies[i][c.num_speculative_tokens - 1]) for i in places],
+                    [(generations[i], expected[i]) for i in places],
                 ),
                 k_sweep=points,
                 looping=sum(is_looping(generations[i].output_ids) for i in places) / len(places),
@@ -274,7 +278,7 @@ class Evaluator:
             )
 
         slices = dict.fromkeys(r.slice for r in self.requests)
-        return DrafterResult(scope(None), {name: scope(name) for name in slices}, c.info)
+        return DrafterResult(scope(None), {name: scope(name) for name in slices}, c.info, prompts)
 
     def _judge(self, generation: Generation) -> dict[str, bool]:
         """Return what can be told of an answer."""

@@ -3,14 +3,11 @@
 Checked with llama.cpp of the sdist llama-cpp-python 0.3.36; the rules of counting are in `counted_by_llama_cpp`.
 """
 
-import json
 import os
 import re
 import socket
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+from draftsmith.foreign.server import ModelServer
 
 DRAFT_MODEL = "draft-simple"
 """What --spec-type calls an ordinary model that drafts."""
@@ -81,7 +79,6 @@ class LlamaServer:
 
     def __init__(self, program: Path, settings: ServerSettings, log: Path, timeout: float = 120) -> None:
         self.program, self.settings, self.log, self.timeout = program, settings, log, timeout
-        self.url = ""
         self.end_ids: tuple[int, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._read = 0
@@ -90,7 +87,7 @@ class LlamaServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
+        self.http = ModelServer(f"http://127.0.0.1:{port}", f"the server whose log is {self.log}")
         # Variables named LLAMA_ARG_... are flags too.
         env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
         env["LLAMA_TRACE"] = "1"
@@ -115,18 +112,18 @@ class LlamaServer:
         # With less room the server would cut the last drafts, or the answer itself.
         assert len(prompt_ids) + max_new_tokens < self.settings.context
         wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False, "return_tokens": True}
-        found = self._ask("/completion", GREEDY | wanted)
+        found = self.http.post("/completion", GREEDY | wanted)
         return EngineAnswer(sample_id, tuple(found["tokens"]), self._rounds(found["timings"]))
 
     def time(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, float]:
         """Answer one prompt at temperature 0; return its tokens and the seconds they took, both without the first one's."""
         wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False}
-        timings = self._ask("/completion", GREEDY | wanted)["timings"]
+        timings = self.http.post("/completion", GREEDY | wanted)["timings"]
         return timings["predicted_n"] - 1, timings["predicted_ms"] / 1000
 
     def version(self) -> str:
         """Return the build that the server names."""
-        return str(self._ask("/props", None)["build_info"])
+        return str(self.http.ask("/props")["build_info"])
 
     def _rounds(self, timings: dict[str, Any]) -> tuple[EngineRound, ...]:
         """Read the rounds of the last answer, which may reach the log a little later than the client."""
@@ -147,18 +144,6 @@ class LlamaServer:
                 )
             time.sleep(0.02)
 
-    def _ask(self, path: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            said = error.read().decode("utf-8", errors="replace").strip()
-            raise UserError(f"llama-server refused {path}: {said}") from error
-        except OSError as error:
-            raise UserError(f"llama-server did not answer {path} ({error}): see {self.log}.") from error
-
     def _wait(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + self.timeout
@@ -167,9 +152,9 @@ class LlamaServer:
                 raise UserError(f"llama-server ended while it loaded: {_last_line(self.log)} (see {self.log}).")
             try:
                 # 503 while it loads.
-                with urllib.request.urlopen(self.url + "/health", timeout=5):
-                    break
-            except OSError:
+                self.http.get("/health")
+                break
+            except UserError:
                 time.sleep(0.05)
         else:
             raise UserError(f"llama-server was not ready after {self.timeout:g} seconds: see {self.log}.")

@@ -4,8 +4,8 @@ Shapes: K speculative tokens.
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,11 +28,6 @@ class Text:
     decoded: Tally
     simulated: list[Tally]
 
-    @property
-    def prompt(self) -> str:
-        """The id of the prompt that it answers."""
-        return self.generation.request.sample_id
-
 
 def mean_tau(texts: Sequence[Text]) -> float | None:
     """Return the mean of the answers' own tau, each answer weighing the same."""
@@ -40,20 +35,22 @@ def mean_tau(texts: Sequence[Text]) -> float | None:
     return sum(ratios) / len(ratios) if ratios else None
 
 
-def bootstrap_tau(answers: Iterable[tuple[str, Tally]], draws: int = 1000) -> "tuple[float, float] | None":
+def bootstrap_tau(
+    prompts: Sequence[tuple[float, float]], before: Sequence[tuple[float, float]] | None = None, draws: int = 1000
+) -> tuple[float, float] | None:
     """Return the 95% interval of tau by resampling prompts, None where there are fewer than FEWEST_PROMPTS.
 
-    answers: the prompt's id and the tally, decoded or simulated, of each; all answers to one prompt stay together.
+    prompts: tokens and rounds of each, all answers to it together. before: those of the same prompts in the same order with another
+    drafter; the interval is then of tau minus the other one's tau, on the same resampled prompts.
     """
-    by_prompt: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))
-    for prompt, tally in answers:
-        by_prompt[prompt] += (tally.tokens, tally.rounds)
-    pairs = np.array([pair for pair in by_prompt.values() if pair[1] > 0])
-    if len(pairs) < FEWEST_PROMPTS:
+    sides = np.array([prompts] if before is None else [prompts, before]).reshape(1 + (before is not None), -1, 2)
+    sides = sides[:, (sides[..., 1] > 0).all(0)]
+    if sides.shape[1] < FEWEST_PROMPTS:
         return None
-    picks = np.random.default_rng(0).integers(0, len(pairs), (draws, len(pairs)))
-    sums = pairs[picks].sum(1)
-    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    picks = np.random.default_rng(0).integers(0, sides.shape[1], (draws, sides.shape[1]))
+    sums = sides[:, picks].sum(2)
+    taus = sums[..., 0] / sums[..., 1]
+    low, high = np.percentile(taus[0] if before is None else taus[0] - taus[1], [2.5, 97.5])
     return float(low), float(high)
 
 

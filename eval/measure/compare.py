@@ -2,10 +2,11 @@
 
     draftsmith compare OLD/result.json NEW/result.json
 
-A result holds no figures of single prompts, so that the interval of a difference is made from the intervals of the two
-numbers, as if they were independent: distances to the ends of both are added in squares (Zou and Donner, Statistics in
-Medicine 27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics in Medicine 17, 1998). Two results on the
-same prompts rather move together, so the interval is too wide: what is called beyond noise is, a smaller change may be missed.
+The interval of a change of tau is over pairs: both results on the same resampled prompts, as a prompt that one drafter finds hard
+the other one does too. Results of schema versions before 9 hold no figures of single prompts, and other numbers have none: there the
+interval of a difference is made from the intervals of the two numbers, as if they were independent. Distances to the ends of both
+are added in squares (Zou and Donner, Statistics in Medicine 27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics
+in Medicine 17, 1998). That is too wide: what is called beyond noise is, a smaller change may be missed.
 The intervals are 95% over prompts, and of what is timed the range of the repeats. There is none below 10 prompts, of a single
 repeat, and of acceptance by position, which adds up to tau. Pure: results in, differences out.
 """
@@ -14,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS
+from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS, bootstrap_tau
 from draftsmith.eval.measure.gate import OVERALL
-from draftsmith.eval.measure.result import DrafterResult, Lossless, Measures, Result, TargetInfo
+from draftsmith.eval.measure.result import DrafterResult, Lossless, Measures, PromptSums, Result, TargetInfo
 
 Interval = tuple[float, float]
 BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "same"
@@ -27,7 +28,7 @@ class Metric:
     """A number that is compared.
 
     value, interval: of the measures, None where there is none. sign: 1 where more is better, -1 where less is, 0 where
-    neither is. timed: depends on the machine. exact: no sample, so that every difference counts.
+    neither is. timed: depends on the machine. exact: no sample, so that every difference counts. rounds: of a tau, those of a prompt.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Metric:
     sign: int = 1
     timed: bool = False
     exact: bool = False
+    rounds: Callable[[PromptSums], float | None] | None = None
 
     def interval_of(self, m: Measures, repeats: int) -> Interval | None:
         """Return the interval of a value, None where too few prompts or repeats made it."""
@@ -218,7 +220,7 @@ def _differences(
             a, b = metric.value(ours), metric.value(theirs)
             if a is not None and b is not None and (timed or not metric.timed):
                 ends = metric.interval_of(ours, repeats[0]), metric.interval_of(theirs, repeats[1])
-                interval = difference_interval(a, b, *ends)
+                interval = _paired_interval(metric, old, new, slice_name) or difference_interval(a, b, *ends)
                 verdict = _verdict(b - a, interval, metric.sign)
                 yield Difference(slice_name, metric.name, a, b, b - a, interval, verdict)
         decoded = ours.acceptance_at, theirs.acceptance_at
@@ -227,6 +229,18 @@ def _differences(
         for place, (a, b) in enumerate(zip(at or (), at_new or (), strict=False)):
             if a is not None and b is not None:
                 yield Difference(slice_name, f"acceptance_at[{place}]", a, b, b - a, None, None)
+
+
+def _paired_interval(metric: Metric, old: DrafterResult, new: DrafterResult, slice_name: str) -> Interval | None:
+    """Return the interval of a change of tau on the same prompts, None for other numbers and where a result has no sums of prompts."""
+    rounds = metric.rounds
+    if rounds is None or old.prompts.keys() != new.prompts.keys():
+        return None
+    names = [name for name, sums in old.prompts.items() if slice_name in (OVERALL, sums.slice)]
+    before, after = (
+        [(of[name].tokens, rounds(of[name]) or 0.0) for name in names] for of in (old.prompts, new.prompts)
+    )
+    return bootstrap_tau(after, before)
 
 
 def difference_interval(old: float, new: float, of_old: Interval | None, of_new: Interval | None) -> Interval | None:
@@ -274,8 +288,13 @@ def _differing_timed(m: Measures) -> Interval | None:
 
 
 METRICS = (
-    Metric("tau", lambda m: m.tau, lambda m: m.tau_interval),
-    Metric("tau_simulated", lambda m: m.tau_simulated, lambda m: m.tau_simulated_interval),
+    Metric("tau", lambda m: m.tau, lambda m: m.tau_interval, rounds=lambda p: p.rounds),
+    Metric(
+        "tau_simulated",
+        lambda m: m.tau_simulated,
+        lambda m: m.tau_simulated_interval,
+        rounds=lambda p: p.rounds_simulated,
+    ),
     Metric("speedup", lambda m: m.speedup, lambda m: m.speedup_spread, timed=True),
     Metric("decode_tok_s", lambda m: m.decode_tok_s, lambda m: m.decode_tok_s_spread, timed=True),
     Metric("baseline_tok_s", lambda m: m.baseline_tok_s, lambda m: m.baseline_tok_s_spread, sign=0, timed=True),

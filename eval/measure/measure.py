@@ -3,7 +3,7 @@
 Shapes: K speculative tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from draftsmith.eval.measure.result import (
     MsPerRound,
     Percentiles,
     Pick,
+    PromptSums,
     SweepPoint,
 )
 from draftsmith.eval.measure.turns import Repeats
@@ -120,7 +121,35 @@ def summarize(
         )
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
-    return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, system.info)
+    prompts = sum_prompts(_of_prompts(found.texts, system.num_speculative_tokens))
+    return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, system.info, prompts)
+
+
+def _of_prompts(texts: Iterable[Text], k: int) -> Iterable[tuple[Generation, Tally | None, Tally | None]]:
+    return ((t.generation, t.decoded, t.simulated[k - 1] if t.simulated else None) for t in texts)
+
+
+def sum_prompts(answers: Iterable[tuple[Generation, Tally | None, Tally | None]]) -> dict[str, PromptSums]:
+    """Return what each prompt adds to tau, by its id. answers: with their tallies, decoded and simulated."""
+    found: dict[str, PromptSums] = {}
+    for generation, decoded, simulated in answers:
+        request, tally = generation.request, decoded or simulated
+        assert tally is not None
+        so_far = found.get(request.sample_id, PromptSums(request.slice, 0.0, 0.0, 0.0))
+        found[request.sample_id] = PromptSums(
+            request.slice,
+            so_far.tokens + tally.tokens,
+            None if decoded is None or so_far.rounds is None else so_far.rounds + decoded.rounds,
+            None
+            if simulated is None or so_far.rounds_simulated is None
+            else so_far.rounds_simulated + simulated.rounds,
+        )
+    return found
+
+
+def tau_interval(prompts: Iterable[PromptSums], *, simulated: bool) -> tuple[float, float] | None:
+    """Return the 95% interval of tau over prompts, None where there are too few of them or nothing was counted."""
+    return bootstrap_tau([(p.tokens, (p.rounds_simulated if simulated else p.rounds) or 0.0) for p in prompts])
 
 
 def _measures(
@@ -144,15 +173,16 @@ def _measures(
     tau = decoded.tau
     counted = [(t.generation, t.decoded) for t in texts]
     expected = [(t.generation, t.simulated[k - 1]) for t in texts if t.simulated]
+    prompts = sum_prompts(_of_prompts(texts, k)).values()
     return Measures(
-        prompts=len({t.generation.request.sample_id for t in texts}),
+        prompts=len(prompts),
         tokens=int(decoded.tokens),
         rounds=int(decoded.rounds),
         tau=tau,
         tau_mean_over_prompts=mean_tau(texts),
-        tau_interval=bootstrap_tau((t.prompt, t.decoded) for t in texts),
+        tau_interval=tau_interval(prompts, simulated=False),
         tau_simulated=simulated.tau,
-        tau_simulated_interval=bootstrap_tau((t.prompt, t.simulated[k - 1]) for t in texts if t.simulated),
+        tau_simulated_interval=tau_interval(prompts, simulated=True),
         tau_difference_se=sampling_error(texts, k) if system.simulate is not None else None,
         acceptance_rate=decoded.acceptance_rate,
         acceptance_at=tuple(decoded.acceptance_at),

@@ -23,7 +23,7 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -160,12 +160,24 @@ class Measures:
 
 
 @dataclass(frozen=True)
+class PromptSums:
+    """What all answers to one prompt add to tau, which is tokens / rounds: tokens after the first, target passes, and the passes
+    that the simulation expects at the decoded draft length; null where nothing was decoded, or simulated."""
+
+    slice: str
+    tokens: float
+    rounds: float | None
+    rounds_simulated: float | None
+
+
+@dataclass(frozen=True)
 class DrafterResult:
-    """One drafter's measures over everything and per slice. draft: how it drafts."""
+    """One drafter's measures over everything and per slice. draft: how it drafts. prompts: by id, empty where the file is older."""
 
     overall: Measures
     slices: dict[str, Measures]
     draft: DraftInfo | None = None
+    prompts: dict[str, PromptSums] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

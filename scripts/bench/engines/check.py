@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads = _named_heads(options.head)
         if unknown := set(options.only) - set(NAMES):
             raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
+        if options.speed and "llama.cpp" not in (options.engine or ENGINES):
+            raise UserError(
+                "--speed times llama.cpp, which --engine leaves out: leave --speed out, or add --engine llama.cpp."
+            )
         rows = _check(prepare_target(options.recipes, work, heads, options.only, words), work, options)
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)

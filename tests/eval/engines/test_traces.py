@@ -260,8 +260,8 @@ def test_the_server_is_started_asked_and_stopped(
         with pytest.raises(UserError, match="no nines"):
             server.complete("c", (9,), 4)
         assert server.time((6,), 9) == (8, 2.0)
-        started = server._ask("/props", None)
-        body = server._ask("/completion", {"prompt": [8]})["body"]
+        started = server.http.ask("/props")
+        body = server.http.post("/completion", {"prompt": [8]})["body"]
         assert body == {"prompt": [8]}
     words = started["words"]
     for flag, value in (("--spec-type", "draft-eagle3"), ("--spec-draft-n-max", "3"), ("-c", "64"), ("-md", "d.gguf")):

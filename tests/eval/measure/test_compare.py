@@ -8,8 +8,18 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.bootstrap import bootstrap_tau
 from draftsmith.eval.measure.compare import Comparison, Difference, compare_results, difference_interval, wilson
-from draftsmith.eval.measure.result import DrafterResult, Hardware, Lossless, Measures, Result, Settings, TargetInfo
+from draftsmith.eval.measure.result import (
+    DrafterResult,
+    Hardware,
+    Lossless,
+    Measures,
+    PromptSums,
+    Result,
+    Settings,
+    TargetInfo,
+)
 
 
 def measures(tau: float, /, prompts: int = 12, **changes: Any) -> Measures:
@@ -87,6 +97,59 @@ def test_the_interval_of_a_difference_holds_it_in_95_of_100_cases() -> None:
         low, high = difference_interval(a, b, (a - 0.196, a + 0.196), (b - 0.392, b + 0.392)) or (0, 0)
         held += low <= -0.2 <= high
     assert 0.94 < held / len(draws) < 0.96
+
+
+def test_changes_of_tau_are_over_pairs_of_the_same_prompts() -> None:
+    """Prompts are hard or easy for both drafters, and the new one needs a twentieth fewer rounds on all of them: clear over pairs,
+    noise between two numbers."""
+    rounds = np.random.default_rng(0).uniform(10, 60, 24).tolist()
+
+    def measured(factor: float, tau: float) -> Result:
+        prompts = {
+            f"p{i}": PromptSums("chat" if i < 12 else "code", 60, factor * r, factor * r) for i, r in enumerate(rounds)
+        }
+        result = decoded(tau, tau_interval=(tau - 0.4, tau + 0.5), tau_simulated_interval=(tau - 0.4, tau + 0.5))
+        return replace(result, drafters={"eagle3": replace(result.drafters["eagle3"], prompts=prompts)})
+
+    tau = 24 * 60 / sum(rounds)
+    old, new = measured(1.0, tau), measured(0.95, tau / 0.95)
+    for metric in ("tau", "tau_simulated"):
+        for name in ("overall", "chat", "code"):
+            found = of(compare_results(old, new), metric, name)
+            assert found.interval is not None
+            assert found.verdict == "better"
+            if name == "overall":
+                assert found.interval[0] < found.change < found.interval[1] < 0.2
+    assert of(compare_results(old, old), "tau").verdict == "same"
+
+    def without(result: Result, prompt: str) -> Result:
+        drafter = result.drafters["eagle3"]
+        kept = {name: sums for name, sums in drafter.prompts.items() if name != prompt}
+        return replace(result, drafters={"eagle3": replace(drafter, prompts=kept)})
+
+    assert of(compare_results(old, without(new, "p3")), "tau").verdict == "noise", "no pairs"
+    few = [without(result, "p3") for result in (old, new)]
+    for n in range(4, 6):
+        few = [without(result, f"p{n}") for result in few]
+    a, b = (of(compare_results(*few), "tau", name).verdict for name in ("chat", "code"))
+    assert (a, b) == ("noise", "better"), "nine pairs are too few, so the two numbers' own intervals count"
+
+
+def test_the_interval_over_pairs_holds_the_change_in_95_of_100_cases() -> None:
+    """Of prompts drawn from lengths of rounds that two drafters share in part; the true change is that of very many prompts."""
+
+    def draw(rng: np.random.Generator, count: int) -> np.ndarray:
+        hard = rng.gamma(4.0, 5.0, count)
+        return np.stack([hard * rng.uniform(0.8, 1.2, count), hard * rng.uniform(0.7, 1.1, count)]) + 1
+
+    tokens, many = 60.0, draw(np.random.default_rng(1), 400_000)
+    change = float(np.diff(tokens / many.mean(1))[0])
+    held = 0
+    for seed in range(400):
+        before, after = draw(np.random.default_rng(seed), 120)
+        low, high = bootstrap_tau([(tokens, r) for r in after], [(tokens, r) for r in before]) or (0, 0)
+        held += low <= change <= high
+    assert 0.91 < held / 400 < 0.98
 
 
 def test_wilsons_interval() -> None:

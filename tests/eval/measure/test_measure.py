@@ -22,7 +22,7 @@ from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, summarize
-from draftsmith.eval.measure.result import Costs, Percentiles
+from draftsmith.eval.measure.result import Costs, Percentiles, PromptSums
 from draftsmith.eval.measure.turns import run_systems
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
@@ -134,13 +134,15 @@ def test_what_was_not_measured_is_null() -> None:
 
 def test_intervals_and_sampling_error() -> None:
     texts = [text(answer(str(i), "a", [2] if i % 2 else [0, 0, 0])) for i in range(40)]
-    low, high = bootstrap_tau((t.prompt, t.decoded) for t in texts) or (0, 0)
+    pairs = [(t.decoded.tokens, t.decoded.rounds) for t in texts]
+    low, high = bootstrap_tau(pairs) or (0, 0)
     assert low < 1.5 < high
     assert high - low < 0.6
     assert mean_tau(texts) == pytest.approx(2.0)
-    simulated = (("one prompt" if i < 31 else t.prompt, t.simulated[0]) for i, t in enumerate(texts))
-    assert bootstrap_tau(simulated) is not None, "ten prompts"
-    assert bootstrap_tau(("one prompt" if i < 32 else t.prompt, t.decoded) for i, t in enumerate(texts)) is None
+    assert bootstrap_tau(pairs[:10]) is not None
+    assert bootstrap_tau([*pairs[:10], (0, 0)]) is not None, "nothing was decoded of the last one"
+    assert bootstrap_tau([*pairs[:9], (0, 0)]) is None
+    assert bootstrap_tau([]) is None
     assert sampling_error(texts, 2) == 0
     off = [
         Text(t.generation, t.decoded, [Tally(1, 3, 1.5, 2, t.decoded.accepted_K, t.decoded.reached_K)] * 2)
@@ -153,13 +155,26 @@ def test_intervals_and_sampling_error() -> None:
 
 def test_both_taus_have_intervals_over_prompts() -> None:
     texts = [text(answer(str(i), "ab"[i % 2], [2] if i % 3 else [0, 0, 0])) for i in range(18)]
-    one_round = Tally(1, 2, 1, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0, 0]), np.array([2.0, 0, 0]))
+    one_round = Tally(1, 3, 1.5, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0, 0]), np.array([2.0, 0, 0]))
     texts = [replace(t, simulated=[t.simulated[0], one_round]) for t in texts]
     timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
     found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
-    assert found.overall.tau_interval == bootstrap_tau((t.prompt, t.decoded) for t in texts)
+    assert found.overall.tau_interval == bootstrap_tau([(t.decoded.tokens, t.decoded.rounds) for t in texts])
     assert found.overall.tau_simulated_interval == (2.0, 2.0), "all answers are alike at K = 2"
     assert found.slices["a"].tau_interval is None, "9 prompts"
+
+
+def test_a_result_holds_what_each_prompt_adds_to_tau() -> None:
+    half = Tally(1, 3, 1.5, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0.5, 0]), np.array([2.0, 1.0, 0]))
+    texts = [text(answer(*words)) for words in (("p", "a", [2]), ("q", "b", [0, 0, 0]), ("p", "a", [1, 0]))]
+    texts = [replace(t, simulated=[half, half]) for t in texts]
+    timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
+    found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
+    assert found.prompts == {"p": PromptSums("a", 6, 3, 3.0), "q": PromptSums("b", 3, 3, 1.5)}
+    assert (found.overall.tau, found.overall.tau_simulated) == (9 / 6, 9 / 4.5)
+    unsimulated = Texts([replace(t, simulated=[]) for t in texts])
+    found = summarize(replace(system("eagle3"), simulate=None), unsimulated, timings, Costs({}, {}), {}, {}, [])
+    assert found.prompts["p"] == PromptSums("a", 6, 3, None)
 
 
 def test_loops_are_a_six_gram_four_times() -> None:

@@ -25,6 +25,7 @@ from draftsmith.eval.measure.result import (
     MsPerRound,
     Percentiles,
     Piece,
+    PromptSums,
     Result,
     Settings,
     SweepPoint,
@@ -90,6 +91,7 @@ def full_result() -> Result:
                 measures,
                 {"chat": measures, "code": Measures(prompts=0)},
                 DraftInfo("eagle3", 2, 2, trained_length=2048, cache_bytes=256, cache_slots=3),
+                {"p1": PromptSums("chat", 20.0, 7.0, 6.5), "p2": PromptSums("chat", 10.0, 5.0, None)},
             )
         },
         costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}, {"eagle3": {"2": 3}}),
@@ -110,7 +112,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 8
+    assert value["schema_version"] == 9
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats prompts longest_text"
@@ -152,7 +154,7 @@ def places(value: Any, path: tuple = ()) -> list[tuple]:
     free.add(("costs", "nodes"))
     found = []
     if isinstance(value, dict):
-        if path not in free and path[-1:] != ("slices",):
+        if path not in free and path[-1:] not in (("slices",), ("prompts",)):
             found.append(path)
         if path[:1] != ("recipe",) and path[:2] not in (("costs", "draft_ms"), ("costs", "nodes")):
             found += [place for key, item in value.items() for place in places(item, (*path, key))]
@@ -280,6 +282,7 @@ def test_results_of_version_6_have_no_acceptance_by_context() -> None:
         replace(drafter.overall, **nothing),  # type: ignore[arg-type]
         drafter.slices,
         replace(drafter.draft, trained_length=None),  # type: ignore[type-var]
+        drafter.prompts,
     )
     expected = replace(expected, slices={name: replace(m, **nothing) for name, m in drafter.slices.items()})  # type: ignore[arg-type]
     assert from_json(old) == replace(full_result(), drafters={"eagle3": expected})
@@ -302,6 +305,7 @@ def test_results_of_version_7_do_not_know_the_sizes_of_caches_and_did_not_parse_
         replace(drafter.overall, **nothing),  # type: ignore[arg-type]
         {name: replace(m, **nothing) for name, m in drafter.slices.items()},  # type: ignore[arg-type]
         replace(drafter.draft, cache_bytes=None, cache_slots=None),  # type: ignore[type-var]
+        drafter.prompts,
     )
     assert from_json(old) == replace(
         full_result(),
@@ -310,6 +314,14 @@ def test_results_of_version_7_do_not_know_the_sizes_of_caches_and_did_not_parse_
         drafters={"eagle3": unknown},
     )
     assert "weight_bytes" not in old["target"], "what was read is not changed"
+
+
+def test_results_of_version_8_hold_no_figures_of_single_prompts() -> None:
+    old = to_json(full_result()) | {"schema_version": 8}
+    del old["drafters"]["eagle3"]["prompts"]
+    drafter = replace(full_result().drafters["eagle3"], prompts={})
+    assert from_json(old) == replace(full_result(), drafters={"eagle3": drafter})
+    assert "prompts" not in old["drafters"]["eagle3"], "what was read is not changed"
 
 
 def test_a_head_past_its_trained_length_is_a_warning() -> None:
@@ -333,7 +345,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 9}', "schema_version"),
+        ('{"schema_version": 10}', "schema_version"),
         ('{"schema_version": NaN}', "holds the number nan"),
         ("[" * 100_000, "nested deeper"),
     ],

@@ -1,5 +1,6 @@
 """Where a run computes: the device, and the processes that share it."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,8 @@ def choose_device(named: str) -> str:
         torch.cuda.set_device(device)
     if device == "cpu":
         keep_freed_memory()
+        # DeepSpeed, which Accelerate imports, warns where it finds no GPU by itself.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return device
 
 

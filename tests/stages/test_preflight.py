@@ -1,6 +1,7 @@
 """What is refused before hours of work, and what is only said."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.registry import Method
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.data import answer_inputs
+from draftsmith.stages.device import choose_device
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session
@@ -313,3 +315,13 @@ def test_sizes_that_are_too_large_together_are_refused_by_arithmetic(
     )
     with pytest.raises(UserError, match=said):
         preflight(session_of(workplace, tmp_path, method, head), "train")
+
+
+def test_deepspeed_is_told_that_the_run_is_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it warns, amid the progress of training, that it found no GPU."""
+    monkeypatch.setenv("DS_ACCELERATOR", "xpu")
+    choose_device("cpu")
+    assert os.environ["DS_ACCELERATOR"] == "xpu", "the user's own word"
+    monkeypatch.delenv("DS_ACCELERATOR")
+    choose_device("cpu")
+    assert os.environ["DS_ACCELERATOR"] == "cpu"

@@ -24,7 +24,7 @@ from draftsmith.eval.measure.result import Piece, Result
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, conditions, losslessness, summary, training
 from draftsmith.eval.report import decision as decisions
-from draftsmith.eval.report.page_model import OVERALL, Sample, View, number, significant, times, view_of
+from draftsmith.eval.report.page_model import DASH, OVERALL, Sample, View, number, significant, times, view_of
 from draftsmith.files import write_text
 
 _SECTIONS = (
@@ -110,10 +110,12 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
 
 
 def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) -> str:
-    """Return the same table in Markdown, for README and docs; overall_only leaves out the slices."""
+    """Return the same table in Markdown, for README and docs, without columns that hold nothing, such as speeds of a simulation;
+    overall_only leaves out the slices."""
     rows = [row for row in headline_rows(results) if not overall_only or row[1] == OVERALL]
     lines = [HEADLINE_COLUMNS, ("---", "---", *["---:"] * (len(HEADLINE_COLUMNS) - 2)), *rows]
-    return "".join(f"| {' | '.join(markdown_cell(cell) for cell in cells)} |\n" for cells in lines)
+    kept = [i for i in range(len(HEADLINE_COLUMNS)) if any(row[i] != DASH for row in rows)]
+    return "".join(f"| {' | '.join(markdown_cell(cells[i]) for i in kept)} |\n" for cells in lines)
 
 
 def _view(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:

@@ -257,12 +257,12 @@ class Evaluator:
             sweep = [total((tallies[i][n] for i in places), n + 1) for n in range(c.max_k)]
             chosen = sweep[c.num_speculative_tokens - 1]
             points = tuple(sweep_point(c, n + 1, t) for n, t in enumerate(sweep))
-            names = dict.fromkeys(generations[i].request.sample_id for i in places)
+            some = [p for p in prompts.values() if slice_name in (None, p.slice)]
             return Measures(
-                prompts=len(names),
+                prompts=len(some),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
-                tau_simulated_interval=tau_interval((prompts[name] for name in names), simulated=True),
+                tau_simulated_interval=tau_interval(some, simulated=True),
                 acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),

@@ -87,7 +87,7 @@ class LlamaServer:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.http = ModelServer(f"http://127.0.0.1:{port}", f"the server whose log is {self.log}")
+        self.http = ModelServer(f"http://127.0.0.1:{port}", f"its flags (see {self.log})")
         # Variables named LLAMA_ARG_... are flags too.
         env = {name: value for name, value in os.environ.items() if not name.startswith("LLAMA_")}
         env["LLAMA_TRACE"] = "1"

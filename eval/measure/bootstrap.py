@@ -43,7 +43,8 @@ def bootstrap_tau(
     prompts: tokens and rounds of each, all answers to it together. before: those of the same prompts in the same order with another
     drafter; the interval is then of tau minus the other one's tau, on the same resampled prompts.
     """
-    sides = np.array([prompts] if before is None else [prompts, before]).reshape(1 + (before is not None), -1, 2)
+    both = [prompts] if before is None else [prompts, before]
+    sides = np.array(both).reshape(len(both), -1, 2)
     sides = sides[:, (sides[..., 1] > 0).all(0)]
     if sides.shape[1] < FEWEST_PROMPTS:
         return None

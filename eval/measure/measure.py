@@ -110,23 +110,22 @@ def summarize(
 ) -> DrafterResult:
     """Return one drafter's measures over everything and per slice. thought_of: the tokens of an answer that are thought."""
 
+    k = system.num_speculative_tokens
+    prompts = sum_prompts((t.generation, t.decoded, t.simulated[k - 1] if t.simulated else None) for t in found.texts)
+
     def scope(slice_name: str | None) -> Measures:
         key = slice_name or "overall"
         chosen = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
         drafted, alone = (of_slice(timings[name], slice_name) for name in (system.name, ""))
         timed = [[g for g in repeat if slice_name in (None, g.request.slice)] for repeat in generate]
-        measures = _measures(system, chosen, drafted, alone, costs, timed, thought_of)
+        some = [p for p in prompts.values() if slice_name in (None, p.slice)]
+        measures = _measures(system, chosen, some, drafted, alone, costs, timed, thought_of)
         return replace(
             measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.changed.get(key, {})
         )
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
-    prompts = sum_prompts(_of_prompts(found.texts, system.num_speculative_tokens))
     return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, system.info, prompts)
-
-
-def _of_prompts(texts: Iterable[Text], k: int) -> Iterable[tuple[Generation, Tally | None, Tally | None]]:
-    return ((t.generation, t.decoded, t.simulated[k - 1] if t.simulated else None) for t in texts)
 
 
 def sum_prompts(answers: Iterable[tuple[Generation, Tally | None, Tally | None]]) -> dict[str, PromptSums]:
@@ -155,6 +154,7 @@ def tau_interval(prompts: Iterable[PromptSums], *, simulated: bool) -> tuple[flo
 def _measures(
     system: SystemUnderTest,
     texts: Sequence[Text],
+    prompts: Sequence[PromptSums],
     repeats: Repeats,
     baseline: Repeats,
     costs: Costs,
@@ -173,7 +173,6 @@ def _measures(
     tau = decoded.tau
     counted = [(t.generation, t.decoded) for t in texts]
     expected = [(t.generation, t.simulated[k - 1]) for t in texts if t.simulated]
-    prompts = sum_prompts(_of_prompts(texts, k)).values()
     return Measures(
         prompts=len(prompts),
         tokens=int(decoded.tokens),

@@ -17,7 +17,7 @@ from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.generate_baseline import plain
-from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.drafters.system import SystemUnderTest, simulate_systems
 from draftsmith.eval.measure.bootstrap import Text, is_looping
 from draftsmith.eval.measure.conditions import Thinking, acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
@@ -47,6 +47,7 @@ from draftsmith.eval.measure.result import (
 )
 from draftsmith.eval.measure.turns import SIMULATED_BATCH, Repeats, pack_decoded, run_systems, unpack_decoded
 from draftsmith.eval.planner.plan import round_cost
+from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.files import fingerprint
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.target.target import Target
@@ -159,11 +160,10 @@ class Evaluator:
         rows = next((n for n in fewer if fits_in_memory(self.target, n, longest)), 1)
         answers = _answers(self.target, requests, sampling, journal, rows)
         gains: dict[tuple[SystemUnderTest, int], float] = {}
-        for c in found:
-            assert c.simulate is not None
-            tallies = c.simulate(self.target, answers, sampling, c.max_k).tallies
+        simulations = simulate_systems(self.target, found, answers, sampling)
+        for c, simulation in zip(found, simulations, strict=True):
             for k in range(1, c.max_k + 1):
-                tau, cost = total((t[k - 1] for t in tallies), k).tau, round_cost(table, point, c.name, k)
+                tau, cost = total((t[k - 1] for t in simulation.tallies), k).tau, round_cost(table, point, c.name, k)
                 if tau is not None and cost is not None:
                     gains[c, k] = cost.speedup(tau)
         if not gains:
@@ -221,23 +221,25 @@ class Evaluator:
         repeats = 1 if sampling.greedy else spec.repeats
         requests = [self._keyed(r, repeat) for repeat in range(repeats) for r in self.requests]
         requests.sort(key=lambda r: len(r.prompt_ids))
-        answers = {self.target: _answers(self.target, requests, sampling, journal, SIMULATED_BATCH)}
-        drafters: dict[str, DrafterResult] = {}
-        off_text: dict[str, int] = {}
+        by_verifier: dict[Target, list[SystemUnderTest]] = {self.target: []}
         for c in self.systems:
             if c.simulate is None:
                 why = "what it drafts depends on more than the text" if c.lossless else "its texts are not the target's"
                 say(f"evaluate: {c.name} cannot be simulated, as {why}; it is left out")
-                continue
-            own = c.verified_by(self.target)
-            if own not in answers:
-                answers[own] = _answers(own, requests, sampling, journal, SIMULATED_BATCH)
-            simulation = c.simulate(own, answers[own], sampling, c.max_k)
-            changed = {}
+            else:
+                by_verifier.setdefault(c.verified_by(self.target), []).append(c)
+        answers = {own: _answers(own, requests, sampling, journal, SIMULATED_BATCH) for own in by_verifier}
+        simulations: dict[str, Simulation] = {}
+        for own, systems in by_verifier.items():
+            names = [c.name for c in systems]
+            simulations |= zip(names, simulate_systems(own, systems, answers[own], sampling), strict=True)
+        drafters: dict[str, DrafterResult] = {}
+        for c in (c for c in self.systems if c.name in simulations):
+            own, changed = c.verified_by(self.target), {}
             if c.verifier is not None:
                 changed = measure_change(self.target, c, answers[own], answers[self.target], self._judge)
-            drafters[c.name] = self._simulated_drafter(c, answers[own], simulation.tallies, changed)
-            off_text[c.name] = simulation.off_text
+            drafters[c.name] = self._simulated_drafter(c, answers[own], simulations[c.name].tallies, changed)
+        off_text = {name: simulations[name].off_text for name in drafters}
         return self._result(sampling, drafters, off_text, batch=SIMULATED_BATCH, repeats=repeats)
 
     def _simulated_drafter(

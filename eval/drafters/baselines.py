@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.drafters.draft_model import DraftModel, draft_model_simulator
 from draftsmith.eval.drafters.lookahead import Lookahead, most_nodes
 from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM, PromptLookup, simulate_prompt_lookup
 from draftsmith.eval.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, simulate_suffix_decoding
@@ -159,7 +159,7 @@ def _draft_model(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
         lambda k: DraftModel(model, k, supplies.vocab_size),
         supplies.num_speculative_tokens,
         supplies.max_k,
-        simulate=lambda target, generations, sampling, k: simulate_draft_model(target, model, generations, sampling, k),
+        simulate=draft_model_simulator(model),
         parameters=sum(p.numel() for p in model.model.parameters()),
         weight_bytes=model.weight_bytes,
         fingerprint=model.fingerprint,

@@ -7,21 +7,18 @@ Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R su
 D hidden, W ids of the distribution, V target vocab.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.decode.cache import KVCache, run_draft
 from draftsmith.eval.decode.draft import DecodeState, Draft, Prompts
 from draftsmith.eval.decode.growth import chain_token_by_token
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance
-from draftsmith.eval.simulate.texts import Simulation, simulate_texts
+from draftsmith.eval.simulate.texts import Simulator
 from draftsmith.heads.base import HeadOutput, StepOutput, supervised_rows
 from draftsmith.heads.target.target import Target
 
@@ -104,22 +101,14 @@ class DraftModel:
         return run_draft(self.model, self.cache, Draft.chain(known_Bn[:, 0], known_Bn[:, 1:]), rows_b=rows_b).last
 
 
-def simulate_draft_model(
-    target: Target,
-    model: Target,
-    generations: Sequence[Generation],
-    sampling: Sampling,
-    max_k: int,
-    *,
-    greedy_drafts: bool = False,
-) -> Simulation:
-    """Simulate chains of 1..max_k drafts of `model` on finished answers of `target`, exactly.
+def draft_model_simulator(model: Target, *, greedy_drafts: bool = False) -> Simulator:
+    """Return the simulator of chains of 1..max_k drafts of `model`.
 
     A draft token depends only on the text before it, not on where the round began. So one pass of the draft model gives
     the acceptance of every token, and position k of a round has that of the token k positions on.
     """
 
-    def accept(batch: TrainBatch) -> Acceptance:
+    def accept(target: Target, batch: TrainBatch, sampling: Sampling, max_k: int) -> Acceptance:
         rows = supervised_rows(batch, 0).flatten().nonzero().flatten()
         last_RD = model.forward(readable(model, batch.ids)).last.flatten(0, 1)[rows + 1]
         logits_RW = model.head.logits(last_RD)[:, : min(target.vocab_size, model.vocab_size)]
@@ -128,7 +117,7 @@ def simulate_draft_model(
         c_BLK = F.pad(found.c_BLK[..., 0], (0, max_k - 1), value=torch.nan).unfold(1, max_k, 1)
         return Acceptance(c_BLK, found.off_text)
 
-    return simulate_texts(target, generations, max_k, accept)
+    return Simulator(accept)
 
 
 def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from draftsmith.eval.decode.draft import Drafter
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.eval.simulate.texts import Simulation, simulate_generations
+from draftsmith.eval.simulate.texts import Simulation, Simulator, head_simulator, simulate_together
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
@@ -146,6 +146,20 @@ class SystemUnderTest:
         )
 
 
+def simulate_systems(
+    target: Target, systems: Sequence[SystemUnderTest], generations: Sequence[Generation], sampling: Sampling
+) -> list[Simulation]:
+    """Simulate drafters that `target` verifies on its own finished answers: it reads them once for all of them."""
+    reading = [(c.simulate, c.max_k) for c in systems if isinstance(c.simulate, Simulator)]
+    together = iter(simulate_together(target, generations, sampling, reading) if reading else [])
+    found = []
+    for c in systems:
+        assert c.simulate is not None
+        alone = not isinstance(c.simulate, Simulator)  # from the texts, without the target
+        found.append(c.simulate(target, generations, sampling, c.max_k) if alone else next(together))
+    return found
+
+
 def cut_tree(tree: Tree, depth: int) -> Tree:
     """Return the tree no deeper than `depth`."""
     return replace(tree, depth=min(tree.depth, depth)) if isinstance(tree, DynamicTree) else tree.cut(depth)
@@ -191,12 +205,10 @@ def head_system(
         how = {} if tree is None else {"tree": cut_tree(tree, k), "drawn": drawn}
         return method.make_drafter(drafting, k, **how)
 
-    def simulate(target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
-        assert not isinstance(tree, DynamicTree)
-        return simulate_generations(target, drafting, generations, sampling, max_k, tree=tree)
-
+    simulate = None
     # What a dynamic tree or drawn children propose depends on more than the text.
-    simulated = typical is None and not drawn and not isinstance(tree, DynamicTree)
+    if typical is None and not drawn and not isinstance(tree, DynamicTree):
+        simulate = head_simulator(drafting, tree=tree)
     return SystemUnderTest(
         name + rounded + until + shape + lossy + tuned,
         head.method,
@@ -205,7 +217,7 @@ def head_system(
         tree=tree,
         drawn=drawn,
         typical=typical,
-        simulate=simulate if simulated else None,
+        simulate=simulate,
         fixed_length=drafting.drafts.fixed_length,
         parameters=sum(p.numel() for p in drafting.parameters() if p.requires_grad),
         head=head,

@@ -1,10 +1,10 @@
-"""Simulate a drafter on finished answers: one pass of the target and one of the head give its expected tallies.
+"""Simulate drafters on finished answers: one pass of the target, and one of each head, give their expected tallies.
 
-Shapes: B answers of a pass, L tokens, K speculative tokens.
+Shapes: B answers of a pass, L tokens, A aux layers, H hidden size, K speculative tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,38 @@ def to_sample(generation: Generation) -> Tokenized:
     return Tokenized(ids, mask, generation.request.sample_id, generation.request.slice)
 
 
+@dataclass(frozen=True)
+class Simulator:
+    """How the acceptance of a drafter follows from passes of the target over finished answers.
+
+    accept: from the target, what a pass gave, the sampling settings and max_k to the acceptance of max_k drafts.
+    layer_ids: the aux layers that it reads. levels: tokens at each depth of its tree, None for a chain.
+    """
+
+    accept: Callable[[Target, TrainBatch, Sampling, int], Acceptance]
+    layer_ids: tuple[int, ...] = ()
+    levels: tuple[int, ...] | None = None
+
+    def __call__(self, target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
+        """Simulate drafts of 1..max_k tokens on finished answers, see `simulate_together`."""
+        return simulate_together(target, generations, sampling, [(self, max_k)])[0]
+
+
+def head_simulator(head: DraftHead, *, tree: StaticTree | None = None, greedy_drafts: bool = False) -> Simulator:
+    """Return the simulator of chains, or of a static tree cut at depth 1..max_k.
+
+    greedy_drafts: the drafter proposes a chain of argmaxes at every temperature.
+    """
+
+    def accept(target: Target, batch: TrainBatch, sampling: Sampling, max_k: int) -> Acceptance:
+        vocab_W = head.draft_vocab
+        with drafting(head):
+            output = head(batch, max_k)
+        return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
+
+    return Simulator(accept, head.reads.layer_ids, None if tree is None else tree.levels)
+
+
 def simulate_generations(
     target: Target,
     head: DraftHead,
@@ -48,48 +80,48 @@ def simulate_generations(
     tree: StaticTree | None = None,
     greedy_drafts: bool = False,
 ) -> Simulation:
-    """Simulate chains of 1..max_k drafts on finished answers, or a static tree cut at depth 1..max_k.
-
-    greedy_drafts: the drafter proposes a chain of argmaxes at every temperature.
-    Exact when the text came from this target under `sampling` (from a lossless decoder or the target alone).
-    """
-
-    def accept(batch: TrainBatch) -> Acceptance:
-        vocab_W = head.draft_vocab
-        with drafting(head):
-            output = head(batch, max_k)
-        return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
-
-    return simulate_texts(
-        target, generations, max_k, accept, head.reads.layer_ids, None if tree is None else tree.levels
-    )
+    """Simulate the drafts of `head` on finished answers, see `head_simulator` and `simulate_together`."""
+    return head_simulator(head, tree=tree, greedy_drafts=greedy_drafts)(target, generations, sampling, max_k)
 
 
 @torch.no_grad()
-def simulate_texts(
+def simulate_together(
     target: Target,
     generations: Sequence[Generation],
-    max_k: int,
-    accept: Callable[[TrainBatch], Acceptance],
-    layer_ids: tuple[int, ...] = (),
-    levels: tuple[int, ...] | None = None,
-) -> Simulation:
-    """Run the target over finished answers and turn the acceptance that `accept` computes into tallies.
+    sampling: Sampling,
+    drafters: Sequence[tuple[Simulator, int]],
+) -> list[Simulation]:
+    """Run the target once over finished answers; return the simulation of each drafter for drafts of 1..max_k tokens.
 
-    accept: gives the acceptance of max_k drafts. layer_ids: the aux layers it reads. levels: tokens at each depth.
+    drafters: each with its max_k. Exact when the text came from this target under `sampling` (from a lossless decoder or
+    the target alone).
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
-    found: dict[int, list[Tally]] = {}
-    off_text = 0
-    for places, batch in target_passes(target, [to_sample(generations[i]) for i in order], layer_ids):
-        accepted, answers = accept(batch), find_answers(batch)
-        off_text += accepted.off_text
+    layers = tuple(sorted({layer for simulator, _ in drafters for layer in simulator.layer_ids}))
+    found: list[dict[int, list[Tally]]] = [{} for _ in drafters]
+    off_text = [0 for _ in drafters]
+    for places, batch in target_passes(target, [to_sample(generations[i]) for i in order], layers):
+        answers = find_answers(batch)
         assert len(answers) == len(places)
-        by_k = [
-            simulate(accepted.c_BLK, answers, k, None if levels is None else levels[:k]) for k in range(1, max_k + 1)
-        ]
-        found |= {order[place]: list(tallies) for place, tallies in zip(places, zip(*by_k, strict=True), strict=True)}
-    return Simulation([found[i] for i in range(len(generations))], off_text)
+        for drafter, (simulator, max_k) in enumerate(drafters):
+            accepted = simulator.accept(target, _read(batch, layers, simulator.layer_ids), sampling, max_k)
+            off_text[drafter] += accepted.off_text
+            by_k = [
+                simulate(accepted.c_BLK, answers, k, None if simulator.levels is None else simulator.levels[:k])
+                for k in range(1, max_k + 1)
+            ]
+            by_answer = zip(places, zip(*by_k, strict=True), strict=True)
+            found[drafter] |= {order[place]: list(tallies) for place, tallies in by_answer}
+    everywhere = range(len(generations))
+    return [Simulation([of[i] for i in everywhere], off) for of, off in zip(found, off_text, strict=True)]
+
+
+def _read(batch: TrainBatch, layers: tuple[int, ...], chosen: tuple[int, ...]) -> TrainBatch:
+    """Return a batch that has the aux layers `layers` with those that a drafter reads, in its order."""
+    if chosen == layers:
+        return batch
+    aux_BLAH = batch.aux.unflatten(-1, (len(layers), -1))
+    return replace(batch, aux=aux_BLAH[:, :, [layers.index(layer) for layer in chosen]].flatten(2))
 
 
 def target_passes(

@@ -10,7 +10,7 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.drafters.draft_model import DraftModel, draft_model_simulator
 from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 from draftsmith.eval.drafters.lookahead import Lookahead
 from draftsmith.eval.drafters.prompt_lookup import PromptLookup
@@ -82,7 +82,7 @@ def test_simulation_of_a_draft_model(sampling: Sampling) -> None:
 
     def simulate(far: bool) -> list[float]:
         draft = make_model(far, seed=1, vocab_size=V - 16)
-        found = simulate_draft_model(make_model(far), draft, texts, sampling, 3)
+        found = draft_model_simulator(draft)(make_model(far), texts, sampling, 3)
         return [tally.rounds for by_k in found.tallies for tally in by_k]
 
     here = simulate(False)

@@ -13,7 +13,7 @@ from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
 from draftsmith.eval.decode.noise import DRAFT, uniforms
 from draftsmith.eval.decode.sampling import Sampling, draw, probs
-from draftsmith.eval.drafters.draft_model import DraftModel, simulate_draft_model
+from draftsmith.eval.drafters.draft_model import DraftModel, draft_model_simulator
 from draftsmith.heads.target.target import Target
 from draftsmith.heads.target.tokens import check_same_tokens
 from tests.eval.decode.spies import KnowsTexts
@@ -123,7 +123,7 @@ def test_the_simulation_is_what_was_decoded_at_temperature_0(vocab_size: int) ->
     target, draft = make_target(), make_draft(vocab_size)
     found = decode_batch(target, DraftModel(draft, 3, V), requests(), Sampling(), rows=3).generations
     decoded = total([tally_generation(g, 3) for g in found], 3)
-    simulation = simulate_draft_model(target, draft, found, Sampling(), 5)
+    simulation = draft_model_simulator(draft)(target, found, Sampling(), 5)
     simulated = total([t[2] for t in simulation.tallies], 3)
     assert simulation.off_text == 0
     assert (decoded.tokens, decoded.drafted) == (simulated.tokens, simulated.drafted)
@@ -140,7 +140,7 @@ def test_the_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_dra
     asked = [replace(r, key=r.key + n) for n in range(6) for r in requests()]
     drafter = DraftModel(draft, 3, V, greedy_drafts=greedy_drafts)
     found = decode_batch(target, drafter, asked, sampling).generations
-    simulation = simulate_draft_model(target, draft, found, sampling, 3, greedy_drafts=greedy_drafts)
+    simulation = draft_model_simulator(draft, greedy_drafts=greedy_drafts)(target, found, sampling, 3)
     errors = [tally_generation(g, 3).rounds - t[2].rounds for g, t in zip(found, simulation.tallies, strict=True)]
     if greedy_drafts:
         # Given the text, an argmax draft was accepted or not: nothing is left to chance.

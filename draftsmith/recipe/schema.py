@@ -151,7 +151,7 @@ class TrainSpec:
     clip: float = field(default=1.0, metadata=within(0, 10**6))
     """Largest gradient norm; 0 does not clip."""
     precision: Literal["bf16", "fp16", "no", "auto"] = "bf16"
-    """Autocast dtype; `auto` is bf16 where the device has instructions for it, else no. The weights themselves stay in fp32."""
+    """Autocast dtype; `auto` is bf16 where the device is faster in it, else no. The weights themselves stay in fp32."""
     loss: LossSpec = field(default_factory=LossSpec)
     """The loss."""
     evaluations: int = field(default=10, metadata=within(1, 100_000))

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,25 @@ def emulates_bf16(device: str) -> bool:
     return device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
+@cache
 def multiplies_in_bf16(device: torch.device) -> bool:
-    """Whether a device has instructions for products in bf16, which then take half the time of those in fp32 or less."""
-    if device.type == "cpu":
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    """Whether a device's products take clearly less time in bf16 than in fp32.
+
+    A CPU that has instructions for it is timed, for a twentieth of a second: some that have AVX512-BF16 without AMX are slower with it.
+    """
+    if device.type != "cpu":
+        return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
+        return False
+    rows, weight = torch.ones(256, 768), torch.ones(768, 768)
+    best = dict.fromkeys((torch.float32, torch.bfloat16), float("inf"))
+    for _ in range(8):  # in turns, as the machine may be busy
+        for dtype in best:
+            x, w = rows.to(dtype), weight.to(dtype)
+            started = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            best[dtype] = min(best[dtype], time.perf_counter() - started)
+    return best[torch.bfloat16] < 0.8 * best[torch.float32]  # what is as fast shall not change from run to run
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from draftsmith.eval.measure.machine import multiplies_in_bf16
+from draftsmith.eval.measure.machine import faster_in_bf16
 from draftsmith.heads.base import DraftHead
 from draftsmith.recipe.schema import TrainSpec
 
@@ -142,7 +142,7 @@ def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], step
     instructions for it, else in fp32."""
     a, b, c = coefficients
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.to(torch.bfloat16 if multiplies_in_bf16(matrix.device) else torch.float32)
+    x = matrix.to(torch.bfloat16 if faster_in_bf16(matrix.device) else torch.float32)
     x = x.T if tall else x
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):

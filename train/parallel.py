@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.machine import multiplies_in_bf16
+from draftsmith.eval.measure.machine import faster_in_bf16
 from draftsmith.fields import shown
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.yaml import read_yaml
@@ -213,7 +213,7 @@ def autocast_of(device: torch.device, spec: TrainSpec) -> torch.autocast:
 def _autocast_dtype(device: torch.device, spec: TrainSpec) -> torch.dtype | None:
     """Return the dtype that train.precision stands for on a device, None for no autocast."""
     if spec.precision == "auto":
-        return torch.bfloat16 if multiplies_in_bf16(device) else None
+        return torch.bfloat16 if faster_in_bf16(device) else None
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.precision)
 
 

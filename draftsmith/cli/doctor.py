@@ -178,7 +178,7 @@ def memory_limit() -> float | None:
 
 
 def check_hardware() -> Iterator[Check]:
-    """At least 4 GB of memory, cores, and whether they multiply in bf16."""
+    """At least 4 GB of memory, cores, and whether they are faster in bf16."""
     limit = memory_limit()
     fix = "" if limit is None or limit >= 4 * GB else "the embedded default needs about 3 GB; close other programs"
     found = "unknown on this system" if limit is None else f"{limit / GB:.1f} GB"
@@ -186,10 +186,10 @@ def check_hardware() -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Check("CPU", "ok" if cores >= 2 else "note", f"{cores} cores", "" if cores >= 2 else "expect twice the time")
     try:
-        machine, torch = (importlib.import_module(name) for name in ("draftsmith.eval.measure.machine", "torch"))
-    except ImportError:  # another check says what is missing
+        torch, machine = (importlib.import_module(name) for name in ("torch", "draftsmith.eval.measure.machine"))
+        faster = machine.faster_in_bf16(torch.device("cpu"))
+    except (ImportError, OSError, AttributeError):  # another check says what is missing, broken or too old
         return
-    faster = machine.multiplies_in_bf16(torch.device("cpu"))
     fix = "" if faster else "its instructions for bf16 are missing or slower: prefer float32 in recipes"
     yield Check("CPU bf16", "ok" if faster else "note", f"{'faster' if faster else 'no faster'} than float32", fix)
 

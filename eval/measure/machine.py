@@ -152,7 +152,7 @@ def emulates_bf16(device: str) -> bool:
 
 
 @cache
-def multiplies_in_bf16(device: torch.device) -> bool:
+def faster_in_bf16(device: torch.device) -> bool:
     """Whether a device's products take clearly less time in bf16 than in fp32.
 
     A CPU that has instructions for it is timed, for a twentieth of a second: some that have AVX512-BF16 without AMX are slower with it.

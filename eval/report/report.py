@@ -92,9 +92,9 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
     """Return the closing table of a run for the terminal: a row for each system over all slices, and the slices where its tau
     is lowest and highest; the rest is in the report."""
     table = TerminalTable(title="Speculative decoding against the target alone", title_justify="left")
-    table.add_column("drafter", min_width=12)
+    table.add_column("drafter")
     for name in HEADLINE_COLUMNS[2:-1]:
-        table.add_column(name, justify="right", min_width=len(name.split()[-1]))  # rather names in two lines than figures cut
+        table.add_column(name, justify="right", no_wrap=True)  # names take more lines before figures are cut
     table.add_column("tau from slice to slice", min_width=12)  # two lines at 80 columns
     by_system: dict[str, dict[str, tuple[str, ...]]] = {}
     for label, slice_name, *figures in headline_rows(results):

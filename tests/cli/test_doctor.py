@@ -36,6 +36,16 @@ def test_counts_what_is_bad_and_cuts_no_line(
     assert "1 of 2 checks need a fix." in text
 
 
+@pytest.mark.parametrize("error", [ImportError("no module"), OSError("libtorch_cpu.so: cannot open")])
+def test_goes_on_where_torch_cannot_be_imported(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(doctor.importlib, "import_module", refuse)
+    assert the(list(doctor.check_torch()), "torch").state == "bad"
+    assert [check.name for check in doctor.check_hardware()] == ["Memory", "CPU"]
+
+
 def test_every_check_runs_here_and_every_bad_one_has_a_fix() -> None:
     checks = [check for look in doctor.CHECKS for check in look()]
     assert {check.state for check in checks} <= {"ok", "note", "bad"}

@@ -36,7 +36,7 @@ def train(kind: type[torch.optim.Muon], steps: int) -> tuple[list[torch.nn.Param
 @pytest.fixture(params=[False, True], ids=["fp32", "bf16"])
 def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """On a processor without instructions for bf16, and on one with them."""
-    monkeypatch.setattr(optimizers, "multiplies_in_bf16", lambda device: request.param)
+    monkeypatch.setattr(optimizers, "faster_in_bf16", lambda device: request.param)
     return bool(request.param)
 
 

@@ -477,6 +477,18 @@ def test_no_results_is_a_users_mistake() -> None:
             render([])
 
 
+def test_no_figure_is_cut_on_a_narrow_terminal_beside_a_long_name() -> None:
+    result = invented_result()
+    drafter = result.drafters[EAGLE]
+    long = replace(result, drafters={"suffix decoding, alpha 2.0, after answers.jsonl": drafter})
+    stream = io.StringIO()
+    Console(file=stream, width=80, color_system=None).print(headline_table([long]))
+    text, overall = stream.getvalue(), drafter.overall
+    assert f" {overall.tau:.2f} " in text
+    assert f" {overall.speedup:.2f}× " in text
+    assert "…" not in text
+
+
 def test_terminal_table() -> None:
     results = CASES["two temperatures"]
     stream = io.StringIO()

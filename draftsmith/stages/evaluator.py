@@ -18,7 +18,7 @@ from draftsmith.eval.decode.noise import row_key
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import SystemUnderTest, simulate_systems
-from draftsmith.eval.measure.bootstrap import Text, is_looping
+from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
 from draftsmith.eval.measure.conditions import Thinking, acceptance_by_condition
 from draftsmith.eval.measure.cost_table import CostTable
 from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
@@ -27,10 +27,10 @@ from draftsmith.eval.measure.measure import (
     collect_texts,
     measure_change,
     measure_pick,
+    pairs_of,
     sum_prompts,
     summarize,
     sweep_point,
-    tau_interval,
 )
 from draftsmith.eval.measure.quality import judge_answer
 from draftsmith.eval.measure.result import (
@@ -264,7 +264,7 @@ class Evaluator:
                 prompts=len(some),
                 tokens=int(chosen.tokens),
                 tau_simulated=chosen.tau,
-                tau_simulated_interval=tau_interval(some, simulated=True),
+                tau_simulated_interval=bootstrap_tau(pairs_of(some, simulated=True)),
                 acceptance_rate=points[c.num_speculative_tokens - 1].acceptance_rate,
                 acceptance_at_simulated=tuple(chosen.acceptance_at),
                 alpha_at_simulated=tuple(chosen.alpha_at),

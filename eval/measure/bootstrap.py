@@ -29,27 +29,30 @@ class Text:
     simulated: list[Tally]
 
 
-def mean_tau(texts: Sequence[Text]) -> float | None:
-    """Return the mean of the answers' own tau, each answer weighing the same."""
-    ratios = [t.decoded.tau for t in texts if t.decoded.tau is not None]
+def mean_tau(prompts: Sequence[tuple[float, float]]) -> float | None:
+    """Return the mean of the prompts' own tau, each prompt weighing the same; prompts: see `bootstrap_tau`."""
+    ratios = [tokens / rounds for tokens, rounds in prompts if rounds]
     return sum(ratios) / len(ratios) if ratios else None
 
 
 def bootstrap_tau(
     prompts: Sequence[tuple[float, float]], before: Sequence[tuple[float, float]] | None = None, draws: int = 1000
 ) -> tuple[float, float] | None:
-    """Return the 95% interval of tau by resampling prompts, None where there are fewer than FEWEST_PROMPTS.
+    """Return the 95% interval of tau, all tokens over all rounds, by resampling prompts; None where there are fewer than
+    FEWEST_PROMPTS with a round.
 
     prompts: tokens and rounds of each, all answers to it together. before: those of the same prompts in the same order with another
     drafter; the interval is then of tau minus the other one's tau, on the same resampled prompts.
     """
     both = [prompts] if before is None else [prompts, before]
     sides = np.array(both).reshape(len(both), -1, 2)
-    sides = sides[:, (sides[..., 1] > 0).all(0)]
-    if sides.shape[1] < FEWEST_PROMPTS:
+    # A prompt counts in both taus where one drafter alone had rounds for it.
+    sides = sides[:, (sides[..., 1] > 0).any(0)]
+    if (sides[..., 1] > 0).sum(1).min() < FEWEST_PROMPTS:
         return None
     picks = np.random.default_rng(0).integers(0, sides.shape[1], (draws, sides.shape[1]))
     sums = sides[:, picks].sum(2)
+    sums = sums[:, (sums[..., 1] > 0).all(0)]
     taus = sums[..., 0] / sums[..., 1]
     low, high = np.percentile(taus[0] if before is None else taus[0] - taus[1], [2.5, 97.5])
     return float(low), float(high)

@@ -146,9 +146,9 @@ def sum_prompts(answers: Iterable[tuple[Generation, Tally | None, Tally | None]]
     return found
 
 
-def tau_interval(prompts: Iterable[PromptSums], *, simulated: bool) -> tuple[float, float] | None:
-    """Return the 95% interval of tau over prompts, None where there are too few of them or nothing was counted."""
-    return bootstrap_tau([(p.tokens, (p.rounds_simulated if simulated else p.rounds) or 0.0) for p in prompts])
+def pairs_of(prompts: Iterable[PromptSums], *, simulated: bool) -> list[tuple[float, float]]:
+    """Return tokens and rounds of each prompt, as `bootstrap_tau` takes them; 0 rounds where nothing was counted."""
+    return [(p.tokens, (p.rounds_simulated if simulated else p.rounds) or 0.0) for p in prompts]
 
 
 def _measures(
@@ -178,10 +178,10 @@ def _measures(
         tokens=int(decoded.tokens),
         rounds=int(decoded.rounds),
         tau=tau,
-        tau_mean_over_prompts=mean_tau(texts),
-        tau_interval=tau_interval(prompts, simulated=False),
+        tau_mean_over_prompts=mean_tau(pairs_of(prompts, simulated=False)),
+        tau_interval=bootstrap_tau(pairs_of(prompts, simulated=False)),
         tau_simulated=simulated.tau,
-        tau_simulated_interval=tau_interval(prompts, simulated=True),
+        tau_simulated_interval=bootstrap_tau(pairs_of(prompts, simulated=True)),
         tau_difference_se=sampling_error(texts, k) if system.simulate is not None else None,
         acceptance_rate=decoded.acceptance_rate,
         acceptance_at=tuple(decoded.acceptance_at),

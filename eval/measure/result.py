@@ -79,7 +79,7 @@ class Measures:
     rounds: int | None = None
     #: Accepted length as decoded: tokens / rounds, bonus included; the target alone has 1.
     tau: float | None = None
-    #: The same over the prompts' own ratios, equally weighted.
+    #: The mean of the prompts' own ratios, all answers to a prompt together, each prompt weighing the same.
     tau_mean_over_prompts: float | None = None
     #: 95% bootstrap interval of tau over prompts; none below 10 prompts.
     tau_interval: tuple[float, float] | None = None
@@ -136,7 +136,7 @@ class Measures:
     #: Greedy equality in float32, and in the dtype of the timed run (where rounding may tip near ties).
     lossless: Lossless | None = None
     lossless_timed: Lossless | None = None
-    #: Share of prompts whose answer holds a 6-gram 4 times.
+    #: Share of answers that hold a 6-gram 4 times.
     looping: float | None = None
     #: Perplexity of the drafter's texts under the target at temperature 1, and of the target's own texts at the same
     #: sampling setting; only for lossy drafters and for those that change the target.
@@ -260,6 +260,11 @@ class Settings:
     repetition_penalty: float | None = None
     prompts: str | None = None
     longest_text: int | None = None
+
+    @property
+    def answers_per_prompt(self) -> int:
+        """Answers to each prompt that acceptance is counted on: one where they are greedy, and so all alike, else every repeat's."""
+        return self.repeats if self.temperature else 1
 
     @property
     def filters(self) -> dict[str, float | None]:

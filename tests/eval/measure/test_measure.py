@@ -22,7 +22,7 @@ from draftsmith.eval.measure.conditions import Group
 from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, summarize
-from draftsmith.eval.measure.result import Costs, Percentiles, PromptSums
+from draftsmith.eval.measure.result import Costs, Measures, Percentiles, PromptSums
 from draftsmith.eval.measure.turns import run_systems
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.heads.target.target import Target
@@ -138,7 +138,9 @@ def test_intervals_and_sampling_error() -> None:
     low, high = bootstrap_tau(pairs) or (0, 0)
     assert low < 1.5 < high
     assert high - low < 0.6
-    assert mean_tau(texts) == pytest.approx(2.0)
+    assert mean_tau(pairs) == pytest.approx(2.0)
+    assert mean_tau([*pairs, (0, 0)]) == pytest.approx(2.0), "an answer of one token has no round"
+    assert mean_tau([(0, 0)]) is None
     assert bootstrap_tau(pairs[:10]) is not None
     assert bootstrap_tau([*pairs[:10], (0, 0)]) is not None, "nothing was decoded of the last one"
     assert bootstrap_tau([*pairs[:9], (0, 0)]) is None
@@ -175,6 +177,41 @@ def test_a_result_holds_what_each_prompt_adds_to_tau() -> None:
     unsimulated = Texts([replace(t, simulated=[]) for t in texts])
     found = summarize(replace(system("eagle3"), simulate=None), unsimulated, timings, Costs({}, {}), {}, {}, [])
     assert found.prompts["p"] == PromptSums("a", 6, 3, None)
+
+
+def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
+    """Two answers of one prompt, 6 tokens in 1 round and 6 in 6: tau is 12/7, whereas the mean of both is 3.5."""
+    spec = replace(system("eagle3"), num_speculative_tokens=5, max_k=5)
+
+    def measured(*answers: Generation) -> Measures:
+        texts = [
+            Text(one, tally_generation(one, 5), [tally_generation(one, k + 1) for k in range(5)]) for one in answers
+        ]
+        timings = {name: [[decoded(one, verify=1.0)] for one in answers] for name in ("", "eagle3")}
+        return summarize(spec, Texts(texts), timings, Costs({}, {}), {}, {}, []).overall
+
+    fast, slow = ([5], [0] * 6)
+    both = measured(answer("p", "chat", fast, 5), answer("p", "chat", slow, 5))
+    assert (both.prompts, both.tau, both.tau_mean_over_prompts) == (1, 12 / 7, 12 / 7)
+    apart = measured(answer("p", "chat", fast, 5), answer("q", "chat", slow, 5))
+    assert (apart.prompts, apart.tau, apart.tau_mean_over_prompts) == (2, 12 / 7, 3.5)
+
+    # Every prompt has both answers, so that all prompts are alike; as many answers of different prompts are not.
+    alike = measured(*(answer(f"p{i}", "chat", rounds, 5) for i in range(10) for rounds in (fast, slow)))
+    for interval in (alike.tau_interval, alike.tau_simulated_interval):
+        assert interval == (pytest.approx(12 / 7), pytest.approx(12 / 7))
+    varied = measured(*(answer(f"p{i}{j}", "chat", (fast, slow)[j], 5) for i in range(10) for j in range(2)))
+    assert varied.tau_interval is not None
+    assert varied.tau_interval[1] - varied.tau_interval[0] > 0.5
+
+
+def test_pairs_count_prompts_for_which_one_drafter_alone_had_a_round() -> None:
+    """A sampled answer of one token has no round; the change is of all tokens over all rounds, as each tau is."""
+    before = [(6.0, 3.0)] * 10 + [(0.0, 0.0)] * 10
+    after = [(6.0, 3.0)] * 10 + [(6.0, 1.0)] * 10
+    low, high = bootstrap_tau(after, before) or (0, 0)
+    assert low < 120 / 40 - 2 < high
+    assert bootstrap_tau(after, [*before[:9], *[(0.0, 0.0)] * 11]) is None, "nine prompts with a round"
 
 
 def test_loops_are_a_six_gram_four_times() -> None:

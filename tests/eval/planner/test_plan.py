@@ -88,6 +88,19 @@ def test_answers_must_be_long_enough_to_pay_for_the_prompt() -> None:
     assert break_even_tokens(slow, slow.over_temperatures(1)[0]) is None
 
 
+@pytest.mark.parametrize(("temperature", "answers"), [(0, 1), (1, 3)])
+def test_a_prompt_is_read_once_for_each_of_its_answers(temperature: float, answers: int) -> None:
+    """20 prompts whose answers have 100 tokens after the first, and so 100 / tau rounds: reading takes a share of 30 ms in each. Of
+    three greedy repeats acceptance is counted on one, as they are all alike."""
+    one = result(temperature, GOOD)
+    overall = replace(one.drafters["eagle3"].overall, tokens=20 * 100 * answers)
+    drafters = {"eagle3": replace(one.drafters["eagle3"], overall=overall)}
+    made = plan(replace(one, drafters=drafters, settings=replace(one.settings, repeats=3)))
+    option = made.over_temperatures(1)[0]
+    round_ms = option.cost.total + 30 * option.tau / 100
+    assert made.predict(made.results[0], option, option.tau) == pytest.approx(option.tau * 10.5 / round_ms)
+
+
 def test_what_was_not_simulated_is_planned_with_what_was_decoded() -> None:
     one = result(0, GOOD)
     decoded = replace(one, drafters={"eagle3": DrafterResult(Measures(5, tau=2.5), {}, one.drafters["eagle3"].draft)})

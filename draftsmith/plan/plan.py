@@ -27,6 +27,7 @@ from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import find_layout
 from draftsmith.heads.formats.recognise import refuse_head
+from draftsmith.heads.target.architecture import check_causal
 from draftsmith.heads.target.pretrained import load_config
 from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
@@ -245,6 +246,7 @@ def read_target(recipe: Recipe) -> PlannedTarget:
     spec, path = recipe.target, _at_hand(recipe)
     refuse_head(path)
     config = load_config(path, spec.trust_remote_code)
+    check_causal(recipe.target.path, config, spec.trust_remote_code)
     named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = named if spec.dtype == "auto" else spec.dtype
     return PlannedTarget(config, shape_of(config, DTYPES[dtype].itemsize if dtype in DTYPES else 2), dtype)

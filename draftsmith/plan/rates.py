@@ -34,6 +34,7 @@ from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import HeadCost, head_cost
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.target.architecture import attention_of
 from draftsmith.heads.target.products import pack_linears
 from draftsmith.heads.target.shape import TargetShape, shape_of_model
 from draftsmith.heads.target.target import Target
@@ -192,7 +193,7 @@ def _make_target(recipe: Recipe, planned: PlannedTarget, device: Device, fewest:
         model = AutoModelForCausalLM.from_config(
             config,
             dtype=DTYPES.get(planned.dtype, torch.bfloat16),
-            attn_implementation=recipe.target.attn_implementation,
+            attn_implementation=attention_of(config, recipe.target.attn_implementation),
         )
     model.tie_weights()
     block = torch.randn(2**16, device=device.name) / 50

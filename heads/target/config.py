@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from draftsmith.errors import UserError
 from draftsmith.fields import shown
@@ -138,20 +137,6 @@ def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
         described = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         parameters = sum(value.numel() for value in model.parameters())
     check_sizes(described, parameters, spans, file, quantized=getattr(config, "quantization_config", None) is not None)
-
-
-def check_causal(path: str, config: Any, trust_remote_code: bool) -> None:
-    """Raise UserError unless the configuration is one of a causal, decoder-only language model."""
-    if getattr(config, "is_encoder_decoder", False):
-        raise UserError(
-            f"The target {path} is an encoder-decoder model ({config.model_type}): "
-            "choose a decoder-only causal language model."
-        )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
-        raise UserError(
-            f"The target {path} is of type {config.model_type!r}, not a causal language model: "
-            "choose a decoder-only model that can generate text."
-        )
 
 
 def _is_size(value: Any) -> bool:

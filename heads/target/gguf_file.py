@@ -31,7 +31,8 @@ from draftsmith.files import atomic_directory, claim, default_cache, fingerprint
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.gguf import GgufHeader, read_gguf
 from draftsmith.foreign.tensors import TensorSpan
-from draftsmith.heads.target.config import MOST_SIZE, check_causal, check_config_values, check_weights
+from draftsmith.heads.target.architecture import check_causal
+from draftsmith.heads.target.config import MOST_SIZE, check_config_values, check_weights
 from draftsmith.heads.target.files import SOURCE, describe_contents, hash_json, hash_tensor, hash_weights, read_source
 from draftsmith.heads.target.identity import TargetIdentity
 

@@ -11,8 +11,9 @@ from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
+from draftsmith.heads.target.architecture import attention_of, check_causal, check_layer_types
 from draftsmith.heads.target.attention import GROUPED
-from draftsmith.heads.target.config import check_causal, check_weights, read_model_config
+from draftsmith.heads.target.config import check_weights, read_model_config
 from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
 
@@ -52,11 +53,12 @@ def open_model(
     spans = read_directory(directory)
     if not trust_remote_code:  # whose sizes may be called anything
         check_weights(config, spans, directory / "config.json")
+    attention = attention_of(config, attn_implementation)
     with foreign_code(f"Cannot load the target {path}", "fetch it again, or choose another"):
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            attn_implementation=attn_implementation,
+            attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -67,7 +69,8 @@ def open_model(
             f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}: it was saved without its "
             "language-model head or incompletely; save it as a causal language model."
         )
-    if where.type == "cpu" and attn_implementation == "sdpa":
+    check_layer_types(path, model.config, type(model))  # of code that came with it, too
+    if where.type == "cpu" and attention == "sdpa":
         model.set_attn_implementation(GROUPED)
     return OpenedModel(model=model.to(where), directory=directory)
 

@@ -120,7 +120,7 @@ class Target:
         self.fingerprint = fingerprint
         self.directory = directory
         self.config = model.config.get_text_config(decoder=True)
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder = find_decoder(model)
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
         self.head = TargetHead(*_output_projection(model))
@@ -249,6 +249,12 @@ def context_of(config: Any) -> int | None:
         if isinstance(length := getattr(config, name, None), int):
             return length
     return None
+
+
+def find_decoder(model: Any) -> nn.Module:
+    """Return the model without its output projection, which transformers does not find for every class (Llama 4)."""
+    found: nn.Module = model.get_decoder()
+    return getattr(model, "model", found) if found is model else found
 
 
 def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn.Module]:

@@ -26,7 +26,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.data.packing import plan_passes
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
-from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.target import Target, find_decoder
 
 _LINEAR = (nn.Linear, Conv1D)
 _ADAPTER = "default"  # peft's own name for an only adapter
@@ -68,7 +68,7 @@ class TunedTarget:
         with catch_warnings():
             simplefilter("ignore", FutureWarning)  # of peft about transformers
             self.model: Any = get_peft_model(view_of(target.model), config)
-        self.decoder: nn.Module = self.model.get_base_model().get_decoder()
+        self.decoder = find_decoder(self.model.get_base_model())
         if spec.lm_head:
             # Called apart from `states`, outside of the batch's draws.
             self.model.get_base_model().get_output_embeddings().lora_dropout[_ADAPTER] = nn.Identity()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from draftsmith.heads.target.norms import RMSNorm, fuse_norms
 from tests.models import tiny_model
@@ -21,6 +22,13 @@ def test_a_target_with_fused_norms_is_the_same(kind: str) -> None:
     with torch.no_grad():
         assert torch.equal(fused(ids).logits, plain(ids).logits)
     assert torch.equal(fused(ids).logits, plain(ids).logits), "under gradients"
+
+
+def test_a_norm_with_a_gate_stays() -> None:
+    gated = Qwen3_5RMSNormGated(16)
+    fuse_norms(gated)
+    x, gate = torch.randn(2, 3, 16).unbind(0)
+    assert gated(x, gate).shape == x.shape
 
 
 def test_a_norm_of_other_numbers_stays() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from draftsmith.files import write_json
@@ -85,6 +84,8 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
 
     It is loaded again, onto the original, and must give the same logits.
     """
+    from peft import PeftModel
+
     original, spec = tuned.target, tuned.spec
     with model_directory(dest, replaceable(dest)) as folder:
         tuned.model.save_pretrained(folder, save_embedding_layers=False)

@@ -16,9 +16,6 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import LoraLayer
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -56,6 +53,10 @@ class TunedTarget:
     """
 
     def __init__(self, target: Target, spec: AdapterSpec) -> None:
+        # Here and below, so that whatever needs no adapter needs no peft.
+        from peft import LoraConfig, get_peft_model
+        from peft.tuners.lora import LoraLayer
+
         self.target, self.spec = target, spec
         config = LoraConfig(
             task_type="CAUSAL_LM",
@@ -217,6 +218,9 @@ def _of_experts(name: str, model: Any) -> bool:
 
     It would then put an adapter there, even where linear layers (of dense or shared experts) have that name too.
     """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
     config = LoraConfig(target_modules=[name])
     try:
         convert_peft_config_for_transformers(config, model, None)
@@ -238,7 +242,7 @@ def _add(tree: nn.Module, name: str, layer: Any) -> None:
 
 def _change(layer: Any, x: Tensor) -> Tensor:
     """Return what the adapter adds to the output of a layer for input x; zero while it is disabled."""
-    if not isinstance(layer, LoraLayer) or layer.disable_adapters:
+    if not hasattr(layer, "lora_A") or layer.disable_adapters:
         return x.new_zeros(())
     inside = layer.lora_A[_ADAPTER](layer.lora_dropout[_ADAPTER](x.to(layer.lora_A[_ADAPTER].weight.dtype)))
     return (layer.lora_B[_ADAPTER](inside) * layer.scaling[_ADAPTER]).float()

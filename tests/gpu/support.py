@@ -1,6 +1,7 @@
 """What the tests on a GPU share. DRAFTSMITH_GPU_TESTS_ON=cpu rehearses them on a machine without one."""
 
 import os
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -40,6 +41,8 @@ OPTIONS: dict[str, Any] = {
     "peagle": PEagleOptions(layer_ids=list(LAYERS), depths=3, num_hidden_layers=2, mask_token_id=0),
 }
 """A small head of every method, of three steps or more."""
+if find_spec("peft") is None:
+    del OPTIONS["medusa2"]
 
 on_gpu = [
     pytest.mark.gpu,

@@ -99,6 +99,7 @@ def test_the_options_of_the_heads_are_keys_of_their_recipes(tmp_path):
             recipe = parse_recipe(check._recipe(head))
             assert (recipe.method, recipe.target.path) == (head, "embedded")
             assert (recipe.target.dtype, recipe.evaluate.dtype, recipe.target.device) == ("bfloat16", "bfloat16", "cpu")
+            assert recipe.train.precision == "bf16"
             assert not recipe.evaluate.generate
 
 
@@ -129,16 +130,34 @@ def test_a_machine_without_a_gpu_is_one_sentence(tmp_path, capsys, monkeypatch):
 
 
 def test_tests_and_stages_are_counted(tmp_path):
-    junit = tmp_path / "tests.xml"
-    junit.write_text(
-        '<testsuites><testsuite><testcase classname="a" name="x"/><testcase classname="a" name="y"><failure/></testcase>'
-        '<testcase classname="a" name="z"><skipped/></testcase></testsuite></testsuites>'
-    )
-    assert read_tests(junit) == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["a::y"]}
-    assert read_tests(tmp_path / "none.xml") is None
+    lines = tmp_path / "tests.facts"
+    lines.write_text("passed a::x\nfailed a::y\nskipped a::z[1 2]\n")
+    assert read_tests(lines) == {"passed": 1, "failed": 1, "skipped": 1, "failures": ["a::y"]}
+    assert read_tests(tmp_path / "none") is None
     run_json = tmp_path / "run.json"
     run_json.write_text(json.dumps({"answers": {"state": "done", "facts": {"output_tokens": 90, "seconds": 3.0}}}))
     assert read_stages(run_json)["answers"]["tokens_per_second"] == 30.0
+
+
+def test_tests_that_are_cut_off_keep_what_they_found(tmp_path):
+    (tmp_path / "test_few.py").write_text(
+        "import os, pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 0\n"
+        "@pytest.mark.skip\n"
+        "def test_left(): pass\n"
+        "@pytest.fixture\n"
+        "def spoiled():\n    yield\n    assert 0\n"
+        "def test_end(spoiled): pass\n"
+        "def test_last(): os._exit(9)\n"
+    )
+    options = ["-p", "scripts.bench.gpu.lines", f"--lines={tmp_path / 'lines'}", "-p", "no:cacheprovider", "test_few.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 9
+    found = read_tests(tmp_path / "lines")
+    failures = ["test_few.py::test_bad", "test_few.py::test_end"]
+    assert found == {"passed": 1, "failed": 2, "skipped": 1, "failures": failures}
 
 
 def test_measures_of_every_result_are_in_the_one_file(tmp_path):

@@ -151,7 +151,14 @@ def test_tests_that_are_cut_off_keep_what_they_found(tmp_path):
         "def test_end(spoiled): pass\n"
         "def test_last(): os._exit(9)\n"
     )
-    options = ["-p", "scripts.bench.gpu.lines", f"--lines={tmp_path / 'lines'}", "-p", "no:cacheprovider", "test_few.py"]
+    options = [
+        "-p",
+        "scripts.bench.gpu.lines",
+        f"--lines={tmp_path / 'lines'}",
+        "-p",
+        "no:cacheprovider",
+        "test_few.py",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "pytest", *options], cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 9

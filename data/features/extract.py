@@ -28,7 +28,7 @@ from draftsmith.data.features.store import (
 )
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
-from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.heads.target.target import Target, TargetHead, describe_context
 
 BATCH_TOKENS = 2048
 # The full-vocabulary logits are made in pieces of this many bytes: what stays in a CPU's cache (twice as fast as
@@ -57,7 +57,7 @@ def extract(
     Raises UserError for bad layers, too long samples, too little disk space, or a store made from something else.
     """
     path, chosen, lengths = Path(path), tuple(layer_ids), [len(sample.ids) for sample in samples]
-    _check_samples(target, samples)
+    check_samples(target, samples)
     if chosen:  # none for heads that read the last hidden state alone
         target.check_layer_ids(chosen)
     spec = StoreSpec(
@@ -114,7 +114,7 @@ class OnlineSource:
         dtype: str = "auto",
         batch_tokens: int = BATCH_TOKENS,
     ) -> None:
-        _check_samples(target, samples)
+        check_samples(target, samples)
         if layer_ids:
             target.check_layer_ids(tuple(layer_ids))
         self.layer_ids = tuple(layer_ids)
@@ -193,7 +193,7 @@ def digest_samples(samples: Sequence[Tokenized]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check_samples(target: Target, samples: Sequence[Tokenized]) -> None:
+def check_samples(target: Target, samples: Sequence[Tokenized]) -> None:
     """Raise UserError for no samples, an empty or too long one, or ids that the target does not know."""
     if not samples:
         raise UserError("There are no samples to extract features from: check the conversations and their filters.")
@@ -203,7 +203,7 @@ def _check_samples(target: Target, samples: Sequence[Tokenized]) -> None:
         if not 0 < length <= target.context_length:
             raise UserError(
                 f"Sample {sample.sample_id!r} has {length} tokens, the target {target.path} reads 1 to "
-                f"{target.context_length}: truncate the samples to its context."
+                f"{describe_context(target.config)}: truncate the samples to its context."
             )
         low, high = int(sample.ids.min()), int(sample.ids.max())
         if low < 0 or high >= rows:

@@ -9,7 +9,6 @@ from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import find_layout, layouts_of
-from draftsmith.heads.layers.config import steady_positions
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
@@ -120,13 +119,6 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
         raise UserError(
             f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.reads.context_length}: set "
             f"data.max_length to {head.reads.context_length}, or start from a model with a longer context."
-        )
-    steady = steady_positions(target.config)
-    if steady is not None and length + head.trains.steps > steady:
-        say(
-            f"warning: the rotary frequencies of the target {target.path} change for all texts of a pass that is longer than "
-            f"{steady} tokens, so what is learned and measured depends on what is batched together: set data.max_length to "
-            f"at most {steady - head.trains.steps}."
         )
     stored = recipe.features.layer_ids
     if stored is not None:

@@ -22,7 +22,7 @@ from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.files import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import weights_directory
-from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.target import Target, describe_context
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
@@ -87,7 +87,12 @@ class Session:
     def load_target(self, dtype: str, path: str | None = None) -> Target:
         """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
         own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
-        return draftsmith.load_target(**asdict(self.recipe.target) | own)
+        target = draftsmith.load_target(**asdict(self.recipe.target) | own)
+        if (words := describe_context(target.config)) != str(target.context_length):
+            self.warn(
+                f"the context of {target.path} ends at {words}; how engines continue longer texts is not measured here."
+            )
+        return target
 
     @cached_property
     def target(self) -> Target:

@@ -13,7 +13,7 @@ from draftsmith.eval.decode.draft import Drafter
 from draftsmith.eval.decode.loop import Loop
 from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.decode.verify import Typical
-from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.target import Target, describe_context
 
 
 @torch.no_grad()
@@ -106,9 +106,9 @@ def check_requests(target: Target, requests: Sequence[Request], drafter: Drafter
                 "it was made with another tokenizer; use the target's own."
             )
         need = len(request.prompt_ids) + request.max_new_tokens + drafted
-        if target.context_length is not None and need > target.context_length:
+        if need > target.context_length:
             raise UserError(
                 f"Prompt {request.sample_id} needs {need} positions ({len(request.prompt_ids)} prompt + "
-                f"{request.max_new_tokens} new + {drafted} drafted) but the target's context has {target.context_length}: "
+                f"{request.max_new_tokens} new + {drafted} drafted) but the target's context has {describe_context(target.config)}: "
                 "shorten the prompt or lower max_new_tokens."
             )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from draftsmith.data.batch import Tokenized, TrainBatch
-from draftsmith.data.features.extract import compute_features
+from draftsmith.data.features.extract import check_samples, compute_features
 from draftsmith.data.packing import collate
 from draftsmith.eval.decode.answers import Generation, Tally
 from draftsmith.eval.decode.sampling import Sampling
@@ -127,7 +127,10 @@ def _read(batch: TrainBatch, layers: tuple[int, ...], chosen: tuple[int, ...]) -
 def target_passes(
     target: Target, samples: Sequence[Tokenized], layer_ids: tuple[int, ...] = ()
 ) -> Iterator[tuple[range, TrainBatch]]:
-    """Run the target over texts, some at once, one per row; yield the places of these and what a head reads of them."""
+    """Run the target over texts, some at once, one per row; yield the places of these and what a head reads of them. Raises UserError
+    for texts that the target cannot read."""
+    if samples:
+        check_samples(target, samples)
     for start in range(0, len(samples), _TEXTS_PER_PASS):
         places = range(start, min(start + _TEXTS_PER_PASS, len(samples)))
         some = samples[places.start : places.stop]

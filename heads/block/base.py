@@ -45,7 +45,7 @@ from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
 from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.heads.target.target import Target, TargetHead, steady_positions
 from draftsmith.heads.target.tokens import choose_mask_token
 
 CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -110,7 +110,8 @@ class BlockHead(DraftHead):
         assert embedding.shape == (config.vocab_size, H)
         assert options.mask_token_id is not None, "the mask token is chosen before"
         self.options, self.config, drafted = options, config, options.block_size - self.first_slot
-        self.reads, self.drafts, self.trains = Reads(tuple(layer_ids)), Drafts(drafted), Trains(drafted)
+        self.reads = Reads(tuple(layer_ids), context_length=steady_positions(config))
+        self.drafts, self.trains = Drafts(drafted), Trains(drafted)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps=eps)

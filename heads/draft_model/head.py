@@ -27,7 +27,7 @@ from draftsmith.heads.draft_model.start import describe_config, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary, rotate
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
-from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.target import Target, context_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DraftLmHead(DraftHead):
     def __init__(self, options: DraftLmOptions, config: LlamaConfig) -> None:
         super().__init__()
         self.options, self.config = options, config
-        self.reads = Reads(target_states=False, context_length=config.max_position_embeddings)
+        self.reads = Reads(target_states=False, context_length=context_of(config))
         made = LlamaForCausalLM(config)
         self.model = made.model
         self.model.rotary_emb = Rotary(config)

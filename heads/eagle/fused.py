@@ -22,7 +22,7 @@ from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Pl
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.target.norms import RMSNorm
 from draftsmith.heads.target.probe import probe_ids
-from draftsmith.heads.target.target import Target
+from draftsmith.heads.target.target import Target, steady_positions
 
 _EMBEDDING_SPREAD = 0.02
 """Standard deviation of embeddings that start from nothing, as in Llama."""
@@ -50,7 +50,10 @@ class FusedHead(EagleHead):
         (V, Ht), H, A, eps = embedding.shape, config.hidden_size, len(layer_ids), config.rms_norm_eps
         assert config.vocab_size == V
         self.options, self.config, self.window = options, config, options.sliding_window
-        self.reads, self.trains = Reads(tuple(layer_ids)), Trains(options.steps)
+        self.reads, self.trains = (
+            Reads(tuple(layer_ids), context_length=steady_positions(config)),
+            Trains(options.steps),
+        )
         # A longer draft would lose sight of its own root.
         self.drafts = Drafts(self.window)
         self.num_kv_heads: int = config.num_key_value_heads

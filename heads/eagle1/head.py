@@ -22,14 +22,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.eval.decode.noise import NOISE, uniforms
-from draftsmith.heads.base import Trains
+from draftsmith.heads.base import Reads, Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
 from draftsmith.heads.layers.from_target import embedding_scale
 from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.heads.target.target import Target, TargetHead, steady_positions
 
 
 class Eagle1Layer(EagleLayer):
@@ -64,6 +64,7 @@ class Eagle1Head(EagleHead):
         H = config.hidden_size
         assert embedding.shape[1] == target_head.weight.shape[1] == H
         self.options, self.config = options, config
+        self.reads = Reads(context_length=steady_positions(config))
         self.trains = Trains(options.aligned_passes, predicts_features=True, measured_on_target=("embedding_scale",))
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)

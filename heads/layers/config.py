@@ -79,7 +79,8 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     """Return the RoPE parameters of a target's text config for a layer with full attention.
 
     Targets with one set per layer type (Gemma 3) give that of "full_attention". Partial and multimodal rotation
-    have no counterpart in a Llama layer: it turns whole heads, by text positions, with the same base.
+    have no counterpart in a Llama layer: it turns whole heads, by text positions, with the same base. Frequencies that change
+    with the length of a text are those up to where they change, which is where the target's context ends.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     rope = dict(rope.get("full_attention", rope))
@@ -87,8 +88,11 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     multimodal = len(rope.keys() & {"mrope_section", "mrope_interleaved"}) > 0
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or DEFAULT_ROPE_THETA)
-    if multimodal or (partial and rope.get("rope_type") == "longrope"):
+    kind = rope.get("rope_type")
+    if multimodal or kind == "dynamic" or (partial and kind == "longrope"):
         return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+    if kind == "longrope":
+        rope["long_factor"] = rope["short_factor"]
     return {"rope_type": "default", **rope}
 
 
@@ -97,15 +101,3 @@ def _norm_epsilon(config: Any) -> float:
         if (value := getattr(config, name, None)) is not None:
             return float(value)
     return 1e-6
-
-
-def steady_positions(config: Any) -> int | None:
-    """Return the length up to which rotary frequencies do not depend on the length of a pass, None where they never do.
-
-    Beyond it a text's states would depend on what else is in its batch.
-    """
-    rope = dict(getattr(config, "rope_parameters", None) or {})
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-    limits = [one["original_max_position_embeddings"] for one in kinds if one.get("rope_type") == "longrope"]
-    limits += [config.max_position_embeddings for one in kinds if one.get("rope_type") == "dynamic"]
-    return min(limits, default=None)

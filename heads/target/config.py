@@ -17,6 +17,7 @@ from draftsmith.fields import shown
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.tensors import BITS, TensorSpan
+from draftsmith.heads.target.taken import check_dtypes
 
 MOST_CONFIG_BYTES = 16 * 2**20
 MOST_SIZE = 2**31 - 1
@@ -130,13 +131,15 @@ def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
 
     Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
     """
-    text = config.get_text_config(decoder=True)
+    text, quantized = config.get_text_config(decoder=True), getattr(config, "quantization_config", None) is not None
     check_layers(text, spans, file)
     with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-        described = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        described = model.state_dict()
         parameters = sum(value.numel() for value in model.parameters())
-    check_sizes(described, parameters, spans, file, quantized=getattr(config, "quantization_config", None) is not None)
+    if not quantized:
+        check_dtypes(str(file.parent), [span for span in spans if span.name in described], described)
+    check_sizes({name: tuple(x.shape) for name, x in described.items()}, parameters, spans, file, quantized=quantized)
 
 
 def _is_size(value: Any) -> bool:

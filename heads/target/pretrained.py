@@ -16,16 +16,18 @@ from draftsmith.heads.target.attention import GROUPED
 from draftsmith.heads.target.config import check_weights, read_model_config
 from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
+from draftsmith.heads.target.taken import check_quantization, check_taken, how_to_read
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A loaded model and the folder its files came from."""
+    """A loaded model, the folder its files came from, and a sentence about modules in them that it leaves, "" for none."""
 
     model: Any
     directory: Path
+    beside: str
 
 
 def open_model(
@@ -34,7 +36,7 @@ def open_model(
     """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights.
 
     Raises UserError for: a missing path, a folder that is no model, an encoder-only or encoder-decoder model, a type
-    transformers does not know, missing, pickled or damaged weights, an unknown dtype, a missing device.
+    transformers does not know, layers that keep a state, missing, pickled or damaged weights, weights that the model does not take, an unknown dtype, a missing device.
     """
     try:
         where = torch.device(device)
@@ -53,26 +55,22 @@ def open_model(
     spans = read_directory(directory)
     if not trust_remote_code:  # whose sizes may be called anything
         check_weights(config, spans, directory / "config.json")
-    attention = attention_of(config, attn_implementation)
-    with foreign_code(f"Cannot load the target {path}", "fetch it again, or choose another"):
+    quantized, attention = check_quantization(path, config), attention_of(config, attn_implementation)
+    with foreign_code(f"Cannot load the target {path}", how_to_read(quantized)):
         model, info = AutoModelForCausalLM.from_pretrained(
             place,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # told by `check_taken`, by name
             output_loading_info=True,
         )
-    if missing := sorted(info["missing_keys"]):
-        raise UserError(
-            f"The target {path} has no weights for {missing[0]}"
-            f"{f' and {len(missing) - 1} more tensors' if len(missing) > 1 else ''}: it was saved without its "
-            "language-model head or incompletely; save it as a causal language model."
-        )
+    beside = check_taken(path, model, info, spans, quantized)
     check_layer_types(path, model.config, type(model))  # of code that came with it, too
     if where.type == "cpu" and attention == "sdpa":
         model.set_attn_implementation(GROUPED)
-    return OpenedModel(model=model.to(where), directory=directory)
+    return OpenedModel(model.to(where), directory, beside)
 
 
 def _check_path(path: str) -> None:

@@ -244,11 +244,39 @@ def _tapped(layer: nn.Module, index: int, streams: dict[int, Tensor]) -> Any:
 
 
 def context_of(config: Any) -> int | None:
-    """Return the most tokens that a model of this configuration reads at once, None where it names no limit."""
+    """Return the most tokens that a model of this configuration reads at once, None where it names no limit: where the rotary
+    frequencies of all tokens change with the length of a text, those up to which they stay."""
+    return min((n for n in (_named_context(config), steady_positions(config)) if n is not None), default=None)
+
+
+def describe_context(config: Any) -> str:
+    """Return `context_of` in words, with the reason where that is not the length which the configuration names."""
+    length = context_of(config)
+    if length == _named_context(config):
+        return str(length)
+    return f"{length} (past that all its rotary frequencies change, those of cached keys too, so nothing can be verified exactly)"
+
+
+def _named_context(config: Any) -> int | None:
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
         if isinstance(length := getattr(config, name, None), int):
             return length
     return None
+
+
+def steady_positions(config: Any) -> int | None:
+    """Return the length up to which rotary frequencies do not depend on the length of a pass (LongRoPE, dynamic scaling), None where
+    they never do. Beyond it cached keys would be those of a shorter text, and a text's states depend on what else is in its batch."""
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    limits = []
+    for one in (rope, *rope.values()):
+        kind = one.get("rope_type", one.get("type")) if isinstance(one, dict) else None
+        if kind in ("longrope", "su") and one.get("short_factor") != one.get("long_factor"):
+            original = one.get("original_max_position_embeddings")
+            limits.append(original or getattr(config, "original_max_position_embeddings", None))
+        elif kind == "dynamic":
+            limits.append(_named_context(config))
+    return min((n for n in limits if n is not None), default=None)
 
 
 def find_decoder(model: Any) -> nn.Module:
@@ -296,6 +324,8 @@ def load_target(
     opened = open_model(
         path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
+    if opened.beside:
+        print(opened.beside, file=sys.stderr, flush=True)
     directory = opened.directory
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)

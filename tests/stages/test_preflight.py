@@ -169,13 +169,11 @@ def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
     )
     model.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
-    for longest, warned in ((limit - 4, False), (limit - 3, True)):
-        words = (f"--target.path={tmp_path / 'target'}", f"--data.max_length={longest}")
-        session = session_of(workplace, tmp_path, "medusa", {"num_heads": 4}, *words)
-        preflight(session, "train")
-        assert (
-            f"change for all texts of a pass that is longer than {limit} tokens" in capsys.readouterr().err
-        ) == warned
+    session = session_of(workplace, tmp_path, "eagle3", {}, f"--target.path={tmp_path / 'target'}")
+    preflight(session, "train")
+    assert session.target.context_length == limit
+    said = f"warning: the context of {tmp_path / 'target'} ends at 100 (past that all its rotary frequencies change"
+    assert (said in capsys.readouterr().err) == (kind == "longrope") == bool(session.warnings), "config.json names 120"
 
 
 def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:

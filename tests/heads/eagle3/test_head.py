@@ -303,6 +303,11 @@ def test_default_layers_are_the_engines():
             {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
             {"rope_type": "default", "rope_theta": 1e6},
         ),
+        ({"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}, {"rope_type": "default", "rope_theta": 1e6}),
+        (
+            {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]},
+            {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 2.0], "long_factor": [1.0, 2.0]},
+        ),
         (
             {"rope_type": "mrope", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
             {"rope_type": "default", "rope_theta": 1e6},

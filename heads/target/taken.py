@@ -1,0 +1,148 @@
+"""What a model took of its checkpoint: weights that it left are named where they are modules of their own, and refused otherwise.
+
+transformers drops a tensor that a class has no place for, such as the scale of a quantized weight or a bias that the
+configuration denies, and reads the numbers of a float8 or integer weight as they stand: the model is another one then.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from draftsmith.errors import UserError
+from draftsmith.fields import shown
+from draftsmith.foreign.tensors import BITS, TensorSpan
+
+_UNQUANTIZED = "give the model that it was made from, in bfloat16, float16 or float32"
+_MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
+_OF_MTP_LAYER = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\b")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_OTHER_INPUTS = re.compile(
+    r"vision|visual|image|video|audio|speech|talker|2wav|multi_?modal|mm_projector|resampler|perceiver"
+)
+"""Modules beside the text decoder, in the part of a name above its layers."""
+_OF_QUANTIZED = re.compile(
+    r"(scales?|_scale_inv|_scale_2|zero_point|_packed|_shape|g_idx|qweight|qzeros|\.biases|SCB|absmax|quant_map|codes|codebooks"
+    r"|weight_format)$|quant_state"
+)
+_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_batches_tracked|(en|de)coder\.version)$")
+"""Tables of earlier versions that hold nothing learned."""
+
+
+def check_quantization(path: str, config: Any) -> str | None:
+    """Return the name of the format that a configuration says its weights are quantized in, None where they are not.
+
+    Raises UserError for one that transformers does not read: it would take the packed numbers for weights.
+    """
+    spec = getattr(config, "quantization_config", None)
+    if spec is None:
+        return None
+    spec = spec if isinstance(spec, Mapping) else spec.to_dict()
+    bits = next((bits for bits in ("4bit", "8bit") if spec.get(f"load_in_{bits}")), None)
+    name = spec.get("quant_method") if bits is None else f"bitsandbytes_{bits}"
+    if isinstance(name, str) and name in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return name
+    what = "a format without a name (no quant_method)" if name is None else f"the format {shown(name)}"
+    raise UserError(
+        f"The target {path} is quantized in {what}, which transformers does not read: {_UNQUANTIZED}, or remove "
+        "quantization_config from its config.json if its weights are not quantized."
+    )
+
+
+def how_to_read(quantized: str | None) -> str:
+    """Return what to do where a target of such a format cannot be loaded, in words that follow the reason."""
+    if quantized is None:
+        return "fetch it again, or choose another"
+    return f"it is quantized ({quantized}), so install what that format needs, or {_UNQUANTIZED}"
+
+
+def check_taken(
+    path: str, model: Any, info: Mapping[str, Any], spans: Sequence[TensorSpan], quantized: str | None
+) -> str:
+    """Return a sentence about the modules of a checkpoint that are no part of the model (MTP layers, vision towers), "" for none.
+
+    info: what transformers says of the loading. Raises UserError, naming a tensor, for any other that the model did not take, that
+    it lacks, whose shape is another, or whose numbers mean nothing without the scale of a quantized format.
+    """
+    held, name = model.state_dict(), type(model).__name__
+    unexpected = set(info["unexpected_keys"])
+    left = unexpected | _ignored(model, spans, held)
+    modules, lost = _sorted_out(left, unexpected, spans, model.config.get_text_config(decoder=True).num_hidden_layers)
+    if parts := list(filter(_OF_QUANTIZED.search, lost)):
+        raise UserError(
+            f"The target {path} holds {_and_more(parts)}, for which {name} has no place; it is a part of quantized weights, which "
+            f"would be taken for others without it: {_UNQUANTIZED}."
+        )
+    if not quantized:
+        check_dtypes(path, [span for span in spans if span.name not in left], held)
+    if found := sorted(info["mismatched_keys"]):
+        tensor, there, wanted = found[0]
+        raise UserError(
+            f"The target {path} holds {tensor} in the shape {list(there)} where {name} takes {list(wanted)}: they are of different "
+            f"models, or not quantized as config.json says; {how_to_read(quantized)}."
+        )
+    if bare := [n for n, m in model.named_modules() if type(m) is nn.Linear and m.weight.dtype.itemsize < 2]:
+        raise UserError(
+            f"The target {path} has no scale for the quantized weight of {_and_more(bare)}: {how_to_read(quantized)}."
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"The target {path} has no weights for {_and_more(missing)}: it was saved without its "
+            "language-model head or incompletely; save it as a causal language model."
+        )
+    if lost:
+        raise UserError(
+            f"The target {path} holds {_and_more(lost)}, for which {name} has no place; without it this is another model: see that "
+            "config.json belongs to these weights (num_hidden_layers, attention_bias, mlp_bias), or fetch the target again."
+        )
+    if not modules:
+        return ""
+    listed = "; ".join(f"{what}: {_and_more(names)}" for what, names in modules.items())
+    return f"the target {path} is used without what its files hold beside the decoder ({listed})"
+
+
+def _ignored(model: Any, spans: Iterable[TensorSpan], held: Mapping[str, Any]) -> set[str]:
+    """The tensors that the class leaves on purpose, which transformers does not tell of."""
+    patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    return {s.name for s in spans if s.name not in held and any(one.search(s.name) for one in patterns)}
+
+
+def _sorted_out(
+    left: set[str], unexpected: set[str], spans: Iterable[TensorSpan], layers: int
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the tensors of modules beside the decoder by what these are, and those without which it is another model.
+
+    unexpected: those that the class does not leave on purpose. layers: of the decoder; what lies above them is MTP's or lost.
+    """
+    of_mtp = {found[1] for span in spans if (found := _LAYER.search(span.name)) and _OF_MTP_LAYER.search(span.name)}
+    modules: dict[str, list[str]] = {}
+    lost = []
+    for name in sorted(left):
+        layer = _LAYER.search(name)
+        beyond = layer is not None and int(layer[1]) >= layers
+        if _MTP.search(name) or (beyond and layer is not None and layer[1] in of_mtp):
+            modules.setdefault("MTP layers", []).append(name)
+        elif _OTHER_INPUTS.search(name[: layer.start()] if layer else name):
+            modules.setdefault("other inputs than text", []).append(name)
+        elif (name in unexpected and not _BUFFERS.search(name)) or beyond or _OF_QUANTIZED.search(name):
+            lost.append(name)
+    return modules, lost
+
+
+def check_dtypes(path: str, spans: Iterable[TensorSpan], held: Mapping[str, Tensor]) -> None:
+    """Raise UserError for tensors on disk that are numbers of a quantized weight, where the model of state `held` takes floats and
+    nothing says how to read them."""
+    for span in spans:
+        taken = held.get(span.name)
+        packed = BITS[span.dtype] <= 8 or span.dtype.startswith(("I", "U"))
+        if packed and (span.name.endswith("weight") if taken is None else taken.is_floating_point()):
+            raise UserError(
+                f"The target {path} holds {span.name} as {span.dtype}, numbers of a quantized weight, but config.json names no "
+                f"quantization_config to read them with: {_UNQUANTIZED}."
+            )
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f"{names[0]}{f' and {len(names) - 1} more tensors' if len(names) > 1 else ''}"

@@ -1,0 +1,216 @@
+"""A checkpoint that holds more or other numbers than its model takes is refused by name; whole modules beside the decoder are named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.heads.target.target import load_target
+from tests.models import save_tiny_target
+
+Tensors = dict[str, Tensor]
+FINE_GRAINED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+NOT_READ = "which transformers does not read: give the model that it was made from"
+QUANTIZED = "of quantized weights, which would be taken for others without it: give the model that it was made from"
+ANOTHER = "without it this is another model"
+
+
+def spoiled(folder: Path, change: Callable[[Tensors], Tensors], **config: Any) -> str:
+    """A tiny Llama, its projections changed, and keys of its config.json."""
+    path, file = save_tiny_target(folder, "llama", num_hidden_layers=4), folder / "model.safetensors"
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | config))
+    return path
+
+
+def each(change: Callable[[str, Tensor], Tensors]) -> Callable[[Tensors], Tensors]:
+    """Replace each projection [n, k], by its name without `.weight`, by other tensors."""
+
+    def changed(tensors: Tensors) -> Tensors:
+        found: Tensors = {}
+        for name, value in tensors.items():
+            found |= change(name.removesuffix(".weight"), value) if "_proj" in name else {name: value}
+        return found
+
+    return changed
+
+
+def also(**added: Tensor) -> Callable[[Tensors], Tensors]:
+    """Add tensors; `__` stands for a dot."""
+    return lambda tensors: tensors | {name.replace("__", "."): value for name, value in added.items()}
+
+
+def _float8(value: Tensor) -> Tensor:
+    return (value / _scale(value)).to(torch.float8_e4m3fn)
+
+
+def _scale(value: Tensor) -> Tensor:
+    return value.abs().max() / 448
+
+
+def modelopt(name: str, value: Tensor) -> Tensors:
+    return {
+        f"{name}.weight": _float8(value),
+        f"{name}.weight_scale": _scale(value),
+        f"{name}.input_scale": torch.ones(()),
+    }
+
+
+def fine_grained(name: str, value: Tensor) -> Tensors:
+    return {f"{name}.weight": _float8(value), f"{name}.weight_scale_inv": _scale(value).view(1, 1)}
+
+
+def gptq(name: str, value: Tensor) -> Tensors:
+    rows, columns = value.shape
+    packed = {"qweight": torch.ones(columns // 8, rows).int(), "qzeros": torch.ones(1, rows // 8).int()}
+    return {f"{name}.{key}": x for key, x in (packed | {"scales": torch.ones(1, rows)}).items()}
+
+
+def mlx(name: str, value: Tensor) -> Tensors:
+    rows, columns = value.shape
+    packed = {
+        "weight": torch.ones(rows, columns // 8).int(),
+        "scales": torch.ones(rows, 1),
+        "biases": torch.ones(rows, 1),
+    }
+    return {f"{name}.{key}": x for key, x in packed.items()}
+
+
+def bitsandbytes(name: str, value: Tensor) -> Tensors:
+    packed = torch.ones(value.numel() // 2, 1).byte()
+    return {f"{name}.weight": packed, f"{name}.weight.absmax": torch.ones(4)}
+
+
+def cast(dtype: torch.dtype) -> Callable[[Tensors], Tensors]:
+    return each(lambda name, value: {f"{name}.weight": value.to(dtype)})
+
+
+def plain(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], Any, str]] = {
+    "modelopt without a name": (each(modelopt), None, r"down_proj.weight as F8_E4M3.*names no quantization_config"),
+    "modelopt": (each(modelopt), {"quant_method": "modelopt", "quant_algo": "FP8"}, f"'modelopt', {NOT_READ}"),
+    "exl2": (plain, {"quant_method": "exl2", "bits": 4}, f"'exl2', {NOT_READ}"),
+    "a number": (plain, {"quant_method": 7}, f"the format 7, {NOT_READ}"),
+    "mlx": (each(mlx), {"group_size": 64, "bits": 4}, f"without a name .no quant_method., {NOT_READ}"),
+    "mlx without a name": (each(mlx), None, "down_proj.weight as I32, numbers of a quantized weight"),
+    "gptq without a name": (each(gptq), None, f"down_proj.qweight and .* {QUANTIZED}"),
+    "bitsandbytes without a name": (each(bitsandbytes), None, "down_proj.weight as U8, numbers of a quantized weight"),
+    "float8 without scales": (cast(torch.float8_e4m3fn), None, "down_proj.weight as F8_E4M3, numbers of a quantized"),
+    "another float8": (cast(torch.float8_e5m2), None, "down_proj.weight as F8_E5M2, numbers of a quantized"),
+    "int8": (cast(torch.int8), None, "down_proj.weight as I8, numbers of a quantized"),
+    "int64": (also(model__norm__weight=torch.ones(64).long()), None, "model.norm.weight as I64"),
+    "fine-grained float8 without scales": (
+        cast(torch.float8_e4m3fn),
+        FINE_GRAINED,
+        "no scale for the quantized weight",
+    ),
+    "a scale of another format": (
+        lambda tensors: each(fine_grained)(tensors) | {"model.layers.0.self_attn.k_scale": torch.ones(())},
+        FINE_GRAINED,
+        f"self_attn.k_scale, .* {QUANTIZED}",
+    ),
+    "a scale alone": (
+        also(model__layers__0__mlp__up_proj__weight_scale=torch.ones(())),
+        None,
+        f"weight_scale, .* {QUANTIZED}",
+    ),
+    "a bias": (also(model__layers__1__self_attn__q_proj__bias=torch.ones(64)), None, f"q_proj.bias, .* {ANOTHER}"),
+    "a bias of the projection": (also(lm_head__bias=torch.ones(160)), None, f"lm_head.bias, .* {ANOTHER}"),
+    "a norm": (also(model__layers__0__mlp__norm__weight=torch.ones(64)), None, f"mlp.norm.weight, .* {ANOTHER}"),
+    "a layer": (also(model__layers__4__mlp__up_proj__weight=torch.ones(96, 64)), None, f"layers.4.mlp.* {ANOTHER}"),
+    **{
+        f"{method}: what it needs": (plain, {"quant_method": method, **keys}, f"{needs}.*it is quantized .{method}")
+        for method, keys, needs in (
+            ("gptq", {"bits": 4}, "optimum"),
+            ("awq", {"bits": 4, "version": "gemm", "zero_point": True}, "gptqmodel"),
+            ("bitsandbytes", {"load_in_4bit": True}, "bitsandbytes"),
+            ("compressed-tensors", {}, "compressed-tensors"),
+            ("torchao", {"quant_type": "int4_weight_only"}, "torchao"),
+        )
+    },
+}
+"""What is wrong -> how the tensors are changed, quantization_config, and the sentence."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_model_does_not_take_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    change, quantization, sentence = REFUSED[case]
+    path = spoiled(tmp_path, change, **({} if quantization is None else {"quantization_config": quantization}))
+    with pytest.raises(UserError, match=sentence) as info:
+        load_target(path)
+    text = str(info.value)
+    assert "\n" not in text
+    assert (ANOTHER in text) or "fetch" not in text
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        (
+            also(mtp__fc__weight=torch.ones(3), mtp__layers__9__a__weight=torch.ones(3)),
+            ("MTP layers: mtp.fc.weight and 1",),
+        ),
+        (
+            also(model__layers__4__eh_proj__weight=torch.ones(3), model__layers__4__mlp__up_proj__weight=torch.ones(3)),
+            ("MTP layers: model.layers.4.eh_proj.weight and 1 more",),
+        ),
+        (
+            also(model__visual__blocks__0__weight=torch.ones(3)),
+            ("other inputs than text: model.visual.blocks.0.weight",),
+        ),
+        (
+            also(audio_tower__layers__0__q_proj__bias=torch.ones(3), mtp__a=torch.ones(1)),
+            ("other inputs than text: audio_tower", "MTP layers: mtp.a"),
+        ),
+    ],
+)
+def test_modules_beside_the_decoder_are_named(
+    tensors: Callable[[Tensors], Tensors], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_target(spoiled(tmp_path, tensors))
+    said = capsys.readouterr().err
+    assert "is used without what its files hold beside the decoder" in said
+    assert all(word in said for word in words), said
+
+
+def test_what_a_class_leaves_on_purpose_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek's class leaves model.layers.61: of a smaller model that is a layer which the configuration does not name."""
+    file = tmp_path / "model.safetensors"
+    for name, refused in (("model.layers.61.eh_proj.weight", False), ("model.layers.61.mlp.up_proj.weight", True)):
+        path = save_tiny_target(tmp_path, "deepseek", num_hidden_layers=4)
+        save_file(load_file(file) | {name: torch.ones(3)}, file, metadata={"format": "pt"})
+        if refused:
+            with pytest.raises(UserError, match=f"{name}, .* {ANOTHER}"):
+                load_target(path)
+        else:
+            load_target(path)
+            assert f"MTP layers: {name}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.embeddings.position_ids"])
+def test_tables_of_earlier_versions_are_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_target(spoiled(tmp_path, lambda tensors: tensors | {name: torch.ones(3)}))
+    assert "is used without" not in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where transformers keeps float8")
+@torch.no_grad()
+def test_fine_grained_float8_is_read_with_its_scales(tmp_path: Path) -> None:
+    def dequantized(name: str, value: Tensor) -> Tensors:
+        return {f"{name}.weight": _float8(value).float() * _scale(value)}
+
+    ids = torch.arange(3, 40)[None]
+    quantized = spoiled(tmp_path / "a", each(fine_grained), quantization_config=FINE_GRAINED)
+    found = load_target(quantized, dtype="float32").model(ids).logits
+    truth = load_target(spoiled(tmp_path / "b", each(dequantized))).model(ids).logits
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)

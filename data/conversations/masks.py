@@ -1,7 +1,9 @@
 """Samples for training: token ids of conversations or answers with the mask of tokens to learn, within a length."""
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.spans import Rendering, render_conversation
+from draftsmith.data.conversations.templates import render_text, template_name
+from draftsmith.data.conversations.tools import lacks_schemas, schemas_left_out
 from draftsmith.errors import UserError
 
 OnTooLong = Literal["drop", "truncate", "error"]
@@ -23,7 +27,9 @@ class TokenizeStats:
     kept: samples returned, of which `truncated` lost their tail; supervised_tokens: tokens to learn in them.
     dropped_too_long: samples left out because they (or all their tokens to learn) lie beyond max_length.
     cut_supervised_tokens: tokens to learn that max_length cost, by truncation and by dropping.
-    without_supervised: samples left out because no token of theirs is to be learnt.
+    without_supervised: samples left out because no token of theirs is to be learnt. cut: names of samples that are so far beyond
+    max_length that only their first tokens were read, and counted. without_schemas: names of conversations whose tools have no
+    schema in what the chat template makes of them.
     """
 
     kept: int = 0
@@ -32,6 +38,8 @@ class TokenizeStats:
     without_supervised: int = 0
     supervised_tokens: int = 0
     cut_supervised_tokens: int = 0
+    cut: list[str] = field(default_factory=list)
+    without_schemas: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Return one line for the log; losses are named only where there are some."""
@@ -42,6 +50,9 @@ class TokenizeStats:
             parts.append(f"{self.dropped_too_long} dropped as too long")
         if self.cut_supervised_tokens:
             parts.append(f"{self.cut_supervised_tokens} tokens to learn lost to max_length")
+        if self.cut:
+            named = ", ".join(self.cut[:3]) + (", ..." if len(self.cut) > 3 else "")
+            parts.append(f"of {len(self.cut)} far longer than max_length only the first tokens were read ({named})")
         if self.without_supervised:
             parts.append(f"{self.without_supervised} without a token to learn left out")
         return "; ".join(parts)
@@ -62,16 +73,22 @@ def tokenize_conversation(
     max_length: int | None = None,
     on_too_long: OnTooLong = "drop",
     template_kwargs: dict[str, Any] | None = None,
+    eos_ids: Collection[int] = (),
     stats: TokenizeStats | None = None,
 ) -> list[Tokenized]:
     """Tokenize one conversation: one sample, or one per assistant turn (`<id>#<n>`) where the template rewrites turns.
 
     Samples longer than `max_length` tokens are dropped, truncated (the head stays) or an error; samples
-    without a token to learn are left out; `stats`, if given, counts all of it.
-    Raises UserError where the template refuses the conversation or it is unclear where an answer begins.
+    without a token to learn are left out; `stats`, if given, counts all of it. eos_ids: the tokens that end the target's answers,
+    the tokenizer's own where there are none.
+    Raises UserError where the template refuses the conversation or leaves out a call, a tool's result or a thought of it, and where
+    it is unclear where an answer begins.
     """
-    renderings = render_conversation(tokenizer, conversation, **(template_kwargs or {}))
-    stats = TokenizeStats() if stats is None else stats
+    stats, arguments = TokenizeStats() if stats is None else stats, template_kwargs or {}
+    render = partial(render_text, tokenizer, name=conversation.id, **arguments)
+    if lacks_schemas(conversation, render, template_name(tokenizer)):
+        stats.without_schemas.append(conversation.id)
+    renderings = render_conversation(tokenizer, conversation, eos_ids=eos_ids, most=max_length, **arguments)
     samples = []
     for number, rendering in enumerate(renderings, start=1):
         several = len(renderings) > 1
@@ -89,9 +106,11 @@ def tokenize_all(
     max_length: int | None = None,
     on_too_long: OnTooLong = "drop",
     template_kwargs: dict[str, Any] | None = None,
+    eos_ids: Collection[int] = (),
+    warn: Callable[[str], None] = warnings.warn,
     progress: bool = False,
 ) -> TokenizedSet:
-    """Tokenize a data set; UserError where not one sample has a token to learn."""
+    """Tokenize a data set; UserError where not one sample has a token to learn. warn: receives what is said about the whole."""
     stats = TokenizeStats()
     samples = [
         sample
@@ -102,9 +121,12 @@ def tokenize_all(
             max_length=max_length,
             on_too_long=on_too_long,
             template_kwargs=template_kwargs,
+            eos_ids=eos_ids,
             stats=stats,
         )
     ]
+    if stats.without_schemas:
+        warn(schemas_left_out(template_name(tokenizer), stats.without_schemas))
     return _not_empty(samples, stats, max_length)
 
 
@@ -132,13 +154,15 @@ def _fit(
     """Apply the length limit, count what it costs, and make the sample; None where it is left out."""
     ids, mask = rendering.ids, rendering.mask
     supervised = sum(mask)
-    if not supervised:
+    if rendering.cut:
+        stats.cut.append(name)
+    elif not supervised:
         stats.without_supervised += 1
         return None
     if max_length is not None and len(ids) > max_length:
         if on_too_long == "error":
             raise UserError(
-                f"Sample {name} has {len(ids)} tokens, more than the {max_length} that data.max_length and the target allow: "
+                f"Sample {name} has {'over ' if rendering.cut else ''}{len(ids)} tokens, more than the {max_length} that data.max_length and the target allow: "
                 "raise data.max_length, or set data.on_too_long to drop or truncate."
             )
         kept = sum(mask[:max_length]) if on_too_long == "truncate" else 0

@@ -1,8 +1,10 @@
 """The target's tokenizer and chat template: loading them, checking them, rendering messages, and prompts for a model to answer."""
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.tools import lacks_schemas, schemas_left_out
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
 from draftsmith.foreign.files import read_text
@@ -24,6 +28,8 @@ Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None
 
 _PARSER = jinja2.sandbox.ImmutableSandboxedEnvironment(extensions=[jinja2.ext.loopcontrols])
+_AT_ONCE = 2**16
+"""Characters of a text that are always tokenized together."""
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """The tag that transformers adds to the language."""
 
@@ -125,10 +131,16 @@ def check_template_keys(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, A
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools = None,
+    *,
+    most: int | None = None,
+    **template_kwargs: Any,
 ) -> list[int]:
-    """Return the token ids of `messages` with the generation prompt, as a serving engine renders a request."""
-    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True, **template_kwargs))
+    """Return the token ids of `messages` with the generation prompt, as a serving engine renders a request. most: as of `shorten`."""
+    text = render_text(tokenizer, messages, tools, generation_prompt=True, **template_kwargs)
+    return encode(tokenizer, shorten(tokenizer, text, most))
 
 
 @dataclass(frozen=True)
@@ -149,27 +161,28 @@ def prepare_prompts(
     max_length: int,
     template: dict[str, Any] | None = None,
     limit: str = "data.max_length and the target allow: raise data.max_length or give shorter prompts",
+    warn: Callable[[str], None] = warnings.warn,
 ) -> list[Prompt]:
     """Render the history of each conversation up to the last turn that is not the assistant's.
 
     Prompts that leave no space for an answer within `max_length` tokens are left out. max_new_tokens: by slice. template:
     arguments of the chat template. limit: what sets `max_length` and how to raise it, for the UserError where no prompt
-    is left.
+    is left. warn: receives what is said about the whole.
     """
-    prompts = []
-    # Text of more characters than so many of the longest tokens hold need not be cut into tokens, which takes 200 times its size.
-    most = max_length * max(map(len, tokenizer.get_vocab()))
+    prompts, without_schemas = [], []
     for conversation in conversations:
         turns, tools = conversation.prompt(), conversation.tools
-        text = render_text(tokenizer, turns, tools, generation_prompt=True, **(template or {}))
-        if len(text) > most:
-            continue
-        ids = encode(tokenizer, text)
+        render = partial(render_text, tokenizer, name=conversation.id, **(template or {}))
+        ids = encode(tokenizer, shorten(tokenizer, render(turns, tools, generation_prompt=True), max_length))
+        if lacks_schemas(replace(conversation, messages=turns), render, template_name(tokenizer)):
+            without_schemas.append(conversation.id)
         left = min(max_new_tokens(conversation.slice), max_length - len(ids))
         if left > 0:
             prompts.append(Prompt(conversation, tuple(ids), left))
     if conversations and not prompts:
         raise UserError(f"No prompt leaves room for an answer within the {max_length} tokens that {limit}.")
+    if without_schemas:
+        warn(schemas_left_out(template_name(tokenizer), without_schemas))
     return prompts
 
 
@@ -210,23 +223,32 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def generation_mask(
+def shorten(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) -> str:
+    """Return a text, or of one far longer than `most` tokens, which would take 200 times its size in memory, a beginning of more than
+    twice as many: its first `most` tokens are those of the text."""
+    end = len(text) if most is None else max(16 * most, _AT_ONCE)  # characters; prose has four of them in a token
+    while end < len(text) and most is not None:
+        if len(encode(tokenizer, text[:end])) > 2 * most:
+            return text[:end]
+        end *= 4
+    return text
+
+
+def generation_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
-) -> list[bool] | None:
-    """Return the mask of a template that marks answers with {% generation %}; None where it marks nothing."""
-    if not tokenizer.is_fast or "generation" not in str(tokenizer.chat_template):
+) -> list[tuple[int, int]] | None:
+    """Return the characters [start, end) that a template marks with {% generation %}; None of a template without the tag."""
+    template = tokenizer.get_chat_template(None, list(tools) if tools else None)
+    if "endgeneration" not in template:
         return None
-    if tokenizer.get_chat_template(None, list(tools) if tools else None).find("endgeneration") < 0:
-        return None
-    marked = tokenizer.apply_chat_template(
-        list(messages),
+    _, spans = render_jinja_template(
+        conversations=[list(messages)],
         tools=list(tools) if tools else None,
-        return_dict=True,
+        chat_template=template,
         return_assistant_tokens_mask=True,
-        **template_kwargs,
+        **{**tokenizer.special_tokens_map, **template_kwargs},
     )
-    mask = [bool(bit) for bit in marked["assistant_masks"]]
-    return mask if any(mask) else None
+    return [(start, end) for start, end in spans[0]]
 
 
 def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: dict[str, Any]) -> str:

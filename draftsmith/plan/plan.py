@@ -276,6 +276,7 @@ def prompt_tokens(recipe: Recipe, target: TargetShape, conversations: Sequence[C
             max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
             max_length=_longest(recipe, target),
             template=recipe.data.template,
+            warn=lambda text: None,
         )
     except UserError:  # which the run will say; a plan needs the config alone
         return None

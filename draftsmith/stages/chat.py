@@ -131,7 +131,7 @@ class Chat:
     def _request(self, messages: list[dict[str, str]], most: int) -> Request:
         """Return the next turn as a request for at most `most` tokens. Raises UserError where none fits."""
         session, template = self.session, self.session.recipe.data.template
-        ids = render_prompt(session.tokenizer, messages, **template)
+        ids = render_prompt(session.tokenizer, messages, most=self.context, **template)
         room = self.context - len(ids)
         if room < 1:
             remedy = "/reset begins anew" if len(messages) > len(self.begin) + 1 else "ask in fewer words"

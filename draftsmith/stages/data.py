@@ -58,6 +58,7 @@ def answers_stage(session: Session) -> Path | None:
         max_new_tokens=lambda slice_name: spec.max_new_tokens,
         max_length=min(recipe.data.max_length, session.target.context_length),
         template=recipe.data.template,
+        warn=session.warn,
     )
     say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
     resumed = "the rest of them " if path.with_name(f"{path.name}.partial").exists() else ""
@@ -155,6 +156,8 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
             max_length=limit,
             on_too_long=data.on_too_long,
             template_kwargs=data.template,
+            eos_ids=session.target.eos_ids,
+            warn=session.warn,
         )
     else:
         found = read_answers(answers, max_length=limit, on_too_long=data.on_too_long)

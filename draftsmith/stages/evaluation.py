@@ -261,6 +261,7 @@ def prepare_requests(
         max_length=context_length - deepest,
         template=session.recipe.data.template,
         limit=f"the target's context leaves after a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
+        warn=session.warn,
     )
     if len(prompts) < len(chosen):
         left = len(chosen) - len(prompts)

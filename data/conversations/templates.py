@@ -172,7 +172,7 @@ def prepare_prompts(
     prompts, without_schemas = [], []
     for conversation in conversations:
         turns, tools = conversation.prompt(), conversation.tools
-        render = partial(render_text, tokenizer, name=conversation.id, **(template or {}))
+        render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **(template or {}))
         ids = encode(tokenizer, shorten(tokenizer, render(turns, tools, generation_prompt=True), max_length))
         if lacks_schemas(replace(conversation, messages=turns), render, template_name(tokenizer)):
             without_schemas.append(conversation.id)

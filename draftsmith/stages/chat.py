@@ -135,8 +135,9 @@ class Chat:
         room = self.context - len(ids)
         if room < 1:
             remedy = "/reset begins anew" if len(messages) > len(self.begin) + 1 else "ask in fewer words"
+            size = len(ids) if len(ids) <= 2 * self.context else f"over {2 * self.context}"
             raise UserError(
-                f"The conversation has {len(ids)} tokens, which leaves no room for an answer within the {self.context} that target "
+                f"The conversation has {size} tokens, which leaves no room for an answer within the {self.context} that target "
                 f"and head read besides a draft: this turn is dropped; {remedy}."
             )
         return Request.seeded(f"chat {self.asked}", "chat", ids, min(most, room), session.recipe.seed)

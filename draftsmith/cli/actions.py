@@ -179,12 +179,12 @@ def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
     output, gate = own.output, read_gate(own)
     writing: AbstractContextManager[None] = nullcontext()
-    price, export = own.price_per_hour, None
+    price, export, again = own.price_per_hour, None, None
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
         session = _session("report", words, own.redo)
-        run, export = session.run, session.recipe.export
+        run, export, again = session.run, session.recipe.export, session.again
         if price is None and own.costs is None:
             price = session.recipe.evaluate.price_per_hour
         paths = sorted((run.path / "evaluation").glob("*/result.json"))
@@ -202,10 +202,13 @@ def report(own: Namespace, words: list[str]) -> int:
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
         )
     place = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
-    own_head = (place / "train").is_dir() and not any("--head" in result.command.split() for result in results)
+    own_run = place if (place / "train").is_dir() else None
+    own_head = own_run is not None and not any("--head" in result.command.split() for result in results)
     past = read_history(place) if own_head else None
     with writing:
-        decision = plan_stage(results, table, folder, export=export, price_per_hour=price, history=past)
+        decision = plan_stage(
+            results, table, folder, export=export, price_per_hour=price, history=past, run=own_run, again=again
+        )
         write_report(results, folder, decision, past)
     print(folder / "report.html")
     return gate.judge(paths)
@@ -259,7 +262,8 @@ def plan(own: Namespace, words: list[str]) -> int:
     if own.comment:
         print(planning.comment(found))
         return 0
-    lines = [*planning.describe(found), *shorter(found, planner.plan), *planning.foresee(found, own.pilot)]
+    lines = [*planning.describe(found), *planning.engines(recipe, planner.target)]
+    lines += [*shorter(found, planner.plan), *planning.foresee(found, own.pilot)]
     print("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:
         print("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
@@ -270,7 +274,7 @@ def _session(name: str, words: list[str], redo: list[str], head: Path | None = N
     """Return the session of a command's recipe. made: the command by the stages that it makes, its name if left out."""
     recipe = _recipe(name, words)
     check_redo(redo, made or name, recipe)
-    return Session(recipe, redo=set(redo), head=head)
+    return Session(recipe, redo=set(redo), head=head, words=words)
 
 
 def _recipe(name: str, words: list[str], example: str = "recipes/eagle3/tiny.yaml") -> Recipe:

@@ -3,15 +3,13 @@
 from dataclasses import replace
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
 from draftsmith.cli.doctor import Check, table
 from draftsmith.errors import UserError
 from draftsmith.foreign.tensors import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import read_record
-from draftsmith.heads.target.files import hash_tokenizer
+from draftsmith.heads.target.files import hash_tokenizer, local_folder
 from draftsmith.heads.target.gguf_file import is_gguf, open_gguf
 from draftsmith.heads.target.identity import (
     CHANGES_OUTPUT,
@@ -71,18 +69,12 @@ def find_head_folder(folder: Path) -> Path:
 
 def find_target_folder(target: str) -> Path:
     """Return a local folder, or that of a Hub name in the cache. Raises UserError where no model is."""
-    folder = Path(target).expanduser()
-    if not folder.is_dir():
-        try:
-            cached = try_to_load_from_cache(target, "config.json")
-        except ValueError:
-            cached = None
-        if not isinstance(cached, str):
-            raise UserError(
-                f"--target {target} is neither a folder nor a Hub name in this machine's cache: check it, or fetch it first "
-                f"(hf download {target})."
-            )
-        folder = Path(cached).parent
+    folder = local_folder(target)
+    if folder is None:
+        raise UserError(
+            f"--target {target} is neither a folder nor a Hub name in this machine's cache: check it, or fetch it first "
+            f"(hf download {target})."
+        )
     if not (folder / "config.json").is_file():
         raise UserError(f"--target {target} has no config.json: give the folder that holds the model's files.")
     if is_head_config(folder / "config.json"):

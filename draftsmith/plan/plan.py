@@ -25,7 +25,7 @@ from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
-from draftsmith.heads.formats.layout import find_layout
+from draftsmith.heads.formats.layout import default_layout, engines_notice, find_layout, layouts_of
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.target.architecture import check_causal
 from draftsmith.heads.target.pretrained import load_config
@@ -221,6 +221,15 @@ def foresee(plan: Plan, pilot: Path | None) -> list[str]:
             f"held-out tau: no forecast from the {seen}: at least {FEWEST} in the first half of its steps are needed"
         ]
     return [f"held-out tau: about {found} at {_count(found.tokens)} tokens, forecast from the {seen}"]
+
+
+def engines(recipe: Recipe, target: PlannedTarget) -> list[str]:
+    """Say in a line which engines of the recipe's layout will not draft for the target, where there are such."""
+    if not layouts_of(recipe.method):
+        return []
+    layout = find_layout(recipe.export.layout or default_layout(recipe.method, recipe.target.path), recipe.method)
+    notice = engines_notice(layout, recipe.target.path, getattr(target.config, "architectures", None))
+    return [f"engines: {notice}"] if notice else []
 
 
 def comment(plan: Plan, width: int = 116) -> str:

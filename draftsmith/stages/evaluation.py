@@ -111,7 +111,16 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
         price = spec.price_per_hour
-        priced = plan_stage(results, costs, folder, export=recipe.export, price_per_hour=price, history=past)
+        priced = plan_stage(
+            results,
+            costs,
+            folder,
+            export=recipe.export,
+            price_per_hour=price,
+            history=past,
+            run=run,
+            again=session.again,
+        )
         write_report(results, folder, priced, past)
     for result in results:
         for text in result.past_training:

@@ -5,7 +5,9 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.planner.routing import read_rules
+from draftsmith.eval.planner.verdict import Action
 from draftsmith.fields import fingerprint_fields
+from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
@@ -85,6 +87,8 @@ def export_stage(session: Session) -> Path:
         "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
+    if verdict := _against(session):  # found after an earlier export, whose README does not say so
+        inputs["verdict"] = verdict
     files = convert_head(head, target, **options)  # refuses before an old export is removed
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
@@ -98,7 +102,8 @@ def export_stage(session: Session) -> Path:
     else:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
-    export_head(head, target, destination, planned=_planned(session, head.method), **options)
+    planned = _planned(session, head.method)
+    export_head(head, target, destination, planned=planned, verdict=verdict, again=session.again, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
@@ -107,11 +112,25 @@ def export_stage(session: Session) -> Path:
 def _planned(session: Session, method: str) -> tuple[tuple[int, int, int], ...]:
     """Return the draft lengths by batch that the run's evaluation found fastest for this head; empty where it was not evaluated, or
     no draft pays."""
-    record, path = session.run.record("evaluate"), session.recipe.run_dir / "evaluation" / "routing.json"
-    if record is None or record.inputs.get("head") != head_digest(session.head_folder) or not path.is_file():
+    if (path := _evaluated(session, "routing.json")) is None:
         return ()
     rules = read_rules(path)
     return rules.by_batch if rules.drafter == method and rules.largest_batch else ()
+
+
+def _against(session: Session) -> str:
+    """Return the verdict of the run's evaluation of this head where it does not pay, else nothing."""
+    path = _evaluated(session, "plan.json")
+    verdict = None if path is None else read_object(path, "evaluate the run again").get("verdict")
+    against = isinstance(verdict, dict) and verdict.get("action") in (Action.DO_NOT_DEPLOY, Action.MORE_DATA)
+    return str(verdict.get("headline")) if against else ""
+
+
+def _evaluated(session: Session, name: str) -> Path | None:
+    """Return a file of the run's evaluation, None where that was not of this head."""
+    record, path = session.run.record("evaluate"), session.recipe.run_dir / "evaluation" / name
+    own = record is not None and record.inputs.get("head") == head_digest(session.head_folder)
+    return path if own and path.is_file() else None
 
 
 def _write_tuned(session: Session, head: Any, target: Target, kind: str, folder: Path) -> dict[str, Any]:

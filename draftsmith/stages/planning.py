@@ -3,7 +3,7 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.result import Result, TargetInfo
 from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
+from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import ExportSpec
 from draftsmith.stages.drafters import at_temperature
@@ -177,10 +178,13 @@ def plan_stage(
     export: ExportSpec | None = None,
     price_per_hour: float | None = None,
     history: History | None = None,
+    run: Path | None = None,
+    again: Again | None = None,
 ) -> Decision | None:
     """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
     where there is no table, or no draft of it was simulated. export: how the head is exported, None for as the results' recipe has
-    it. history: of the head, which tells a weak head from one that still learns."""
+    it. history: of the head, which tells a weak head from one that still learns. run: the directory of the run that exports the
+    head; again: how its commands are given."""
     table = None if table_path is None else read_cost_table(table_path)
     if table is None or not table.drafters:
         return None
@@ -192,8 +196,10 @@ def plan_stage(
     )
     if decision is None:
         return None
+    settings, exports = (folder / "settings").absolute(), Path("export") if run is None else run.absolute() / "export"
+    decision = replace(decision, exports=str(exports), settings=str(settings), again=again or Again())
     write_decision(folder, decision)
-    write_settings(folder / "settings", decision)
+    write_settings(settings, decision)
     if doubts := doubts_of(results):
         say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}")
     say(f"verdict: {decision.verdict.headline}")

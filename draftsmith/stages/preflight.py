@@ -8,7 +8,7 @@ from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
-from draftsmith.heads.formats.layout import find_layout, layouts_of
+from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
@@ -133,10 +133,17 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
             )
     check_adapter(recipe, head)
     if layouts_of(recipe.method) or recipe.export.layout:
+        options = export_options(recipe, recipe.method)
         try:
-            convert_head(head, target, **export_options(recipe, recipe.method))
+            files = convert_head(head, target, **options)
         except UserError as error:
             if exporting or recipe.export.layout is not None:
                 raise
             say(f"warning: such heads can be trained and measured, but not exported: {error}")
+        else:
+            layout = find_layout(options["layout"], recipe.method)
+            rules = {e: rule for e in layout.engines if (rule := layout.blocking_rule(e, files, target, head.served()))}
+            blocked = {engine: f"{rule.why} ({rule.what}); {rule.instead}" for engine, rule in rules.items()}
+            if notice := engines_notice(layout, recipe.target.path, target.identity.architectures, blocked):
+                say(f"warning: {notice}")
     return head

@@ -17,6 +17,7 @@ from draftsmith.data.conversations.templates import check_template_keys, check_t
 from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 from draftsmith.files import fingerprint
+from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.target.files import fingerprint_directory
@@ -40,11 +41,14 @@ class Session:
     """A recipe, its run directory, and what several stages load only once.
 
     redo: stages to make again. head: the folder of the head to measure or export, or of its run; None for this run's own.
-    processes: of the training.
+    processes: of the training. again: how its command is given again: the folder, and the words that name the recipe.
     """
 
-    def __init__(self, recipe: Recipe, *, redo: set[str] | None = None, head: Path | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, *, redo: set[str] | None = None, head: Path | None = None, words: Sequence[str] = ()
+    ) -> None:
         self.recipe, self.named_head = recipe, head
+        self.again = Again(str(Path.cwd()), tuple(words)) if words else Again()
         self.processes = world().size
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if world().main else set()

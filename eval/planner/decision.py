@@ -4,7 +4,7 @@ A folder of an evaluation is read back by `draftsmith report`, also with the cos
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_r
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
 from draftsmith.foreign.typed import read_dataclass
+from draftsmith.heads.formats.engines import Again
 
 HOUR = 3600
 MILLION = 10**6
@@ -65,7 +66,9 @@ class Export:
 @dataclass(frozen=True)
 class Decision:
     """What an evaluation ends in. served: what engines are started by: `rules`, but where these are of a tree those of the fastest
-    chain. export: how the head is exported; price_per_hour: of the machine that the costs are of, None where nobody said."""
+    chain. export: how the head is exported; price_per_hour: of the machine that the costs are of, None where nobody said. exports:
+    the folder of the exports; settings: that of the lines for engines, empty where they are shown alone; again: how the head is
+    exported again."""
 
     plan: Plan
     verdict: Verdict
@@ -74,6 +77,9 @@ class Decision:
     checks: tuple[Check, ...]
     export: Export
     price_per_hour: float | None = None
+    exports: str = "export"
+    settings: str = ""
+    again: Again = field(default_factory=Again)
 
     def cost_per_million(self, cell: Cell, option: Option | None) -> float | None:
         """Return the price of a million answer tokens with a draft, or of the target alone; None without a price."""

@@ -1,16 +1,23 @@
 """The plan as what engines take: the lines that start each one, with the planned draft length and its table by batch."""
 
+import os
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.files import write_text
-from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet, one_gpu
-from draftsmith.heads.formats.layout import default_layout, gguf_obstacle, layouts_of
+from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet
+from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
+from draftsmith.heads.formats.splits import one_gpu
 from draftsmith.heads.registry import is_known
+from draftsmith.heads.target.files import local_folder, read_object
 
 _COMMAND = "start.sh"
 _NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")
 """The files that a plan leaves in an engine's folder."""
+_SOURCES = {"llama_cpp": "LLAMA_CPP", "tensorrt_llm": "TENSORRT_LLM"}
+"""The variables with the folder of sources whose scripts a command runs."""
 
 
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
@@ -31,20 +38,24 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     if draft.tree is not None or draft.lossy or draft.tuned or not known:
         return {}
     layout = known.get(export.layout or "") or known[default_layout(draft.method, result.target.path)]
+    target, place = result.target.path, local_folder(result.target.path)
+    architectures = None if place is None else read_object(place / "config.json").get("architectures")
     serving = Serving(
-        draft=f"export/{layout.name}",
-        target=result.target.path,
+        draft=os.path.join(decision.exports, layout.name),
+        target=str(Path(target).absolute()) if Path(target).exists() else target,
         tokens=rules.num_speculative_tokens,
         dtype=result.settings.dtype if export.dtype == "auto" else export.dtype,
         gpus=gpus,
         layer_ids=draft.layer_ids,
         heads=draft.num_heads,
         by_batch=rules.by_batch,
+        again=decision.again,
     )
     return {
-        engine: served.start(serving)
+        engine: served.start(replace(serving, files=decision.settings and os.path.join(decision.settings, engine)))
         for engine, served in layout.engines.items()
-        if gguf_obstacle(engine, serving.target) is None and (gpus == 1 or ENGINES[engine].split is not one_gpu)
+        if target_obstacle(layout, engine, target, architectures) is None
+        and (gpus == 1 or ENGINES[engine].split is not one_gpu)
     }
 
 
@@ -58,4 +69,11 @@ def write_settings(folder: Path, decision: Decision) -> None:
         for snippet in snippets:
             path = folder / engine / (snippet.file or _COMMAND)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, snippet.text)
+            write_text(path, snippet.text if snippet.file else _from_anywhere(snippet.text, _SOURCES.get(engine, "")))
+
+
+def _from_anywhere(text: str, variable: str) -> str:
+    """Return commands that run in any folder: scripts of an engine's sources are looked for in the folder that a variable names."""
+    found = re.sub(r"^python (?=convert_hf|examples/)", f'python "${variable}"/', text, flags=re.MULTILINE)
+    found = found.replace("--gguf llama.cpp", f'--gguf "${variable}"')
+    return text if found == text else f': "${{{variable}:?set it to the folder with its sources}}"\n{found}'

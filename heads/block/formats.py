@@ -234,5 +234,8 @@ def served_by_llama_cpp(method: str, title: str, rules: tuple[Rule, ...], caveat
     )
     length = f"{LLAMA_CPP_SILENT} With fewer tokens than the trained block has it fills in a shorter one, which accepts less."
     return Served(
-        start_llama_cpp(f"draft-{method}"), rules=(*rules, scaled, bare_matrix(title)), caveats=(length, *caveats)
+        start_llama_cpp(f"draft-{method}"),
+        rules=(*rules, scaled, bare_matrix(title)),
+        caveats=(length, *caveats),
+        needs="states",
     )

@@ -59,6 +59,7 @@ LAYOUTS = (
                     "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers (its "
                     "`rms_norm` knows one row of weights there), so drafts of several layers are accepted less.",
                 ),
+                needs="states",
             )
         },
     ),

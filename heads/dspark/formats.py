@@ -95,6 +95,7 @@ LAYOUTS = (
                     "vLLM 0.32 knows no temperatures of the confidences: `enable_adaptive_verification` (off by default) "
                     "ranks drafts by the raw ones, not by those of evaluate.drafts.",
                 ),
+                needs="states",
             )
         },
     ),

@@ -238,6 +238,7 @@ LAYOUTS = (
                     *_BOTH_LACK,
                 ),
                 caveats=("The algorithm is EAGLE, not EAGLE3.", engines.SGLANG_ROOT),
+                needs="ends",
             )
         },
     ),

@@ -113,6 +113,7 @@ _VLLM = Served(
         "Leave `parallel_drafting` out: it asks for a head that was trained for it, which this is not.",
         engines.VLLM_SAME_GPUS,
     ),
+    needs="states",
 )
 _SGLANG = Served(
     engines.start_sglang("EAGLE3"),
@@ -121,6 +122,7 @@ _SGLANG = Served(
         "leaves out `fc`, which it applies to wider states alone",
     ),
     caveats=("The algorithm must be EAGLE3. With EAGLE it accepts nothing, and says nothing.", engines.SGLANG_ROOT),
+    needs="states",
 )
 _TENSORRT_LLM = Served(
     engines.start_tensorrt_llm("Eagle3"),
@@ -129,6 +131,7 @@ _TENSORRT_LLM = Served(
         "It counts layer outputs, so its layers are one lower than those of the recipe. Older releases: "
         "`decoding_type: Eagle` and `speculative_model_dir`.",
     ),
+    needs="states",
 )
 _LLAMA_CPP = Served(
     engines.start_llama_cpp("draft-eagle3"),
@@ -149,7 +152,8 @@ _LLAMA_CPP = Served(
         _one_layer("knows one draft layer", True),
         _window(refused=True),
     ),
-    caveats=(f"{engines.LLAMA_CPP_SILENT} Qwen2 targets abort.",),
+    caveats=(engines.LLAMA_CPP_SILENT,),
+    needs="states",
 )
 
 LAYOUTS = (
@@ -173,7 +177,9 @@ LAYOUTS = (
         to_speculators,
         load_speculators_directory,
         {
-            "vllm": Served(engines.start_vllm_speculators, rules=(), caveats=(engines.SPECULATORS_NUMBERS,)),
+            "vllm": Served(
+                engines.start_vllm_speculators, rules=(), caveats=(engines.SPECULATORS_NUMBERS,), needs="states"
+            ),
             "speculators": served_by_speculators("head.hidden_size other than the target's"),
         },
     ),

@@ -23,7 +23,7 @@ from draftsmith.heads.formats.contracts import (
     target_reference,
     validate,
 )
-from draftsmith.heads.formats.engines import ENGINES, Adapter, Serving, split_obstacle
+from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
 from draftsmith.heads.record import RECORD, what_it_reads, write_record
 from draftsmith.heads.target.identity import TargetIdentity
@@ -47,6 +47,8 @@ def export_head(
     target_note: str = "",
     adapter: Adapter | None = None,
     planned: tuple[tuple[int, int, int], ...] = (),
+    verdict: str = "",
+    again: Again | None = None,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -57,8 +59,9 @@ def export_head(
     tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that
     draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
     adapter: that export, where the target is served with an adapter. planned: (first batch, last batch, tokens to draft), what an
-    evaluation found fastest, which README.md then starts engines with. The head itself is not changed. Raises UserError where the layout
-    cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
+    evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that found that the head does not pay, which
+    README.md opens with. again: how the export is made again, for its lines. The head itself is not changed. Raises UserError where
+    the layout cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
     dest, head = Path(dest).absolute(), head.served()
@@ -82,13 +85,14 @@ def export_head(
         heads=getattr(head.options, "num_heads", 0),
         adapter=adapter,
         by_batch=planned,
+        again=again or Again(),
     )
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
             shutil.copyfile(source, temporary / name)
         write_record(temporary, head.method, chosen.name, what_it_reads(head, made_for or target.identity))
-        readme = write_readme(Exported(head, target, chosen, files, serving, target_note))
+        readme = write_readme(Exported(head, target, chosen, files, serving, target_note, verdict))
         (temporary / README).write_text(readme, encoding="utf-8")
         reloaded = chosen.load(temporary, target)
         assert same_logits(head, reloaded, files, target), "the export gives other logits"

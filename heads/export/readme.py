@@ -13,7 +13,8 @@ from draftsmith.heads.formats.engines import (
     split_obstacle,
     steps_in_words,
 )
-from draftsmith.heads.formats.layout import Layout, gguf_obstacle
+from draftsmith.heads.formats.layout import Layout, joined, target_obstacle
+from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.heads.target.target import Target
 
 README = "README.md"
@@ -32,7 +33,8 @@ or drafting is too slow there; measure with and without.
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported, and how it is served. target_note: text about the target, where that was exported too."""
+    """What was exported, and how it is served. target_note: text about the target, where that was exported too. verdict: why the
+    head should not be deployed, empty where nobody found that."""
 
     head: DraftHead
     target: Target
@@ -40,12 +42,21 @@ class Exported:
     files: ModelFiles
     serving: Serving
     target_note: str = ""
+    verdict: str = ""
 
 
 def write_readme(exported: Exported) -> str:
     """Return the text of README.md. It has no front matter: converters that read model cards find none."""
     layout = exported.layout
-    parts = [f"# {exported.head.method} head, layout {layout.name}\n", _facts(exported), "## Start an engine\n"]
+    warned = (
+        [f"**{exported.verdict}** So says the evaluation of the run that it is from.\n"] if exported.verdict else []
+    )
+    parts = [
+        f"# {exported.head.method} head, layout {layout.name}\n",
+        *warned,
+        _facts(exported),
+        "## Start an engine\n",
+    ]
     if not layout.engines:
         return "\n".join([*parts, "No engine that draftsmith knows reads this layout.\n"])
     parts += [_section(exported, engine) for engine in layout.engines]
@@ -87,6 +98,12 @@ def _section(exported: Exported, engine: str) -> str:
             "heads draft for another one."
         ]
     notes += served.caveats
+    kinds = exported.target.identity.architectures
+    if drafts_for(engine, served.needs, kinds) is None:
+        notes += [
+            f"Nobody has asked {known.title} whether it drafts with such heads for a target of the class {joined(kinds or ())}: see "
+            "that it counts drafts."
+        ]
     if served.reserved is not None and (found := served.reserved.search(serving.draft.lower())):
         notes += [
             f"**The path of this export holds `{found[0]}`, which {known.title} takes for the method: move the folder first.**"
@@ -113,6 +130,8 @@ def _why_not(exported: Exported, engine: str) -> str | None:
         return f"{rule.why} ({rule.what}); {rule.instead}"
     if serving.adapter is not None and not ENGINES[engine].serves_adapters:
         return "is started on the target without its adapter; export with `export.adapter: merge`"
-    if (why := gguf_obstacle(engine, serving.target)) is not None:
+    if (
+        why := target_obstacle(exported.layout, engine, serving.target, exported.target.identity.architectures)
+    ) is not None:
         return why
     return split_obstacle(engine, exported.files, serving.gpus)

@@ -3,21 +3,18 @@
 What an engine does with the files of one layout (its start lines, limits, caveats) stands with the layout, in the method's
 formats.py, which names one of the `start_...` functions here, and caveats at the end; in the records is what holds for all
 layouts.
-
-How a draft is split over GPUs: vLLM and SGLang build EAGLE drafts in the target's tensor-parallel group. Query heads and the
-feed-forward layer are divided, key/value heads divided or repeated, and so are vocabularies, which vLLM pads to a multiple
-of 64 and SGLang and TensorRT-LLM to whatever divides. vLLM's `draft_tensor_parallel_size` does not change that (0.32; issue
-17499 of vllm-project/vllm). Medusa's blocks are never divided, except where TGI computes them beside the target's projection.
 """
 
 import json
+import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.heads.formats.contracts import Config, ModelFiles, flatten
+from draftsmith.heads.formats import splits
+from draftsmith.heads.formats.contracts import ModelFiles
 from draftsmith.heads.target.gguf_file import is_gguf
 
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -28,13 +25,8 @@ _VLLM_BY_BATCH = ("eagle", "eagle3", "dflash")
 _SGLANG_BY_BATCH = ("EAGLE", "EAGLE3")
 """The algorithms whose draft length SGLang changes with the batch, in chains."""
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-VLLM_PADDING = 64
-_FEWER = "serve on fewer GPUs"
 _MEASURE = "compare tokens per second with and without the draft"
 """What to do where an engine counts nothing, or nobody knows where."""
-
-Split = Callable[[ModelFiles, int], Iterator[str]]
-"""(files, number of GPUs) -> why the engine cannot split them so and what to do; the text follows the engine's name."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +35,7 @@ class Engine:
 
     version: the one whose source or manual the layouts were checked against; which layouts it was also run with stands in
     served.json. counters: where it tells how many drafted tokens were accepted; `_MEASURE` where nobody knows. split: what keeps
-    it from dividing a draft over GPUs, None for a program that serves nothing; `one_gpu` until its source was read.
+    it from dividing a draft over GPUs, None for a program that serves nothing; `splits.one_gpu` until its source was read.
     serves_adapters: it drafts for a target with a LoRA adapter; False, and the target is started alone, unless its source says so.
     no_gguf: what keeps it from drafting for a target in a GGUF file, in words that follow its name; None where it does.
     """
@@ -51,60 +43,9 @@ class Engine:
     title: str
     version: str
     counters: str
-    split: Split | None
+    split: splits.Split | None
     serves_adapters: bool
     no_gguf: str | None
-
-
-def _layer(config: Config, gpus: int) -> Iterator[str]:
-    """What of an EAGLE layer cannot be divided, and what to do."""
-    heads, groups, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
-    if heads % gpus:
-        yield f"divides its {heads} query heads: {_FEWER}, or train with a multiple of {gpus} in head.num_attention_heads"
-    if groups % gpus and gpus % groups:
-        yield (
-            f"divides or repeats its {groups} key/value heads: {_FEWER}, or train with a divisor or a multiple of {gpus} in "
-            "head.num_key_value_heads"
-        )
-    if width % gpus:
-        yield (
-            f"divides the {width} units of its feed-forward layer: {_FEWER}, or train with a multiple of {gpus} in "
-            "head.intermediate_size"
-        )
-
-
-def _vllm(files: ModelFiles, gpus: int) -> Iterator[str]:
-    config = flatten(files.config)
-    yield from divided(files, gpus)
-    for rows in sorted({config["vocab_size"], config.get("draft_vocab_size", config["vocab_size"])}):
-        padded = -(-rows // VLLM_PADDING) * VLLM_PADDING
-        if padded % gpus:
-            yield f"pads its {rows} tokens to {padded} and divides them: {_FEWER}, 2, 4 or 8"
-
-
-def divided(files: ModelFiles, gpus: int) -> Iterator[str]:
-    """The split of an engine that divides a draft's layers as the target's."""
-    config = flatten(files.config)
-    if "num_attention_heads" in config:
-        yield from _layer(config, gpus)
-
-
-def _tgi(files: ModelFiles, gpus: int) -> Iterator[str]:
-    if files.sizes["projections"] == 0 and files.sizes["H"] % gpus:
-        yield (
-            f"divides the {files.sizes['H']} units of its blocks: {_FEWER}, or train with head.original_lm_head false, "
-            "whose blocks are repeated on every GPU"
-        )
-
-
-def one_gpu(_: ModelFiles, gpus: int) -> Iterator[str]:
-    """The split of a program that runs on one GPU."""
-    yield "knows no tensor parallelism: leave export.tensor_parallel at 1"
-
-
-def _whole_layers(_: ModelFiles, gpus: int) -> Iterator[str]:
-    """llama.cpp distributes whole layers, and a draft has one: `-devd` says which GPU takes it."""
-    yield from ()
 
 
 _NO_GGUF = "reads no GGUF files"
@@ -115,7 +56,7 @@ ENGINES: dict[str, Engine] = {
         "0.32.0",
         "`vllm:spec_decode_num_drafts` and `vllm:spec_decode_num_accepted_tokens` under /metrics: 1 + accepted / drafts is "
         "tau",
-        split=_vllm,
+        split=splits.vllm,
         serves_adapters=True,
         no_gguf="reads GGUF files with a plugin alone (vllm-gguf-plugin), and takes their format for the draft as well",
     ),
@@ -123,27 +64,29 @@ ENGINES: dict[str, Engine] = {
         "SGLang",
         "0.5.23",
         "`accept len` in its log is tau",
-        split=divided,
+        split=splits.divided,
         serves_adapters=False,
         no_gguf="keeps the embeddings of a GGUF file packed, which its drafts share, and takes its format for the draft as well",
     ),
     "tensorrt_llm": Engine(
-        "TensorRT-LLM", "commit 00679c66c", _MEASURE, split=divided, serves_adapters=False, no_gguf=_NO_GGUF
+        "TensorRT-LLM", "commit 00679c66c", _MEASURE, split=splits.divided, serves_adapters=False, no_gguf=_NO_GGUF
     ),
     "llama_cpp": Engine(
         "llama.cpp",
         "commit 0c1e57098",
         "`draft_n` and `draft_n_accepted` in the `timings` of every answer",
-        split=_whole_layers,
+        split=splits.whole_layers,
         serves_adapters=False,
         no_gguf=None,
     ),
-    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=_tgi, serves_adapters=False, no_gguf=_NO_GGUF),
+    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=splits.tgi, serves_adapters=False, no_gguf=_NO_GGUF),
     "medusa_original": Engine(
-        "FasterDecoding/Medusa", "main", _GROWS, split=one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
+        "FasterDecoding/Medusa", "main", _GROWS, split=splits.one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
     ),
     "transformers": Engine("transformers", "5.23.0", _MEASURE, split=None, serves_adapters=False, no_gguf=None),
-    "hydra_original": Engine("zankner/Hydra", "main", _GROWS, split=one_gpu, serves_adapters=False, no_gguf=_NO_GGUF),
+    "hydra_original": Engine(
+        "zankner/Hydra", "main", _GROWS, split=splits.one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
+    ),
     "speculators": Engine(
         "speculators",
         "0.9.0",
@@ -176,12 +119,21 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Again:
+    """How an export is made again. folder: where its command was given; words: those that name the recipe and override it."""
+
+    folder: str = ""
+    words: tuple[str, ...] = ("--recipe", "recipe.yaml")
+
+
+@dataclass(frozen=True)
 class Serving:
     """What is served. draft: the export's folder; target: a folder or a Hub name; tokens: to draft per pass.
 
     dtype: of the export. layer_ids: the layers of the target that the head reads. heads: of Medusa. adapter: the target's,
     where the heads draft for the target with that. by_batch: (first batch, last batch, tokens to draft there, 0 for none), for
-    engines that take a table; empty where nothing was planned.
+    engines that take a table; empty where nothing was planned. files: the folder of files beside the lines, empty for the one
+    that they are typed in. again: how the export is made again.
     """
 
     draft: str
@@ -193,6 +145,8 @@ class Serving:
     heads: int = 0
     adapter: Adapter | None = None
     by_batch: tuple[tuple[int, int, int], ...] = ()
+    files: str = ""
+    again: Again = Again()
 
 
 def steps_in_words(by_batch: Sequence[tuple[int, int, int]]) -> str:
@@ -272,7 +226,8 @@ def start_sglang(algorithm: str) -> Start:
             return [_shell(*words)]
         # By the smallest batch of each step; the start's own length must be a candidate.
         steps = {f"{first}": {"candidate_steps": [k]} for first, _, k in serving.by_batch}
-        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", "adaptive.json"]
+        place = os.path.join(serving.files, "adaptive.json")
+        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", place]
         return [Snippet("json", json.dumps(steps, indent=2) + "\n", "adaptive.json"), _shell(*words, adaptive)]
 
     return lines
@@ -290,7 +245,7 @@ def start_tensorrt_llm(decoding_type: str) -> Start:
             f"  max_draft_len: {serving.tokens}\n"
             f"  speculative_model: {json.dumps(serving.draft)}\n"
         ) + (f"  eagle3_layers_to_capture: [{layers}]\n" if layers else "")
-        words = ["trtllm-serve", serving.target, "--extra_llm_api_options", "trtllm.yaml"]
+        words = ["trtllm-serve", serving.target, "--extra_llm_api_options", os.path.join(serving.files, "trtllm.yaml")]
         return [Snippet("yaml", text, "trtllm.yaml"), _shell([*words, *_on("--tp_size", serving.gpus)])]
 
     return lines
@@ -313,21 +268,22 @@ def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
     def lines(serving: Serving) -> list[Snippet]:
         kind, convert = ["--outtype", GGUF_TYPES[serving.dtype]], ["python", "convert_hf_to_gguf.py"]
         tokenizer = [] if whole else ["--target-model-dir", serving.target]
-        target, draft = "target.gguf", "draft.gguf"
+        target, draft = (os.path.join(serving.files, name) for name in ("target.gguf", "draft.gguf"))
         commands = [
-            [*convert, serving.target, "--outfile", target, *kind],
-            [*convert, serving.draft, *tokenizer, "--outfile", draft, *kind],
+            _shell([*convert, serving.target, "--outfile", target, *kind]).text,
+            _shell([*convert, serving.draft, *tokenizer, "--outfile", draft, *kind]).text,
         ]
         if is_gguf(serving.target):
             target = serving.target
             del commands[0]
             if not whole:  # which takes the tokenizer out of the target's file
-                path = Path(serving.draft)
-                draft, own = f"{path}.gguf", ["draftsmith", "export", "--recipe", "recipe.yaml"]
-                commands = [[*own, "--export.layout", path.name, "--gguf", "llama.cpp"]]
+                path, again = Path(serving.draft), serving.again
+                own = ["draftsmith", "export", *again.words, "--export.layout", path.name, "--gguf", "llama.cpp"]
+                draft, text = f"{path}.gguf", _shell(own).text
+                commands = [f"(cd {shlex.quote(again.folder)} && {text.rstrip()})\n" if again.folder else text]
         server = ["llama-server", "-m", target, "-md", draft, "--spec-type", spec_type]
-        commands.append([*server, "--spec-draft-n-max", f"{serving.tokens}"])
-        return [Snippet("bash", "".join(_shell(words).text for words in commands))]
+        commands.append(_shell([*server, "--spec-draft-n-max", f"{serving.tokens}"]).text)
+        return [Snippet("bash", "".join(commands))]
 
     return lines
 

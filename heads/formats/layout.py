@@ -6,7 +6,7 @@ stands at the end.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.formats.contracts import Contract, ExportRequest, ModelFiles, flatten
 from draftsmith.heads.formats.engines import ENGINES, SERVED, SPECULATORS_COMPLETE, Start, start_speculators
 from draftsmith.heads.formats.published import is_the_same
+from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.heads.target.gguf_file import is_gguf
 from draftsmith.heads.target.target import Target
@@ -45,12 +46,14 @@ class Served:
     """How one engine takes the files of a layout.
 
     start: the lines that start it. rules: heads that it does not compute. caveats: what no file can settle, for those who
-    start it. until: its last version that reads the layout. reserved: words in the path of a draft that it takes for a method.
+    start it. needs: what the drafts need of the target's class there, see targets.py; empty where every class that is served will
+    do. until: its last version that reads the layout. reserved: words in the path of a draft that it takes for a method.
     """
 
     start: Start
     rules: tuple[Rule, ...]
     caveats: tuple[str, ...]
+    needs: str = ""
     until: str = ""
     reserved: re.Pattern[str] | None = None
 
@@ -142,8 +145,9 @@ def has_flag(name: str) -> Found:
 
 
 def changed_embedding(files: ModelFiles, target: Target, head: DraftHead) -> bool:
-    """Whether the files hold other embeddings than the target's; those written for completeness, rounded or not, are its own."""
-    return EMBEDDING in files.tensors and not is_the_same(files.tensors[EMBEDDING], target.embedding)
+    """Whether the head has other embeddings than the target's, in the dtype of the files and whatever these call them."""
+    own = head.state_dict().get(EMBEDDING)
+    return own is not None and not is_the_same(own.to(files.dtype), target.embedding)
 
 
 def biased_target(files: ModelFiles, target: Target, head: DraftHead) -> bool:
@@ -169,12 +173,64 @@ def served_by_speculators(width: str) -> Served:
     return Served(start_speculators, rules=(rule,), caveats=(SPECULATORS_COMPLETE,))
 
 
-def gguf_obstacle(engine: str, target: str) -> str | None:
-    """Return why `engine` cannot draft for a target in a GGUF file and what to do instead, None where it can and for any other
-    target. The text follows the engine's name."""
-    why = ENGINES[engine].no_gguf if is_gguf(target) else None
-    return (
-        None
-        if why is None
-        else f"{why}; start it on the model that the file was made from, and measure the head on that"
-    )
+def target_obstacle(layout: Layout, engine: str, target: str, architectures: Sequence[str] | None) -> str | None:
+    """Return why `engine` drafts with no head of this layout for such a target and what to do instead, None where it does or nobody
+    knows. target: its path; architectures: of its config.json. The text follows the engine's name."""
+    if is_gguf(target) and (why := ENGINES[engine].no_gguf) is not None:
+        return f"{why}; start it on the model that the file was made from, and measure the head on that"
+    if drafts_for(engine, layout.engines[engine].needs, architectures) is not False:
+        return None
+    return f"drafts with such heads for no target of the class {_named(architectures)}; {_elsewhere(layout, architectures)}"
+
+
+def engines_notice(
+    layout: Layout, target: str, architectures: Sequence[str] | None, blocked: Mapping[str, str] | None = None
+) -> str | None:
+    """Return a sentence that says before training which engines of a layout will not draft for such a target, None where all do as
+    far as anybody knows. blocked: why engines do not serve the head itself; said where no engine is left."""
+    serving = [engine for engine in layout.engines if ENGINES[engine].split is not None]
+    found = {e: target_obstacle(layout, e, target, architectures) or (blocked or {}).get(e) for e in serving}
+    known = {e: drafts_for(e, layout.engines[e].needs, architectures) for e in serving}
+    refused = joined([f"{ENGINES[e].title} {ENGINES[e].version}" for e in serving if known[e] is False])
+    kind, none_left = _named(architectures), bool(serving) and all(found.values())
+    if none_left and not all(good is False for good in known.values()):
+        reasons = "; ".join(f"{ENGINES[engine].title} {why}" for engine, why in found.items())
+        return f"no engine that reads the layout {layout.name} serves this head: {reasons}."
+    if not refused:
+        return None
+    instead = _elsewhere(layout, architectures)
+    if none_left:
+        what = f"no engine that reads the layout {layout.name} drafts with such heads for a target of the class {kind}"
+        return f"{what} ({refused}): {instead}."
+    unknown = joined([ENGINES[e].title for e in serving if known[e] is None])
+    others = f", and of {unknown} it is not known" if unknown else ""
+    return f"in the layout {layout.name} such heads draft for no target of the class {kind} in {refused}{others}: {instead}."
+
+
+def _elsewhere(layout: Layout, architectures: Sequence[str] | None) -> str:
+    """Say what serves a target that an engine of this layout gives no drafts: another engine, or another method."""
+    places: dict[str, list[str]] = {}
+    for other in (layout, *layouts_of(layout.method).values()):
+        for engine, served in other.engines.items():
+            title = ENGINES[engine].title
+            serves = ENGINES[engine].split is not None and drafts_for(engine, served.needs, architectures)
+            if serves and not any(title in titles for titles in places.values()):
+                places.setdefault(other.name, []).append(title)
+    ways = [
+        f"{'serve it with' if name == layout.name else f'export the layout {name} for'} {joined(titles, 'or')}"
+        for name, titles in places.items()
+    ]
+    if not ways:
+        draft = layouts()["draft_model"].engines
+        able = [ENGINES[e].title for e in draft if ENGINES[e].split is not None]
+        ways = [f"train the method draft_model, which {joined(able)} serve for any class of targets"]
+    return ", or ".join(ways)
+
+
+def _named(architectures: Sequence[str] | None) -> str:
+    return joined(list(architectures or ()), "or")
+
+
+def joined(words: Sequence[str], last: str = "and") -> str:
+    """Return words as a list in a sentence."""
+    return f" {last} ".join([*([", ".join(words[:-1])] if len(words) > 1 else []), *words[-1:]])

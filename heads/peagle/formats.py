@@ -124,6 +124,7 @@ LAYOUTS = (
                     _RUNNER,
                     engines.VLLM_SAME_GPUS,
                 ),
+                needs="states",
             )
         },
     ),
@@ -144,6 +145,7 @@ LAYOUTS = (
                     ),
                 ),
                 caveats=(_RUNNER, engines.SPECULATORS_NUMBERS),
+                needs="states",
             ),
             "speculators": served_by_speculators("P-EAGLE's head.hidden_size other than the target's"),
         },

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig
 
 import draftsmith.foreign.json as foreign
@@ -48,6 +49,17 @@ TOKENIZER_FILES = (
 
 SOURCE = "gguf.source"
 """The record in a folder of the cache of the GGUF file that it was made of. Not .json: exports copy those."""
+
+
+def local_folder(path: str) -> Path | None:
+    """Return a local folder of that path, or of that Hub name in this machine's cache; None where there is none."""
+    if (folder := Path(path).expanduser()).is_dir():
+        return folder
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no Hub name
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def hash_json(value: Any) -> str:

@@ -10,8 +10,9 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.eval.planner.decision import Decision, Export, make_decision
 from draftsmith.eval.planner.settings import engine_settings
-from draftsmith.heads.formats.engines import ENGINES, one_gpu
+from draftsmith.heads.formats.engines import ENGINES, Again
 from draftsmith.heads.formats.layout import layouts
+from draftsmith.heads.formats.splits import one_gpu
 from tests.eval.planner.plans import result, table
 
 
@@ -22,7 +23,8 @@ def decision(target: str = "models/my-model", method: str = "draft_model", **exp
     found = SimpleNamespace(
         drafters={method: SimpleNamespace(draft=draft)}, target=SimpleNamespace(path=target), settings=settings
     )
-    return SimpleNamespace(served=rules, plan=SimpleNamespace(results=[found]), export=Export(**export))
+    place = {"exports": "export", "settings": "", "again": Again()}
+    return SimpleNamespace(served=rules, plan=SimpleNamespace(results=[found]), export=Export(**export), **place)
 
 
 def planned(section: dict[str, Any], export: Export | None = None) -> Decision:

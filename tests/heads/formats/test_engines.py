@@ -19,6 +19,7 @@ from draftsmith.heads.export.readme import fenced
 from draftsmith.heads.formats.contracts import ModelFiles
 from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obstacle, start_sglang, start_vllm
 from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
+from draftsmith.heads.formats.targets import LISTS, drafts_for
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.heads.target.target import Target
 from scripts.bench.engines.page import agrees, read_results
@@ -345,7 +346,35 @@ def start_lines() -> str:
     return "\n".join(parts)
 
 
+KINDS = (
+    "Llama",
+    "Mistral",
+    "Mixtral",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3Moe",
+    "GptOss",
+    "Gemma2",
+    "Gemma3",
+    "Phi3",
+    "SmolLM3",
+    "Olmo2",
+)
+"""Of the classes that were asked about, those that pages show, without ForCausalLM."""
+
+
+def targets_table() -> str:
+    said = {True: "yes", False: "no", None: "not known"}
+    rows = [
+        (f"`{kind}ForCausalLM`", *(said[drafts_for(engine, "states", [f"{kind}ForCausalLM"])] for engine in LISTS))
+        for kind in KINDS
+    ]
+    heads = [f"{ENGINES[engine].title} {ENGINES[engine].version}" for engine in LISTS]
+    return table(("class of the target", *heads), ("---",) * (1 + len(heads)), *rows)
+
+
 TABLES = {
+    "targets": targets_table,
     "layouts": layouts_table,
     "refused": lambda: rules_table(refused=True),
     "left out": lambda: rules_table(refused=False),

@@ -110,16 +110,8 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
-        price = spec.price_per_hour
         priced = plan_stage(
-            results,
-            costs,
-            folder,
-            export=recipe.export,
-            price_per_hour=price,
-            history=past,
-            run=run,
-            again=session.again,
+            results, costs, folder, recipe.export, spec.price_per_hour, past, run=run, again=session.again
         )
         write_report(results, folder, priced, past)
     for result in results:

@@ -122,8 +122,9 @@ def _against(session: Session) -> str:
     """Return the verdict of the run's evaluation of this head where it does not pay, else nothing."""
     path = _evaluated(session, "plan.json")
     verdict = None if path is None else read_object(path, "evaluate the run again").get("verdict")
-    against = isinstance(verdict, dict) and verdict.get("action") in (Action.DO_NOT_DEPLOY, Action.MORE_DATA)
-    return str(verdict.get("headline")) if against else ""
+    if not isinstance(verdict, dict) or verdict.get("action") not in (Action.DO_NOT_DEPLOY, Action.MORE_DATA):
+        return ""
+    return str(verdict.get("headline"))
 
 
 def _evaluated(session: Session, name: str) -> Path | None:

@@ -174,10 +174,10 @@ def plan_stage(
     results: Sequence[Result],
     table_path: Path | None,
     folder: Path,
-    *,
     export: ExportSpec | None = None,
     price_per_hour: float | None = None,
     history: History | None = None,
+    *,
     run: Path | None = None,
     again: Again | None = None,
 ) -> Decision | None:

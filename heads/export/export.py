@@ -87,16 +87,21 @@ def export_head(
         by_batch=planned,
         again=again or Again(),
     )
+    _write(dest, Exported(head, target, chosen, files, serving, target_note, verdict), made_for or target.identity)
+    return dest
+
+
+def _write(dest: Path, exported: Exported, made_for: TargetIdentity) -> None:
+    """Write the directory, all or nothing, and load it again."""
+    head, files, layout = exported.head, exported.files, exported.layout
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         write_model_files(temporary, files.config, files.tensors, files.weights)
         for name, source in files.copies.items():
             shutil.copyfile(source, temporary / name)
-        write_record(temporary, head.method, chosen.name, what_it_reads(head, made_for or target.identity))
-        readme = write_readme(Exported(head, target, chosen, files, serving, target_note, verdict))
-        (temporary / README).write_text(readme, encoding="utf-8")
-        reloaded = chosen.load(temporary, target)
-        assert same_logits(head, reloaded, files, target), "the export gives other logits"
-    return dest
+        write_record(temporary, head.method, layout.name, what_it_reads(head, made_for))
+        (temporary / README).write_text(write_readme(exported), encoding="utf-8")
+        reloaded = layout.load(temporary, exported.target)
+        assert same_logits(head, reloaded, files, exported.target), "the export gives other logits"
 
 
 def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:

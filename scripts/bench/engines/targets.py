@@ -131,10 +131,10 @@ def read_llama_cpp(home: Path) -> Answer:
     models = {written[arch]: model for arch, model in made.items()}
     called = names("gguf-py/gguf/constants.py", r"MODEL_ARCH\.(\w+):\s*\"([\w-]+)\"")
     converted = _converted(source / "conversion")
-    found = {name: (model := models.get(called[arch])) is not None and keeps(model) for name, arch in converted.items()}
+    kept = {name: (model := models.get(called[arch])) is not None and keeps(model) for name, arch in converted.items()}
     how = "the graphs that set `t_layer_inp`, by the classes that its converter takes for them, in the sources"
     # Which do not say their commit; a class that it does not convert, it does not serve.
-    return {"version": ENGINES["llama_cpp"].version, "asked": how, "states": _split(found) | {"others": False}}
+    return {"version": ENGINES["llama_cpp"].version, "asked": how, "states": _split(kept) | {"others": False}}
 
 
 def _converted(folder: Path) -> dict[str, str]:
@@ -152,12 +152,12 @@ def _converted(folder: Path) -> dict[str, str]:
                 return ast.unparse(one).rpartition(".")[2] if one.value is not None else None
         return next((found for base in node.bases if (found := arch(ast.unparse(base).split(".")[-1]))), None)
 
-    found = {}
+    found: dict[str, str] = {}
     for name, node in classes.items():
         for call in node.decorator_list:
             if isinstance(call, ast.Call) and ast.unparse(call.func) == "ModelBase.register":
                 kind = arch(name)
-                if kind not in (None, "MMPROJ", "EAGLE3", "DFLASH"):
+                if kind is not None and kind not in ("MMPROJ", "EAGLE3", "DFLASH"):
                     found |= {ast.literal_eval(a): kind for a in call.args if not _is_a_draft(ast.literal_eval(a))}
     return found
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import shutil
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.files import read_bytes
 from draftsmith.foreign.json import parse_json, read_object
 from draftsmith.heads.base import DraftHead
+from draftsmith.progress import say
 from draftsmith.train.parallel import checkpoint_layout
 
 DONE = "DONE"
@@ -98,7 +98,7 @@ def latest_checkpoint(folder: Path, *, warn: bool = True) -> Path | None:
         damaged.append(f"{path.name}: {spoilt}")
         if warn:
             what = f"the checkpoint {path} is damaged ({spoilt}): training goes on from the one before it"
-            print(f"warning: {what}.", file=sys.stderr)
+            say(f"warning: {what}.")
     if damaged:
         raise UserError(
             f"No checkpoint in {folder} is as it was saved ({damaged[0]}): restore one, or add "

@@ -5,7 +5,6 @@ an error.
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -22,6 +21,7 @@ from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.files import explain_os_error, fingerprint, sha256_file, write_text
 from draftsmith.foreign.files import read_lines
 from draftsmith.foreign.json import parse_json
+from draftsmith.progress import say
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
 from draftsmith.train.stopping import code_of
 from draftsmith.train.trackers import DASHBOARDS, Cell, Place, flatten
@@ -126,9 +126,8 @@ class Dashboards:
                 act(board)
             except Exception as error:  # noqa: BLE001 - whatever a network and its client do, training goes on
                 self._boards.remove(board)
-                print(
+                say(
                     f"warning: {board.title} failed and gets no more figures ({first_line(error)}): metrics.jsonl has them all.",
-                    file=sys.stderr,
                 )
 
     def keep(self, kind: str, values: Mapping[str, Any]) -> None:

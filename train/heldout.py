@@ -1,6 +1,5 @@
 """Held-out answers: a head's loss, accuracy and simulated tau on them, and what it fits to them after training."""
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.progress import say
 from draftsmith.train.metrics import tuned_figures
 
 
@@ -136,19 +136,17 @@ def calibrate_best(
 def warn_at_chance(held: HeldOut) -> None:
     """Warn when the head is no more accurate than always guessing the most common token."""
     if held.accuracy[0] <= held.chance:
-        print(
+        say(
             f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
             f"{held.chance:.3f}: check the learning rate, and with `draftsmith inspect` that the supervised tokens are "
             "the answers.",
-            file=sys.stderr,
         )
 
 
 def warn_at_start(warm_start: str | None, best_step: int, best_tau: float) -> None:
     """Warn when no evaluation was better than that of the head that training started from."""
     if warm_start is not None and not best_step:
-        print(
+        say(
             f"warning: no evaluation was better than that of the head that training started from ({warm_start}, held-out "
             f"tau {best_tau:.2f}), which is kept: lower train.lr, or train it for longer.",
-            file=sys.stderr,
         )

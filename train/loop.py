@@ -8,7 +8,6 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch.utils.data import DataLoader
-from tqdm import tqdm
 
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.decode.noise import row_key
@@ -33,6 +31,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.target.target import Target
 from draftsmith.memory import HeldMemory
+from draftsmith.progress import Bar, say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
 from draftsmith.train.heldout import (
@@ -128,7 +127,7 @@ class _Run:
         progress = replace(progress, window=self.schedule.window)
         if not self.accelerator.is_main_process:
             return self._train(progress, None)
-        print(self._batch_size(), file=sys.stderr)
+        say(self._batch_size())
         with Tracker(self.folder, self.recipe.tracking, self.recipe.name, self._config(), progress.step) as tracker:
             return self._train(progress, tracker)
 
@@ -172,7 +171,7 @@ class _Run:
                 tracker.foresee(record, self.total, self.draft_length)
                 tracker.log(record)
         held = HeldMemory()
-        bar = tqdm(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
+        bar = Bar(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
         self.pace = Pace(progress.tokens)
         foreseen: Forecast | None = None
         stopping = 0  # the signal, as all processes agreed, so that none leaves another waiting

@@ -12,8 +12,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from draftsmith.data.answers.served import AnswerServer, answer_all
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
 from draftsmith.data.conversations.templates import Prompt
@@ -25,6 +23,7 @@ from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.files import atomic_path, explain_os_error, fingerprint
 from draftsmith.foreign.json import read_json_lines
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import Bar
 
 BATCHES_PER_CHUNK = 4
 """Batches of answers that are decoded, and written, together."""
@@ -61,14 +60,14 @@ def regenerate(
             raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
         done = _keep_whole_chunks(partial, chunk_size, len(prompts))
         kept = _Kept(kept_path(path))
-        bar = tqdm(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
+        bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
         tokens = 0
         asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and not kept.holds(p)]
         with partial.open("ab") as file, bar, closing(answer_all(servers, asked, sampling, batch)) as served:
             for start in range(done, len(prompts), chunk_size):
                 chunk = range(start, min(start + chunk_size, len(prompts)))
                 lines = {i: line for i in chunk if (line := kept.line(prompts[i])) is not None}
-                bar.update(len(lines))
+                bar.skip(len(lines))
                 places = {id(requests[i]): i for i in chunk if i not in lines}
                 missing = sorted(
                     (requests[i] for i in places.values()),

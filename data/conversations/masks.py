@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.batch import Tokenized
@@ -16,6 +15,7 @@ from draftsmith.data.conversations.spans import Rendering, render_conversation
 from draftsmith.data.conversations.templates import render_text, template_name
 from draftsmith.data.conversations.tools import lacks_schemas, schemas_left_out
 from draftsmith.errors import UserError
+from draftsmith.progress import Bar
 
 OnTooLong = Literal["drop", "truncate", "error"]
 
@@ -114,7 +114,7 @@ def tokenize_all(
     stats = TokenizeStats()
     samples = [
         sample
-        for conversation in tqdm(conversations, desc="tokenize", unit="conv", disable=not progress)
+        for conversation in Bar(conversations, desc="tokenize", unit="conv", disable=not progress)
         for sample in tokenize_conversation(
             tokenizer,
             conversation,

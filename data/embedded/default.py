@@ -5,13 +5,13 @@ once and kept outside the checkout, in $DRAFTSMITH_CACHE or ~/.cache/draftsmith.
 """
 
 import json
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.embedded.corpus import generate_conversations, generate_prompts
 from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep
+from draftsmith.progress import say
 
 SHIPPED = Path(__file__).parent / "target"
 CONVERSATIONS, PROMPTS_PER_SLICE = 24_000, 24
@@ -40,7 +40,7 @@ def ensure_embedded(cache: Path | None = None, *, progress: bool = True) -> Embe
             sweep(cache, levels=0)
             if not folder.exists():
                 if progress:
-                    print(f"Generating the embedded corpus in {folder} (once)", file=sys.stderr, flush=True)
+                    say(f"Generating the embedded corpus in {folder} (once)")
                 _write_texts(folder)
     return EmbeddedDefault(SHIPPED, folder / "conversations.jsonl", folder / "prompts.jsonl")
 

@@ -6,13 +6,11 @@ Ht target hidden size, V target vocab.
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features.kept import KeptFeatures, discard, kept_path
@@ -29,6 +27,7 @@ from draftsmith.data.features.store import (
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.heads.target.target import Target, TargetHead, describe_context
+from draftsmith.progress import Bar, say
 
 BATCH_TOKENS = 2048
 # The full-vocabulary logits are made in pieces of this many bytes: what stays in a CPU's cache (twice as fast as
@@ -72,13 +71,13 @@ def extract(
     )
     size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
     amount = f"{len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)}"
-    print(f"Features of {amount} in {path}", file=sys.stderr, flush=True)
+    say(f"Features of {amount} in {path}")
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
     done = writer.index.num_samples
     kept = KeptFeatures(kept_path(path), spec)
     total, already = sum(lengths), sum(lengths[:done])
-    with tqdm(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
+    with Bar(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
         for chunk in plan_chunks(lengths, batch_tokens):
             if chunk.end <= done:
                 continue

@@ -4,7 +4,7 @@ Nothing slow is imported here: a command's function is looked up when it is call
 """
 
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -55,6 +55,7 @@ REDO = option(
     metavar="STAGE",
     help="Remove a stage (answers, features, train, evaluate, simulate, export) and make it again.",
 )
+_QUIET = option("--quiet", action="store_true", help="Print results and warnings, but no progress.")
 _LAUNCH = option(
     "--launch", metavar="FILE", help="Train in processes of their own, with this configuration of accelerate."
 )
@@ -289,4 +290,9 @@ COMMANDS: dict[str, Command] = {
         _FIT,
         takes_recipe=False,
     ),
+}
+COMMANDS |= {
+    name: replace(command, options=(*command.options, _QUIET))
+    for name, command in COMMANDS.items()
+    if command.takes_recipe
 }

@@ -12,9 +12,10 @@ import torch
 import draftsmith.train
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method
+from draftsmith.progress import said, say
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.stages.pipeline import make_stages
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 from draftsmith.train.meeting import DATA, wait_for_port
 from draftsmith.train.parallel import check_launch, launch_settings
 from draftsmith.train.stopping import ENDING, LAUNCHED, on_signals
@@ -137,7 +138,7 @@ def _run(command: list[str], processes: int) -> int:
     # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: str(processes)})
+        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: str(processes)} | said())
         # The terminal sends Ctrl-C to all of them.
         signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
         with on_signals(hand_on, ENDING):

@@ -22,7 +22,6 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
 from draftsmith.data.conversations.templates import encode, render_text
 from draftsmith.errors import UserError
@@ -36,6 +35,7 @@ from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import Bar
 from draftsmith.stages.drafters import at_temperature, load_heads, ways_to_draft
 from draftsmith.stages.planning import target_info
 from draftsmith.stages.session import Session
@@ -87,7 +87,7 @@ class DraftedModel(LM):
         order = sorted(range(len(asked)), key=lambda i: len(asked[i].prompt_ids))
         texts = [""] * len(asked)
         rows = self.session.recipe.evaluate.batch
-        with tqdm(total=len(asked), desc=f"{writer.name} at T={self.sampling.temperature:g}", unit="answer") as bar:
+        with Bar(total=len(asked), desc=f"{writer.name} at T={self.sampling.temperature:g}", unit="answer") as bar:
             for start in range(0, len(order), _WAITING * rows):
                 places = order[start : start + _WAITING * rows]
                 group = [asked[i] for i in places]

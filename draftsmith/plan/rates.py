@@ -15,7 +15,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
@@ -39,6 +38,7 @@ from draftsmith.heads.target.products import pack_linears
 from draftsmith.heads.target.shape import TargetShape, shape_of_model
 from draftsmith.heads.target.target import Target
 from draftsmith.plan.figures import Assumptions, Device, PlannedTarget, Rates, learned_rows
+from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.parallel import autocast_of
 
@@ -56,7 +56,7 @@ def measure_device(recipe: Recipe, planned: PlannedTarget, given: Assumptions) -
     given: the lengths of texts count. Raises UserError where not even a part of the target fits in memory.
     """
     watch = ClockWatch()
-    with tqdm(total=6, desc="measuring this machine", unit="step") as bar:
+    with Bar(total=6, desc="measuring this machine", unit="step") as bar:
         bench = _Bench.make(recipe, planned, given)
         bar.update()
         forward = bench.extraction()

@@ -23,8 +23,9 @@ from draftsmith.eval.decode.decode import decode_batch, decode_live
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.verify import Typical
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import say
 from draftsmith.stages.drafters import load_fitting, ways_to_draft
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 from draftsmith.train.stopping import ENDING, Interrupt, Terminated
 
 ALONE_TOKENS = 32

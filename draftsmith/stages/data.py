@@ -18,7 +18,8 @@ from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
-from draftsmith.stages.session import Session, say
+from draftsmith.progress import say
+from draftsmith.stages.session import Session
 from draftsmith.train.world import world
 
 

@@ -5,11 +5,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
@@ -33,6 +30,7 @@ from draftsmith.heads.target.files import fingerprint_directory
 from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import load_config, weights_directory
 from draftsmith.heads.target.target import Target, context_of
+from draftsmith.progress import Bar, say
 from draftsmith.stages.drafters import (
     at_temperature,
     drafter_digests,
@@ -40,7 +38,7 @@ from draftsmith.stages.drafters import (
     select_drafters,
     with_trained_lengths,
 )
-from draftsmith.stages.evaluator import Evaluator, count_as_done
+from draftsmith.stages.evaluator import Evaluator
 from draftsmith.stages.planning import (
     COSTS,
     contexts_of,
@@ -50,7 +48,7 @@ from draftsmith.stages.planning import (
     measure_and_keep,
     plan_stage,
 )
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 
 NOT_MEASURED = ("prompts", "beside", "baselines", "plan_batches", "plan_contexts", "price_per_hour")
 """Keys of the section that a result does not depend on: what prompts and heads hold counts, not where they lie, and a plan is made
@@ -312,6 +310,6 @@ def _lossless(
     compared = original if any(c.verifier is None for c in drafters) else None
     alone = target if compared is None else session.load_target("float32", compared.path)
     count = len(requests) * (len(drafters) + len({c.verified_by(alone) for c in drafters}))
-    with tqdm(total=count, desc="greedy equality in float32", unit="answer") as bar:
-        done = {"on_batch": bar.update, "on_kept": partial(count_as_done, bar)}
+    with Bar(total=count, desc="greedy equality in float32", unit="answer") as bar:
+        done = {"on_batch": bar.update, "on_kept": bar.skip}
         return check_lossless(alone, drafters, requests, greedy, journal=journal, **done)

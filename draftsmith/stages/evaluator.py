@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.eval.decode.answers import Decoded, Generation, Request, Tally, total
@@ -51,10 +50,11 @@ from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.files import fingerprint
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import Bar, say
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 
 _KEPT_BATCHES = 4
 """Batches of them that are kept together: those of an interrupted one are made again."""
@@ -102,7 +102,7 @@ class Evaluator:
         picks = {} if table is None else self._picks(systems, table, sampling, journal)
         count, title = spec.repeats * len(self.requests), f"decoding at T={sampling.temperature:g}"
         torch.manual_seed(self.session.recipe.seed)  # which `generate` draws from
-        with tqdm(total=count, desc=title, unit="prompt") as bar:
+        with Bar(total=count, desc=title, unit="prompt") as bar:
             turns = run_systems(
                 self.target,
                 systems,
@@ -110,7 +110,7 @@ class Evaluator:
                 sampling,
                 batch=spec.batch,
                 on_batch=bar.update,
-                on_kept=partial(count_as_done, bar),
+                on_kept=bar.skip,
                 picks=list(picks),
                 generate=plain(self.target) if spec.generate and spec.batch == 1 else None,
                 journal=journal,
@@ -363,14 +363,6 @@ def _with_length(system: SystemUnderTest, k: int) -> SystemUnderTest:
     return replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k)
 
 
-def count_as_done(bar: Any, count: int) -> None:
-    """Count what an earlier process did: it has no part in this one's rate, and the time that is left follows from that."""
-    bar.initial += count
-    bar.last_print_n += count
-    bar.n += count
-    bar.refresh()
-
-
 def _answers(
     target: Target,
     requests: Sequence[Request],
@@ -381,14 +373,14 @@ def _answers(
     """Let a target answer alone, `rows` requests at a time. journal: keeps the answers, a few batches together."""
     size = _KEPT_BATCHES * rows
     found: list[Generation] = []
-    with tqdm(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
+    with Bar(total=len(requests), desc=f"answers at T={sampling.temperature:g}", unit="answer") as bar:
         for start in range(0, len(requests), size):
             chunk = requests[start : start + size]
             # The rows that fit may be others than when the journal was begun, and the chunks with them.
             name = f"answers of {target.fingerprint}/{start}+{len(chunk)}"
             if (kept := journal.get(name)) is not None:
                 found += unpack_decoded(kept, chunk).generations
-                count_as_done(bar, len(chunk))
+                bar.skip(len(chunk))
                 continue
             made: dict[int, Generation] = {}
             for generation in decode(target, TargetAlone(), chunk, sampling, rows):

@@ -8,12 +8,13 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.errors import UserError
 from draftsmith.heads.formats.layout import layouts_of
+from draftsmith.progress import say
 from draftsmith.stages.data import answers_stage, features_stage, load_samples
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.run import COMMAND_STAGES
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.dashboards import track_results
 from draftsmith.train.meeting import meeting

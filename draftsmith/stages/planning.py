@@ -20,9 +20,10 @@ from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_d
 from draftsmith.eval.planner.settings import write_settings
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import say
 from draftsmith.recipe.schema import ExportSpec
 from draftsmith.stages.drafters import at_temperature
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 
 COSTS = "costs.json"
 

@@ -10,13 +10,14 @@ from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of
 from draftsmith.heads.vocab import choose_draft_vocab
+from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
 from draftsmith.stages.evaluation import evaluation_conversations, make_requests
 from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.heads import load_warm, warm_folder
 from draftsmith.stages.planning import longest_text
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.train.parallel import check_launch
 from draftsmith.train.trackers import check_installed

@@ -2,7 +2,6 @@
 
 import gc
 import hashlib
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
@@ -25,16 +24,12 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import weights_directory
 from draftsmith.heads.target.target import Target, describe_context
 from draftsmith.heads.warm_start import adopt_options
+from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
 from draftsmith.train.world import world
-
-
-def say(text: str) -> None:
-    """Print a line of progress to standard error; results go to standard output."""
-    print(text, file=sys.stderr, flush=True)
 
 
 class Session:

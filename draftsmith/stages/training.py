@@ -31,11 +31,12 @@ from draftsmith.heads.vocab import (
     measure_coverage,
 )
 from draftsmith.heads.warm_start import restart
+from draftsmith.progress import say
 from draftsmith.stages.data import answer_inputs, head_layers
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.run import flat_inputs
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of
 from draftsmith.train.meeting import meeting
@@ -95,7 +96,7 @@ def train_stage(session: Session, start: Start, features: FeatureSource) -> Path
             session.finish("train", read_object(folder / "summary.json", "add --redo train") | start.facts())
             past = read_history(session.recipe.run_dir)
             for line in () if past is None else tell(past):
-                say(f"training: {line}")
+                say(line if line.startswith("warning: ") else f"training: {line}")
     return folder / "best"
 
 

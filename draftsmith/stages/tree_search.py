@@ -31,10 +31,11 @@ from draftsmith.eval.tree_search.search import FoundTree, find_trees, measure_tr
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import say
 from draftsmith.stages.data import answer_inputs, answers_file, load_samples
 from draftsmith.stages.drafters import load_fitting
 from draftsmith.stages.heads import head_digest
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 from draftsmith.stages.training import split_samples
 
 NEW_ANSWERS = 300

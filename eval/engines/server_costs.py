@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from itertools import count
 from statistics import median
 
-from tqdm import tqdm
-
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.server import Batch, Server
 from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable, Served
 from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.progress import Bar
 
 TOKENS = 96
 """Tokens of an answer; of twice as many, and again, where fewer rounds than LEAST_ROUNDS are timed."""
@@ -80,7 +79,7 @@ def measure_served(
     prompts = _Prompts(text_ids)
     by_length = _by_draft_length(servers, prompts.take(1, min(contexts)), temperature)
     points: list[CostPoint] = []
-    with tqdm(total=len(batches) * len(contexts), desc="costs", unit="point") as bar:
+    with Bar(total=len(batches) * len(contexts), desc="costs", unit="point") as bar:
         # What a server has no room for shows at once.
         for rows in sorted(batches, reverse=True):
             for context in sorted(contexts, reverse=True):

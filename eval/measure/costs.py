@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.cache import KVCache, entry_bytes, layer_shapes, run_draft
@@ -22,6 +21,7 @@ from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable
 from draftsmith.eval.measure.machine import available_memory, environment, read_bandwidth
 from draftsmith.eval.measure.result import Costs, TargetInfo
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import Bar
 
 WARM_UP = 2
 """Times that everything is done before it is timed."""
@@ -83,7 +83,7 @@ def measure_table(
     found = {} if kept is None else {(point.batch, point.context): point for point in kept.points}
     too_large = set() if kept is None else set(kept.too_large)
     missing = sorted(places - found.keys() - too_large)
-    with tqdm(total=len(missing), desc="costs", unit="point") as bar:
+    with Bar(total=len(missing), desc="costs", unit="point") as bar:
         for rows, context in missing:
             bar.set_postfix_str(f"batch {rows}, context {context}")
             ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]

@@ -6,7 +6,6 @@ transformers opens the file (`gguf_file=`); what it leaves out without a word, a
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -35,6 +34,7 @@ from draftsmith.heads.target.architecture import check_causal
 from draftsmith.heads.target.config import MOST_SIZE, check_config_values, check_weights
 from draftsmith.heads.target.files import SOURCE, describe_contents, hash_json, hash_tensor, hash_weights, read_source
 from draftsmith.heads.target.identity import TargetIdentity
+from draftsmith.progress import say
 
 AGAIN = "fetch it again"
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf")
@@ -214,10 +214,10 @@ def model_folder(path: str) -> Path:
             if read_source(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)  # one that was damaged
                 started = time.monotonic()
-                print(f"Dequantizing {path} into {folder} (once)", file=sys.stderr, flush=True)
+                say(f"Dequantizing {path} into {folder} (once)")
                 with atomic_directory(folder, "DRAFTSMITH_CACHE") as unfinished:
                     _write_model(target, unfinished)
-                print(f"Dequantized in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+                say(f"Dequantized in {time.monotonic() - started:.0f} s")
     return folder
 
 
@@ -308,11 +308,9 @@ def _split_digits(target: GgufTarget, tokenizer: Any) -> None:
         backend = tokenizer.backend_tokenizer
         backend.pre_tokenizer = InTurn([Digits(individual_digits=True), backend.pre_tokenizer])
     else:
-        print(
+        say(
             f"warning: {target.path} splits text as {kind!r}, which is not known here: it is split as GPT-2 does, so that some "
             "texts may be other tokens than in llama.cpp.",
-            file=sys.stderr,
-            flush=True,
         )
 
 

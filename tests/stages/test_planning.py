@@ -4,14 +4,12 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from tqdm import tqdm
 
 from draftsmith.cli.main import main
 from draftsmith.eval.decode.answers import Request
@@ -390,14 +388,3 @@ def test_answers_are_kept_also_where_other_rows_fit_than_before(monkeypatch: pyt
     ]
     assert found[0] == found[1] == found[2]
     assert [request for request, _ in found[1]] == requests
-
-
-def test_what_an_earlier_process_did_has_no_part_in_the_rate() -> None:
-    with tqdm(total=20, file=StringIO()) as bar:
-        evaluator.count_as_done(bar, 12)
-        bar.update(4)
-        found = bar.format_dict
-    assert (found["n"], found["initial"]) == (16, 12)
-    assert bar.format_meter(16, 20, elapsed=8.0, initial=found["initial"], ncols=40).endswith(
-        "[00:08<00:08,  2.00s/it]"
-    )

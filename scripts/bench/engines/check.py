@@ -21,7 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow
 from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
-from draftsmith.stages.session import say
+from draftsmith.progress import say
 from scripts.bench.engines.compare import OurSide, check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
 

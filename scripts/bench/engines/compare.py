@@ -36,8 +36,8 @@ from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.registry import find_method
+from draftsmith.progress import say
 from draftsmith.stages.gguf import HEADS, WHOLE, convert
-from draftsmith.stages.session import say
 from scripts.bench.engines.served import Candidate, ServedTarget
 
 SAMPLED = Sampling(1.0)

@@ -18,11 +18,12 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.heads.target.target import Target
+from draftsmith.progress import say
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.stages.pipeline import make_stages
-from draftsmith.stages.session import Session, say
+from draftsmith.stages.session import Session
 
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),

@@ -1,0 +1,130 @@
+"""Progress on standard error: lines of text, and a bar for each long piece of work, which is a line now and then in a log."""
+
+import os
+import sys
+from collections import deque
+from typing import Any
+
+from tqdm import tqdm
+
+QUIET = "DRAFTSMITH_QUIET"
+"""The environment variable by which `--quiet` reaches this process and those that it starts."""
+SAID = "DRAFTSMITH_SAID"
+"""The environment variable by which processes that are started here learn which warnings have been printed."""
+_LOG_SECONDS = 30
+"""Seconds between two lines of a bar that is not on a terminal."""
+_WINDOW = 60
+"""Seconds that a rate is taken over."""
+_LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+_WARNING = "warning: "
+_warned: set[str] = set()
+
+
+def say(text: str) -> None:
+    """Print a line of progress; results go to standard output. A warning is printed once, and with `--quiet` warnings alone."""
+    if text in _warned or (os.environ.get(QUIET) and not text.startswith(_WARNING)):
+        return
+    if text.startswith(_WARNING):
+        _warned.add(text)
+    tqdm.write(text, file=sys.stderr)  # above the bars
+    sys.stderr.flush()
+
+
+def said() -> dict[str, str]:
+    """Return the environment variable for processes that are started here, so that they do not repeat warnings."""
+    return {SAID: "\n".join(sorted(_warned))}
+
+
+def begin_command(*, quiet: bool = False) -> None:
+    """Begin anew for a command: its warnings are said again. quiet: print no progress from here on. Libraries show no bars where ours
+    are lines, or none; call this before they are imported."""
+    _warned.clear()
+    _warned.update(filter(None, os.environ.get(SAID, "").split("\n")))
+    if quiet:
+        os.environ[QUIET] = "1"
+    if _off() or not sys.stderr.isatty():
+        for library in ("HF_HUB", "HF_DATASETS"):  # transformers obeys the first one
+            os.environ.setdefault(f"{library}_DISABLE_PROGRESS_BARS", "1")
+
+
+def _off() -> bool:
+    return bool(os.environ.get(QUIET)) or os.environ.get("TQDM_DISABLE", "0").lower() not in ("", "0", "false")
+
+
+class Bar(tqdm):
+    """tqdm's bar, whose rate is that of the last minute.
+
+    Not on a terminal it is a line at the start, every 30 seconds and at the end. TQDM_DISABLE and `--quiet` turn it off.
+    """
+
+    def __init__(self, *args: Any, file: Any = None, disable: bool = False, **kwargs: Any) -> None:
+        file = sys.stderr if file is None else file
+        self._in_log = not file.isatty()
+        self._said_at: float | None = None
+        self._seen: deque[tuple[float, float]] = deque()
+        if self._in_log:
+            # The last two keep tqdm from deciding itself when to print.
+            kwargs |= {"bar_format": _LINE, "mininterval": _LOG_SECONDS, "miniters": 1}
+        super().__init__(*args, file=file, disable=disable or _off(), **kwargs)
+
+    def skip(self, count: int) -> None:
+        """Count what an earlier process did: it has no part in the rate, from which the time that is left follows."""
+        if self.disable:
+            return
+        self.initial += count
+        self.last_print_n += count
+        self.n += count
+        self._seen = deque((then, n + count) for then, n in self._seen)
+        self.refresh()
+
+    def update(self, n: float = 1) -> bool | None:
+        """Count `n` more as done."""
+        if not self.disable:
+            now = self._time()
+            if not self._seen:
+                self._seen.append((self.start_t, self.n))
+            if now - self._seen[-1][0] >= 1:
+                self._seen.append((now, self.n + n))
+            while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
+                self._seen.popleft()
+        return super().update(n)  # type: ignore[no-any-return]
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """What a line is made of; the rate over all at the end."""
+        found: dict[str, Any] = super().format_dict
+        if self._seen and self.n < (self.total or 0):
+            then, n = self._seen[0]
+            seconds = self._time() - then
+            found["rate"] = (self.n - n) / seconds if seconds > 0 and self.n > n else None
+        else:
+            found["rate"] = None
+        return found
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
+        """Show it as it is now; in a log at most every 30 seconds."""
+        if not self._in_log:
+            return super().display(msg, pos)  # type: ignore[no-any-return]
+        now = self._time()
+        if self._said_at is None or now - self._said_at > _LOG_SECONDS - 0.1:  # tqdm's own clock is a little ahead
+            self._print(now)
+        return True
+
+    def clear(self, nolock: bool = False) -> None:
+        """Take the bar off the terminal; a line in a log stays."""
+        if not self._in_log:
+            super().clear(nolock)
+
+    def close(self) -> None:
+        """End with how far it came."""
+        if not self.disable and self._in_log:
+            self._print(self._time())
+            self.disable = True
+            self._decr_instances(self)
+        else:
+            super().close()
+
+    def _print(self, now: float) -> None:
+        self._said_at = now
+        self.fp.write(f"{self}\n")
+        self.fp.flush()

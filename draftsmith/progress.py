@@ -57,6 +57,8 @@ class Bar(tqdm):
     Not on a terminal it is a line at the start, every 30 seconds and at the end. TQDM_DISABLE and `--quiet` turn it off.
     """
 
+    disable: bool
+
     def __init__(self, *args: Any, file: Any = None, disable: bool = False, **kwargs: Any) -> None:
         file = sys.stderr if file is None else file
         self._in_log = not file.isatty()

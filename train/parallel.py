@@ -25,6 +25,7 @@ from draftsmith.foreign.json import read_object
 from draftsmith.foreign.yaml import read_yaml
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.recipe.shipped import find_file
 from draftsmith.train.world import world
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
@@ -46,7 +47,7 @@ _SECTIONS = {
     "optimizer": "optimizer",
     "scheduler": "lr",
 }
-_EXAMPLES = "recipes/accelerate/ holds examples"
+_EXAMPLES = "`draftsmith recipes` lists examples, under accelerate/"
 _COUNTS = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 1}
 """Whole numbers of a launch file, and the least of each."""
 
@@ -125,15 +126,15 @@ def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
     if spec.optimizer == "muon":
         raise UserError(
             f"train.optimizer is 'muon', which is two optimizers, and under {kind} there can only be one: set "
-            "train.optimizer to adamw, or launch with recipes/accelerate/ddp-8gpu.yaml."
+            "train.optimizer to adamw, or launch with accelerate/ddp-8gpu, which is one of `draftsmith recipes`."
         )
     if kind == FSDP:
         for key, (needed, default) in _FSDP_NEEDS.items():
             found = settings.get(key, default)
             if found.lower() != needed.lower():
                 raise UserError(
-                    f"The launch file has {key}: {found}, but a head needs {key}: {needed} under fsdp_config: see "
-                    "recipes/accelerate/fsdp2-8gpu.yaml."
+                    f"The launch file has {key}: {found}, but a head needs {key}: {needed} under fsdp_config: "
+                    "`draftsmith recipes accelerate/fsdp2-8gpu` shows one."
                 )
         return
     if find_spec("deepspeed") is None:
@@ -148,13 +149,13 @@ def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any
 
     Raises UserError where the file is missing or contradicts the recipe.
     """
-    path = Path(settings.get("deepspeed_config_file", ""))
+    path = Path(find_file(settings.get("deepspeed_config_file", "")))
     if not path.is_file():
         raise UserError(
             f"There is no DeepSpeed configuration {str(path)!r}: name one with deepspeed_config_file in the launch file, "
-            "from the folder you start in (recipes/deepspeed/zero2.json from the repository's root)."
+            "from the folder you start in, or recipes/deepspeed/zero2.json, which is installed with draftsmith."
         )
-    config = read_object(path, "see recipes/deepspeed/zero2.json")
+    config = read_object(path, "take recipes/deepspeed/zero2.json, which is installed with draftsmith")
     owned = {
         "gradient_accumulation_steps": (spec.accumulation, "train.accumulation"),
         # Left out or "auto", Accelerate would clip at 1.0 without a word.
@@ -199,7 +200,7 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
     if accelerator.num_processes != started or (kind in (FSDP, DEEPSPEED) and made != kind):
         raise UserError(
             f"The launcher started {started} process(es) for {kind}, but Accelerate made {accelerator.num_processes} of "
-            f"{made}: FSDP and DeepSpeed need GPUs; on CPUs take recipes/accelerate/ddp-2cpu.yaml."
+            f"{made}: FSDP and DeepSpeed need GPUs; on CPUs take accelerate/ddp-2cpu, which is one of `draftsmith recipes`."
         )
     return accelerator
 

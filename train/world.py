@@ -81,7 +81,10 @@ def _port() -> int | None:
 
 def check_started() -> None:
     """Raise UserError where more processes were asked for than a training would have."""
-    size, remedy = world().size, "recipes/accelerate/ddp-8gpu.yaml for GPUs, ddp-2cpu.yaml for CPUs"
+    size, remedy = (
+        world().size,
+        "accelerate/ddp-8gpu for GPUs and accelerate/ddp-2cpu for CPUs, which `draftsmith recipes` shows",
+    )
     asked = os.environ.get(LAUNCHED, "")
     if asked.isdecimal() and int(asked) != size:
         raise UserError(
@@ -93,11 +96,11 @@ def check_started() -> None:
         # What accelerate sets for several processes that it leaves to MPI to start.
         raise UserError(
             "`accelerate launch` was asked for several processes but started one, as it does on CPUs (MULTI_CPU) and without "
-            f"--multi_gpu: pass --config_file {remedy}; for one process pass --num_processes 1 and unset MASTER_ADDR."
+            f"--multi_gpu: pass --config_file with one like {remedy}; for one process pass --num_processes 1 and unset MASTER_ADDR."
         )
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"):
         if (os.environ.get(name, "").isdecimal()) and int(os.environ[name]) > 1 and "WORLD_SIZE" not in os.environ:
             raise UserError(
                 f"{name} is {os.environ[name]}, but WORLD_SIZE is not set, so that each of these processes would train alone: start "
-                "one torchrun per machine, as docs/several-machines.md shows."
+                f"one torchrun per machine, with train/head.py, or unset {name}."
             )

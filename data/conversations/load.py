@@ -160,7 +160,7 @@ def _open_file(path: Path) -> Iterator[_Row]:
     if path.suffix == ".jsonl":
         return _jsonl_rows(path)
     raise UserError(
-        f"{path} is of no known kind: convert it to {' or '.join(SUFFIXES)}; docs/bring-your-data.md has the shapes."
+        f"{path} is of no known kind: convert it to {' or '.join(SUFFIXES)}, a conversation a row (`messages`: texts with roles)."
     )
 
 

@@ -25,6 +25,7 @@ from draftsmith.plan.shorter import shorter
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
+from draftsmith.recipe.shipped import find_shipped, shipped_names
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import samples_at_hand
 from draftsmith.stages.device import choose_device
@@ -248,10 +249,35 @@ def inspect(own: Namespace, words: list[str]) -> int:
     return 0
 
 
+def recipes(own: Namespace, words: list[str]) -> int:
+    """List what is installed, or print or copy what is named."""
+    if len(words) > 1 or (words and words[0].startswith("-")):
+        raise UserError(f"recipes takes one name, and --output, but {' '.join(words)!r} is named.")
+    if not words and own.output is not None:
+        raise UserError(
+            "--output is for one recipe: name it, as in `draftsmith recipes eagle3/tiny --output mine.yaml`."
+        )
+    if not words:
+        known = shipped_names()
+        width = max(map(len, known))
+        print("\n".join(f"{name:{width}}  {about}" for name, about in known.items()))
+        return 0
+    found = find_shipped(words[0]).read_text(encoding="utf-8")
+    if own.output is None:
+        print(found, end="")
+        return 0
+    check_file("--output", own.output, (".yaml", ".yml"))
+    if own.output.exists():
+        raise UserError(f"--output {own.output} is there: name a new file.")
+    write_text(own.output, found)
+    print(own.output)
+    return 0
+
+
 def plan(own: Namespace, words: list[str]) -> int:
     """Say what a recipe needs."""
     device = None if own.device in (None, "cpu") else find_device(own.device)
-    recipe = _recipe("plan", words, "recipes/eagle3/qwen3-8b.yaml")
+    recipe = _recipe("plan", words, "eagle3/qwen3-8b")
     asked = {"gpus": own.gpus, "utilisation": own.utilisation, "prompt": own.prompt_tokens, "answer": own.answer_tokens}
     planner = Planner.of(
         recipe,
@@ -277,7 +303,7 @@ def _session(name: str, words: list[str], redo: list[str], head: Path | None = N
     return Session(recipe, redo=set(redo), head=head, words=words)
 
 
-def _recipe(name: str, words: list[str], example: str = "recipes/eagle3/tiny.yaml") -> Recipe:
+def _recipe(name: str, words: list[str], example: str = "eagle3/tiny") -> Recipe:
     require_recipe(words, name, example)
     return parse_recipe(words, f"draftsmith {name}", COMMANDS[name].help, COMMANDS[name].options)
 

@@ -57,7 +57,9 @@ REDO = option(
 )
 _QUIET = option("--quiet", action="store_true", help="Print results and warnings, but no progress.")
 _LAUNCH = option(
-    "--launch", metavar="FILE", help="Train in processes of their own, with this configuration of accelerate."
+    "--launch",
+    metavar="FILE",
+    help="Train in processes of their own, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
 )
 _FAIL_UNDER = option(
     "--fail-under",
@@ -242,7 +244,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "regenerate": Command("let the target answer the prompts of the data", "actions:regenerate", (REDO,)),
     "extract": Command("store the target's hidden states", "actions:extract", (REDO,)),
-    "train": Command("train the head (also: accelerate launch train/eagle.py)", "actions:train", (REDO, _LAUNCH)),
+    "train": Command("train the head (--launch: in several processes)", "actions:train", (REDO, _LAUNCH)),
     "evaluate": Command(
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
         "actions:evaluate",
@@ -279,6 +281,12 @@ COMMANDS: dict[str, Command] = {
         takes_recipe=False,
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
+    "recipes": Command(
+        "list the recipes and launch files that come with draftsmith, or print one: recipes eagle3/tiny --output mine.yaml",
+        "actions:recipes",
+        (option("--output", type=Path, metavar="FILE", help="Write the one that is named there, into a new file."),),
+        takes_recipe=False,
+    ),
     "plan": Command(
         "hours, disk and memory that every stage of a recipe needs, here or on GPUs, and what would make it shorter",
         "actions:plan",

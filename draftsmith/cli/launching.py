@@ -14,6 +14,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import said, say
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.recipe.shipped import find_file
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
 from draftsmith.train.meeting import DATA, wait_for_port
@@ -52,8 +53,11 @@ def check_launching(session: Session, config: str | None) -> Launch | None:
 def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
     """Return what a launch file asks for. Refuses one that is missing, cannot start here or contradicts the recipe, before answers
     and hidden states are made. device: the recipe's."""
+    config = find_file(config)
     if not Path(config).exists():
-        raise UserError(f"There is no accelerate configuration at {config}: recipes/accelerate/ holds examples.")
+        raise UserError(
+            f"There is no accelerate configuration at {config}: name a file, or one of those that `draftsmith recipes` lists."
+        )
     settings = launch_settings(Path(config))
     check_launch(spec, Path(config))
     machines, processes = (int(settings.get(key, "1")) for key in ("num_machines", "num_processes"))
@@ -62,7 +66,7 @@ def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
     if processes > 1 and kind in _ONE:
         raise UserError(
             f"{config} asks for {processes} processes, but with distributed_type {kind} Accelerate starts one: set MULTI_GPU, as in "
-            "recipes/accelerate/ddp-8gpu.yaml for GPUs and ddp-2cpu.yaml for CPUs."
+            "accelerate/ddp-8gpu for GPUs and accelerate/ddp-2cpu for CPUs, which `draftsmith recipes` shows."
         )
     if processes % machines or machine >= machines:
         raise UserError(
@@ -80,7 +84,7 @@ def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
     if here > max(1, gpus) and not cpu:
         raise UserError(
             f"{config} asks for {here} processes on this machine, which has {gpus} GPUs: set num_processes to what you "
-            "have, or take recipes/accelerate/one-gpu.yaml, cpu.yaml or ddp-2cpu.yaml."
+            "have, or take --launch accelerate/one-gpu, accelerate/cpu or accelerate/ddp-2cpu."
         )
     if cpu and device != "cpu":
         raise UserError(f"{config} has use_cpu: true, but the recipe computes on {device}: add --target.device cpu.")

@@ -90,9 +90,10 @@ def text(name: str) -> Callable[[str], str]:
     return read
 
 
-def require_recipe(words: Sequence[str], command: str, example: str = "recipes/eagle3/tiny.yaml") -> None:
+def require_recipe(words: Sequence[str], command: str, example: str = "eagle3/tiny") -> None:
     """Raise UserError where a command has neither a recipe nor a target, nor asks for help."""
     named = ("--recipe", "--target.path", "--help", "-h")
     if not any(word.split("=", 1)[0] in named for word in words):
-        example = next((word for word in words if word.endswith((".yaml", ".yml"))), example)
-        raise UserError(f"{command} needs a recipe: add --recipe {example}, or a recipe of your own.")
+        meant = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
+        named = meant or f"{example} or another that `draftsmith recipes` lists, or a file of your own"
+        raise UserError(f"{command} needs a recipe: add --recipe {named}.")

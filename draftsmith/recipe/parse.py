@@ -23,6 +23,7 @@ from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
 from draftsmith.recipe.options import Option
 from draftsmith.recipe.schema import Recipe
+from draftsmith.recipe.shipped import find_file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -97,9 +98,9 @@ def _parser_of(method: str, head: type, names: tuple[str, ...], prog: str, descr
 
 def load_yaml(path: str) -> dict[str, Any]:
     """Read a recipe file as a mapping. Raises UserError where it is missing, no YAML, not a mapping, or names a key twice."""
-    content = read_yaml(path, "mend it, or see recipes/ for examples")
+    content = read_yaml(find_file(path), "mend it, or name one of those that `draftsmith recipes` lists")
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UserError(f"The recipe {path} is not a mapping of keys: see recipes/eagle3/tiny.yaml for the form.")
+        raise UserError(f"The recipe {path} is not a mapping of keys: `draftsmith recipes eagle3/tiny` shows the form.")
     _check_texts(content, "", path)
     return content
 
@@ -144,7 +145,7 @@ def parse_recipe(
     """
     path = _option(argv, "--recipe")
     if path == "":
-        raise UserError("--recipe is empty: name a recipe, such as recipes/eagle3/tiny.yaml.")
+        raise UserError("--recipe is empty: name a file, or one of those that `draftsmith recipes` lists.")
     _check_overrides(argv, _where(path))
     content = _tidy(_where(path), load_yaml(path), get_type_hints(Recipe)) if path is not None else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")

@@ -35,11 +35,15 @@ def said() -> dict[str, str]:
     return {SAID: "\n".join(sorted(_warned))}
 
 
-def begin_command(*, quiet: bool = False) -> None:
-    """Begin anew for a command: its warnings are said again. quiet: print no progress from here on. Libraries show no bars where ours
-    are lines, or none; call this before they are imported."""
+def warn_anew() -> None:
+    """Let warnings be said again that were said before, but not by the process that started this one."""
     _warned.clear()
     _warned.update(filter(None, os.environ.get(SAID, "").split("\n")))
+
+
+def choose_progress(*, quiet: bool) -> None:
+    """Choose what is printed from here on. quiet: warnings alone. Libraries show no bars where ours are lines, or none; call this
+    before they are imported."""
     if quiet:
         os.environ[QUIET] = "1"
     if _off() or not sys.stderr.isatty():
@@ -63,6 +67,7 @@ class Bar(tqdm):
         file = sys.stderr if file is None else file
         self._in_log = not file.isatty()
         self._said_at: float | None = None
+        self._said_n: float | None = None
         self._seen: deque[tuple[float, float]] = deque()
         if self._in_log:
             # The last two keep tqdm from deciding itself when to print.
@@ -120,13 +125,14 @@ class Bar(tqdm):
     def close(self) -> None:
         """End with how far it came."""
         if not self.disable and self._in_log:
-            self._print(self._time())
+            if self.n != self._said_n:
+                self._print(self._time())
             self.disable = True
             self._decr_instances(self)
         else:
             super().close()
 
     def _print(self, now: float) -> None:
-        self._said_at = now
+        self._said_at, self._said_n = now, self.n
         self.fp.write(f"{self}\n")
         self.fp.flush()

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from draftsmith import progress
-from draftsmith.progress import Bar, begin_command, say
+from draftsmith.progress import Bar, choose_progress, say, warn_anew
 
 
 class Terminal(io.StringIO):
@@ -35,7 +35,7 @@ def _new_command(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (progress.QUIET, "TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    begin_command()
+    warn_anew()
 
 
 def test_a_log_gets_a_line_at_the_start_every_30_seconds_and_at_the_end(clock: Clock) -> None:
@@ -111,7 +111,7 @@ def test_bars_can_be_turned_off(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 
 
 def test_quiet_keeps_warnings(capsys: pytest.CaptureFixture) -> None:
-    begin_command(quiet=True)
+    choose_progress(quiet=True)
     say("answers: 3")
     say("warning: few answers")
     assert capsys.readouterr().err == "warning: few answers\n"
@@ -119,7 +119,7 @@ def test_quiet_keeps_warnings(capsys: pytest.CaptureFixture) -> None:
 
 def test_a_warning_is_said_once_in_a_command(capsys: pytest.CaptureFixture) -> None:
     for _ in range(2):
-        begin_command()
+        warn_anew()
         for _ in range(3):
             say("warning: few answers")
             say("more")
@@ -131,7 +131,7 @@ def test_a_process_that_a_command_starts_repeats_no_warning(
 ) -> None:
     say("warning: few answers")
     monkeypatch.setenv(progress.SAID, progress.said()[progress.SAID])
-    begin_command()
+    warn_anew()
     say("warning: few answers")
     say("warning: no answers")
     assert capsys.readouterr().err == "warning: few answers\nwarning: no answers\n"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from draftsmith.cli.boundary import at_boundary
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.progress import begin_command
+from draftsmith.progress import choose_progress
 from draftsmith.recipe.options import take_options
 from draftsmith.train.meeting import together
 from draftsmith.train.stopping import ENDING, LAUNCHED, end_with_launcher, on_signals, raise_terminated
@@ -54,7 +54,7 @@ def _dispatch(words: list[str], script: str | None) -> int:
         )
     with together():
         own, rest = take_options(words[1:], COMMANDS[name].options)
-        begin_command(quiet=getattr(own, "quiet", False))
+        choose_progress(quiet=getattr(own, "quiet", False))
         own.script = script
         return _help(name, rest) if {"-h", "--help"} & set(rest) else COMMANDS[name].run(own, rest)
 

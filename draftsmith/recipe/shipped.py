@@ -1,6 +1,8 @@
 """The recipes and launch files that are installed with draftsmith, found by name: "eagle3/tiny", "accelerate/ddp-8gpu"."""
 
 import os
+import re
+from itertools import takewhile
 from pathlib import Path
 
 import draftsmith
@@ -10,11 +12,12 @@ FOLDER = Path(draftsmith.__file__).parent / "recipes"
 
 
 def shipped_names() -> dict[str, str]:
-    """Return what is installed by name, and what its first comment says of it."""
+    """Return what is installed by name, and how the comment at its top begins: up to the first colon, semicolon or full stop."""
     found = {}
     for path in sorted(FOLDER.glob("*/*.yaml")):
-        first = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        found[path.relative_to(FOLDER).with_suffix("").as_posix()] = first.lstrip("# ").rstrip()
+        lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        about = re.sub(r" \([^)]*\)", "", " ".join(line.strip("# ") for line in lines))
+        found[path.relative_to(FOLDER).with_suffix("").as_posix()] = re.split(r"[.:;](?: |$)", about)[0]
     return found
 
 

@@ -24,7 +24,7 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import weights_directory
 from draftsmith.heads.target.target import Target, describe_context
 from draftsmith.heads.warm_start import adopt_options
-from draftsmith.progress import say
+from draftsmith.progress import say, warn_anew
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
@@ -42,6 +42,7 @@ class Session:
     def __init__(
         self, recipe: Recipe, *, redo: set[str] | None = None, head: Path | None = None, words: Sequence[str] = ()
     ) -> None:
+        warn_anew()
         self.recipe, self.named_head = recipe, head
         self.again = Again(str(Path.cwd()), tuple(words)) if words else Again()
         self.processes = world().size

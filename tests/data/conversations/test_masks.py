@@ -80,7 +80,7 @@ def test_what_was_left_out_is_said_and_progress_where_it_is_asked_for(capsys):
     tokenize_all(tokenizer, [THREE])
     assert capsys.readouterr().err == ""
     tokenize_all(tokenizer, [THREE], progress=True)
-    assert "tokenize: 100%" in capsys.readouterr().err
+    assert "tokenize: 1/1 conv" in capsys.readouterr().err
 
 
 def test_answers_keep_their_own_ids():

@@ -95,5 +95,5 @@ def require_recipe(words: Sequence[str], command: str, example: str = "eagle3/ti
     named = ("--recipe", "--target.path", "--help", "-h")
     if not any(word.split("=", 1)[0] in named for word in words):
         meant = next((word for word in words if word.endswith((".yaml", ".yml"))), None)
-        named = meant or f"{example} or another that `draftsmith recipes` lists, or a file of your own"
-        raise UserError(f"{command} needs a recipe: add --recipe {named}.")
+        wanted = meant or f"{example} or another that `draftsmith recipes` lists, or a file of your own"
+        raise UserError(f"{command} needs a recipe: add --recipe {wanted}.")

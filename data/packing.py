@@ -35,8 +35,8 @@ def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: in
     longest = max(range(len(lengths)), key=lengths.__getitem__, default=None)
     if longest is not None and lengths[longest] > row_tokens:
         raise UserError(
-            f"Sample number {longest} has {lengths[longest]} tokens and does not fit a row of {row_tokens}: raise the "
-            "row length, or lower max_length so that long samples are dropped or truncated before."
+            f"Sample number {longest} has {lengths[longest]} tokens and does not fit a row of {row_tokens}: raise "
+            "train.row_tokens, or lower data.max_length so that long samples are dropped or truncated before."
         )
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     order = torch.randperm(len(lengths), generator=generator)

@@ -16,7 +16,7 @@ from draftsmith.foreign.json import kind_of, read_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _MEND = "mend or remove it"
-_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,15 @@ def _read_row(row: _Row) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ..
         raise UserError(f"{row.place}: {error}.") from error
 
 
-def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_Row]]:
-    """Return an iterator of rows per file of a source."""
+def local_files(source: str) -> list[Path] | None:
+    """Return the files of a source, None where it is the name of a Hub data set. Raises UserError where it is neither."""
     try:
         path = Path(source).expanduser()
         is_folder, is_there = path.is_dir(), path.exists() or path.is_symlink()
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"{source} cannot be read ({why_not(error)}): check the path.") from error
     if is_there and not is_folder:
-        return [_open_file(path)]
+        return [path]
     if is_folder:
         named = (f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
         files = sorted(f for f in named if not f.is_dir())
@@ -137,19 +137,30 @@ def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_
             raise UserError(
                 f"The folder {source} holds no {', '.join(SUFFIXES)} file: put the data there as one of them."
             )
-        return [_open_file(file) for file in files]
+        return files
     if any(character in source for character in "*?["):
         matches = [Path(name) for name in sorted(glob(str(path), recursive=True)) if not Path(name).is_dir()]
         if not matches:
             raise UserError(f"No file matches {source}: check the pattern, and the folder you start in ({Path.cwd()}).")
-        return [_open_file(file) for file in matches]
-    name = _HUB_NAME.fullmatch(source)
-    if name is None or path.suffix in SUFFIXES:
+        return matches
+    if source == "embedded":
+        raise UserError(
+            "embedded is the name of a target, whose conversations are taken where none are named: leave it out."
+        )
+    if not _HUB_NAME.fullmatch(source) or path.suffix in SUFFIXES:
         raise UserError(
             f"There is no file or folder {source}, and it is not the name of a Hub data set "
             f"(org/name or org/name:config) either: check the path, which is relative to {Path.cwd()}."
         )
-    return [_hub_rows(name[1], name[2], split, streaming)]
+    return None
+
+
+def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_Row]]:
+    """Return an iterator of rows per file of a source."""
+    if (files := local_files(source)) is not None:
+        return [_open_file(file) for file in files]
+    name, _, config = source.partition(":")
+    return [_hub_rows(name, config or None, split, streaming)]
 
 
 def _open_file(path: Path) -> Iterator[_Row]:

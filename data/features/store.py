@@ -112,7 +112,7 @@ def check_disk_space(path: Path, needed: int) -> None:
     if needed > free:
         raise UserError(
             f"The features need {readable_bytes(needed)} but the disk of {path} has {readable_bytes(free)} left: free "
-            "some space, choose another folder, or take fewer samples, fewer layer_ids or a smaller dtype."
+            "some space, choose another folder, or take fewer samples (data.limit), fewer head.layer_ids or a smaller features.dtype."
         )
 
 
@@ -241,7 +241,7 @@ class FeatureStore:
         if missing := [k for k in layer_ids if k not in self.layer_ids]:
             raise UserError(
                 f"The feature store {self.path} holds layers {list(self.layer_ids)} but not {missing[0]}: "
-                "extract again with all the layer_ids that the heads need."
+                "extract again with all the layers that the heads need in features.layer_ids."
             )
 
     def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:

@@ -289,7 +289,8 @@ def plan(own: Namespace, words: list[str]) -> int:
         print(planning.comment(found))
         return 0
     lines = [*planning.describe(found), *planning.engines(recipe, planner.target)]
-    lines += [*shorter(found, planner.plan), *planning.foresee(found, own.pilot)]
+    lines += [*planning.guesses(found.given, planner.asked), *shorter(found, planner.plan)]
+    lines += planning.foresee(found, own.pilot)
     print("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:
         print("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")

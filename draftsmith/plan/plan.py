@@ -7,20 +7,22 @@ Every figure is a formula over dimensions. Lengths of texts are assumptions, whi
 that a GPU of the table reaches.
 """
 
+import os
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.data.conversations.load import Conversation, load_conversations, local_files
+from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, shown_path
 from draftsmith.eval.measure.forecast import FEWEST
-from draftsmith.eval.measure.history import read_history
+from draftsmith.eval.measure.history import read_history, read_stage
 from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
@@ -174,7 +176,7 @@ def _evaluation(plan: Plan, one: str) -> str:
     ]
     prompts, temperatures, repeats, drafters = (f"{n} {word}{'s' if n > 1 else ''}" for n, word in many)
     parts = ", ".join(f"{name} {readable_time(seconds)}" for name, seconds in found.parts.items())
-    uncounted = ", which stand for those that are not at hand" if plan.prompts.keys() == UNCOUNTED.keys() else ""
+    uncounted = " (assumed, as they are not on this machine)" if plan.prompts.keys() == UNCOUNTED.keys() else ""
     return (
         f"evaluation: {prompts}{uncounted}, {temperatures}, {repeats} of the target and {drafters}, "
         f"{readable_time(found.seconds)}{one} ({parts}) if no draft is slower than the target alone, {_size(plan.evaluate_bytes)} in memory"
@@ -266,47 +268,91 @@ def _at_hand(recipe: Recipe) -> str:
     return str(SHIPPED) if recipe.target.path == "embedded" else recipe.target.path
 
 
+def check_template(recipe: Recipe) -> None:
+    """Raise UserError where the recipe names a chat template that is not there, which a plan could do without."""
+    if (named := recipe.data.chat_template) is not None and not os.path.isfile(os.path.expanduser(named)):
+        raise UserError(f"data.chat_template is {shown_path(named)}, but there is no such file: check the path.")
+
+
 def local_conversations(recipe: Recipe) -> list[Conversation] | None:
     """Return the conversations to learn from, None where they are not local files."""
-    spec, sources = recipe.data, _local(recipe, recipe.data.sources, "conversations")
+    spec, sources = recipe.data, _local(recipe, "data.sources", recipe.data.sources)
     if sources is None:
         return None
     return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
 
 
-def prompt_tokens(recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation]) -> int | None:
-    """Return the mean tokens of the first prompts, as far as they fit beside an answer; None where the target's tokenizer is not
-    at hand, or none of them fits."""
+def lengths_at_hand(
+    recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation] | None
+) -> dict[str, int]:
+    """Return the mean tokens of the first prompts, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
+    those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
+    spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
+    if (answer := _answer_tokens(recipe)) is not None:
+        found["answer"] = answer
+    if conversations is None:
+        return found
     try:
-        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code, recipe.data.chat_template)
-        prompts = prepare_prompts(
-            tokenizer,
-            conversations[:_SAMPLED],
-            max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
-            max_length=_longest(recipe, target),
-            template=recipe.data.template,
-            warn=lambda text: None,
-        )
+        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code, spec.chat_template)
+        if recipe.answers.regenerate:
+            prompts = prepare_prompts(
+                tokenizer,
+                conversations[:_SAMPLED],
+                max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
+                max_length=longest,
+                template=spec.template,
+                warn=lambda text: None,
+            )
+            least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
+            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
+        options = {"max_length": longest, "on_too_long": spec.on_too_long, "template_kwargs": spec.template}
+        samples = tokenize_all(tokenizer, conversations[:_SAMPLED], **options).samples
     except UserError:  # which the run will say; a plan needs the config alone
+        return found
+    answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))
+    return {"answer": answer, "prompt": max(1, round(mean(len(sample.ids) for sample in samples)) - answer)}
+
+
+def _answer_tokens(recipe: Recipe) -> int | None:
+    """Return the mean tokens of the answers that the run holds, None where it holds none by this target and of this length."""
+    path = recipe.data_path / "run.json"
+    if not recipe.answers.regenerate or not path.exists():
         return None
-    answer = min(recipe.answers.max_new_tokens // 2, _longest(recipe, target) // 2)
-    return min(round(mean(len(prompt.ids) for prompt in prompts)), _longest(recipe, target) - answer)
+    inputs, facts = read_stage(path, "answers")
+    count, tokens = facts.get("answers"), facts.get("output_tokens")
+    alike = inputs.get("answers.max_new_tokens") == recipe.answers.max_new_tokens
+    return max(1, round(tokens / count)) if alike and type(count) is type(tokens) is int and count > 0 else None
 
 
 def count_prompts(recipe: Recipe) -> Mapping[str, int]:
     """Return how many prompts of each slice the evaluation takes; UNCOUNTED where they are not local files."""
-    spec, sources = recipe.evaluate, _local(recipe, recipe.evaluate.prompts, "prompts")
+    spec, sources = recipe.evaluate, _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)
     if sources is None:
         return UNCOUNTED
     found = Counter(conversation.slice for conversation in load_conversations(sources))
     return {name: min(count, spec.per_slice or count) for name, count in found.items()}
 
 
-def _local(recipe: Recipe, named: Sequence[str], what: str) -> list[str] | None:
-    """Return the files that a recipe names, or the embedded default's; None where they are not all here."""
+def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:
+    """Return the files that a recipe names under `key`, or the embedded default's; None where some are data sets of the Hub. Raises
+    UserError for a file that is not there, and where none is named."""
     if not named and recipe.target.path == "embedded":
-        return [str(getattr(ensure_embedded(), what))]
-    return [*named] if named and all(Path(one).expanduser().exists() for one in named) else None
+        embedded = ensure_embedded()
+        return [str(embedded.conversations if key == "data.sources" else embedded.prompts)]
+    try:
+        return None if None in [local_files(one) for one in named] or not named else [*named]
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error
+
+
+def guesses(given: Assumptions, known: Collection[str]) -> list[str]:
+    """Return lines that say which lengths of texts are guessed, and how to do better. known: the fields of Assumptions that are not."""
+    lines = {
+        "prompt": f"guessed: prompts of {given.prompt} tokens, a quarter of data.max_length; --prompt-tokens N says better",
+        "answer": f"guessed: answers of {given.answer} tokens, half of answers.max_new_tokens; --answer-tokens N says better, or "
+        "`draftsmith regenerate --data.limit 50` makes some, which the next plan counts",
+    }
+    return [line for name, line in lines.items() if name not in known]
 
 
 def _count(number: float) -> str:

@@ -6,7 +6,15 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.plan.figures import Device, Plan, PlannedTarget
-from draftsmith.plan.plan import assume, count_prompts, local_conversations, make_plan, prompt_tokens, read_target
+from draftsmith.plan.plan import (
+    assume,
+    check_template,
+    count_prompts,
+    lengths_at_hand,
+    local_conversations,
+    make_plan,
+    read_target,
+)
 from draftsmith.plan.rates import measure_device
 from draftsmith.recipe.schema import Recipe
 
@@ -29,6 +37,7 @@ class Planner:
         Raises UserError for a recipe that cannot be planned, before anything is measured, and for assumptions about GPUs where this
         machine is measured.
         """
+        check_template(recipe)
         target, conversations = read_target(recipe), local_conversations(recipe)
         samples = recipe.data.limit if conversations is None else len(conversations)
         if samples is None:
@@ -40,9 +49,8 @@ class Planner:
             raise UserError(
                 f"data.heldout is {recipe.data.heldout} but there are only {samples} conversations: lower it or add data."
             )
-        if conversations is not None and "prompt" not in asked:
-            known = prompt_tokens(recipe, target.shape, conversations)
-            asked = {**asked, **({} if known is None else {"prompt": known})}
+        if not {"prompt", "answer"} <= asked.keys():
+            asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
         found = cls(target, device, samples, count_prompts(recipe), asked)
         given = found.plan(recipe).given
         if not device.measured:

@@ -21,7 +21,7 @@ class TargetSpec:
     """The frozen target."""
 
     path: str = "embedded"
-    """Folder, Hub name or GGUF file of the target; `embedded` is a tiny Llama that is trained once and cached."""
+    """Folder, Hub name or GGUF file of the target; `embedded` is a tiny Llama that comes with draftsmith, to try it."""
     dtype: Dtype = "auto"
     """Dtype for answers and hidden states; `auto` is that of the checkpoint."""
     device: str = "auto"
@@ -40,7 +40,7 @@ class DataSpec:
     """Conversations to learn from."""
 
     sources: list[str] = field(default_factory=list)
-    """JSONL or Parquet files, folders, or Hub data sets; empty takes the embedded default's conversations."""
+    """JSONL or Parquet files, folders, or Hub data sets; empty takes those that come with the target `embedded`."""
     split: str = "train"
     """Split of Hub data sets."""
     slice: str | None = None

@@ -116,6 +116,11 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
     head = initial_head(session, warm, vocab)
     recipe.train.loss.check_head(head)
     length = min(recipe.data.max_length, target.context_length)
+    if recipe.data.max_length > length:
+        say(
+            f"warning: data.max_length is {recipe.data.max_length}, but the target {target.path} reads {length} tokens, which is the most "
+            f"that a sample may have: set data.max_length to {length}."
+        )
     if head.reads.context_length is not None and head.reads.context_length < length:
         raise UserError(
             f"data.max_length lets samples of {length} tokens through, but the head reads at most {head.reads.context_length}: set "
@@ -123,10 +128,7 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
         )
     stored = recipe.features.layer_ids
     if stored is not None:
-        try:
-            target.check_layer_ids(tuple(stored))
-        except UserError as error:
-            raise UserError(f"features.{error}") from error
+        target.check_layer_ids(tuple(stored), "features.layer_ids")
         if missing := sorted(set(head.reads.layer_ids) - set(stored)):
             raise UserError(
                 f"features.layer_ids {stored} lacks {missing}, which head.layer_ids reads: add them, or leave "

@@ -42,7 +42,7 @@ def check_decoding(target: Target) -> None:
     if not error < limit:
         raise UserError(
             f"A target of type {target.model_type!r} cannot be decoded with a draft: {why}; choose another target, or "
-            "another attn_implementation (sdpa, eager) in the recipe."
+            "another target.attn_implementation (sdpa, eager)."
         )
 
 

@@ -99,7 +99,7 @@ def read_history(run: Path) -> History | None:
     points = tuple(point for point, _ in records)
     best = max(records, key=lambda pair: pair[0].tau)[1]
     summary = read_object(folder / "summary.json", _REMEDY) if (folder / "summary.json").exists() else {}
-    inputs, facts = _stage(run / "run.json")
+    inputs, facts = read_stage(run / "run.json", "train")
     last, covered = records[-1][1], facts.get("coverage")
     promised = last.get("forecast")
     method = inputs.get("method")
@@ -123,7 +123,7 @@ def trained_length(head: Path) -> int | None:
     """Return the tokens of the longest text that the head in a folder of a run learned from; None where it is in no run, or the
     run does not record it. Raises UserError for a damaged record."""
     run = next((folder for folder in head.resolve().parents[:3] if (folder / "run.json").is_file()), None)
-    return None if run is None else _number(_stage(run / "run.json")[1], "longest")
+    return None if run is None else _number(read_stage(run / "run.json", "train")[1], "longest")
 
 
 def tell(past: History) -> list[str]:
@@ -185,12 +185,12 @@ def _evaluations(path: Path) -> list[tuple[Point, dict[str, Any]]]:
     return found
 
 
-def _stage(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return inputs and facts of the training in run.json, empty where it is not recorded."""
-    stage = read_object(path, _REMEDY).get("train", {}) if path.exists() else {}
+def read_stage(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return inputs and facts of a stage in run.json, empty where it is not recorded."""
+    stage = read_object(path, _REMEDY).get(name, {}) if path.exists() else {}
     inputs, facts = (stage.get(name, {}) if isinstance(stage, dict) else None for name in ("inputs", "facts"))
     if not isinstance(inputs, dict) or not isinstance(facts, dict):
-        raise UserError(f"{path} is no record of a run (its 'train' has no inputs and facts): {_REMEDY}.")
+        raise UserError(f"{path} is no record of a run (its {name!r} has no inputs and facts): {_REMEDY}.")
     return inputs, facts
 
 

@@ -86,15 +86,17 @@ class LossSpec:
             owners = [loss.name for loss in LOSSES.values() if key in loss.parameters]
             if taken.isdisjoint(owners) and getattr(self, key) != getattr(type(self), key):
                 raise UserError(
-                    f"train.loss.{key} is {getattr(self, key)}, but it belongs to {' and '.join(owners)}, and kind is "
+                    f"train.loss.{key} is {getattr(self, key)}, but it belongs to {' and '.join(owners)}, and train.loss.kind is "
                     f"{self.kind}: leave it out."
                 )
         if self.depth_weights is not None and self.decay != type(self).decay:
             raise UserError(
-                f"train.loss.decay is {self.decay}, but depth_weights name the weight of every step: leave one of them out."
+                f"train.loss.decay is {self.decay}, but train.loss.depth_weights name the weight of every step: leave one of them out."
             )
         if self.top_k != type(self).top_k and not self.top_k_weight:
-            raise UserError(f"train.loss.top_k is {self.top_k}, but top_k_weight is 0: set that, or leave top_k out.")
+            raise UserError(
+                f"train.loss.top_k is {self.top_k}, but train.loss.top_k_weight is 0: set that, or leave top_k out."
+            )
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""

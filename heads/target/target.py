@@ -192,14 +192,14 @@ class Target:
         n = self.num_layers
         if n < 8:
             raise UserError(
-                f"The target {self.path} has only {n} layers, too few for the default layer_ids (2, n//2, n-3): "
-                f"set layer_ids to ascending numbers from 0 to {n - 1}."
+                f"The target {self.path} has only {n} layers, too few for the default head.layer_ids (2, n//2, n-3): "
+                f"set head.layer_ids to ascending numbers from 0 to {n - 1}."
             )
         return (2, n // 2, n - 3)
 
-    def check_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
-        """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1."""
-        check_layer_ids(layer_ids, self.num_layers, str(self.path))
+    def check_layer_ids(self, layer_ids: tuple[int, ...], key: str = "head.layer_ids") -> None:
+        """Raise UserError unless `layer_ids`, the value of `key`, is a non-empty, strictly ascending choice of 0..n-1."""
+        check_layer_ids(layer_ids, self.num_layers, str(self.path), key)
 
     @torch.no_grad()
     def forward(
@@ -334,9 +334,10 @@ def load_target(
     return target
 
 
-def check_layer_ids(layer_ids: Sequence[int], n: int, name: str) -> None:
-    """Raise UserError unless `layer_ids` is a non-empty, strictly ascending choice of 0..n-1, the layers of the target `name`."""
-    named = f"layer_ids {list(layer_ids)} for the target {name}"
+def check_layer_ids(layer_ids: Sequence[int], n: int, name: str, key: str = "head.layer_ids") -> None:
+    """Raise UserError unless `layer_ids`, the value of `key`, is a non-empty, strictly ascending choice of 0..n-1, the layers of the
+    target `name`."""
+    named = f"{key} {list(layer_ids)} for the target {name}"
     if not layer_ids:
         raise UserError(f"{named}: give at least one layer, from 0 to {n - 1}.")
     if odd := [k for k in layer_ids if type(k) is not int]:

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.templates import load_tokenizer
+from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.data.features.extract import extract
 from draftsmith.errors import UserError
 from draftsmith.eval.decode.cache import KVCache, run_draft
@@ -205,14 +207,17 @@ def test_the_command_reads_a_config_alone(words: list[str], capsys: pytest.Captu
     assert lines[0] == "plan of run"
     assert [line.split(" ")[0].rstrip(":") for line in lines[1:]] == (
         ["target", "assumed", "answers", "hidden", "training", "memory", "evaluation", "export", "total"]
-        + ["shorter"] * (len(lines) - 10)
+        + ["guessed"] * 2
+        + ["shorter"] * (len(lines) - 12)
     )
+    assert "of 128 tokens, half of answers.max_new_tokens; --answer-tokens N says better" in lines[11]
     assert "1000 conversations of 64 prompt and 128 answer tokens; h100" in lines[2]
-    assert 10 < len(lines) <= 15
+    assert 12 < len(lines) <= 17
     more = ["--device=A100", "--gpus", "4", "--utilisation", "0.3", "--prompt-tokens", "70", "--answer-tokens", "30"]
     assert main(["plan", *words, "--method", "medusa", *more]) == 0
     text = capsys.readouterr().out
     assert "of 70 prompt and 30 answer tokens; 4 a100, which reach 30% of 312 TFLOP/s" in text
+    assert "guessed" not in text
     assert main(["plan", *words, "--comment"]) == 0
     assert all(line.startswith("#   ") and len(line) <= 120 for line in capsys.readouterr().out.splitlines())
 
@@ -238,7 +243,67 @@ def test_local_prompts_are_counted(words: list[str], tmp_path: Path, capsys: pyt
         assert main(["plan", *words, "--evaluate.prompts", f"[{path}]", *more]) == 0
         assert said in capsys.readouterr().out
     assert main(["plan", *words, "--evaluate.prompts", "[owner/name]"]) == 0
-    assert "evaluation: 100 prompts, which stand for those that are not at hand" in capsys.readouterr().out
+    assert "evaluation: 100 prompts (assumed, as they are not on this machine)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--data.sources", "[talk.jsonl]"], "data.sources: There is no file or folder talk.jsonl"),
+        (["--data.sources", "[./talk/*.jsonl]"], "data.sources: No file matches ./talk/*.jsonl"),
+        (["--data.sources", "[embedded]"], "data.sources: embedded is the name of a target"),
+        (
+            ["--evaluate.prompts", "[owner/name, prompts.json]"],
+            "evaluate.prompts: There is no file or folder prompts.json",
+        ),
+        (["--data.chat_template", "mine.jinja"], "data.chat_template is mine.jinja, but there is no such file"),
+        (["--target.path", "./nowhere"], "The config of the target ./nowhere cannot be read"),
+    ],
+)
+def test_a_local_file_that_is_missing_is_named(
+    words: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_answers_that_the_run_holds_are_counted(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*words, "--output_dir", str(tmp_path / "run"), "--answers.max_new_tokens", "60"]
+    facts = {"answers": 4, "output_tokens": 102}
+    record = {"inputs": {"answers.max_new_tokens": 60}, "fingerprint": "0", "state": "done", "facts": facts}
+    (tmp_path / "run").mkdir()
+    for changed, tokens in (({}, 26), ({"inputs": {"answers.max_new_tokens": 80}}, 30), ({"facts": {}}, 30)):
+        (tmp_path / "run" / "run.json").write_text(json.dumps({"answers": record | changed}))
+        assert main(["plan", *words]) == 0
+        text = capsys.readouterr().out
+        assert f"prompt and {tokens} answer tokens" in text
+        assert ("guessed: answers" in text) == (tokens == 30)
+
+
+def test_answers_in_the_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With answers.regenerate false the head learns from them, however long answers may be."""
+    row = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one two three"}]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': row})}\n" * 3)
+    words = [
+        "--target.path",
+        "embedded",
+        "--data.sources",
+        f"[{tmp_path}/talk.jsonl]",
+        "--data.heldout",
+        "1",
+        "--device",
+        "h100",
+    ]
+    assert main(["plan", *words, "--answers.regenerate", "false"]) == 0
+    text = capsys.readouterr().out
+    found = re.search(r"assumed: 3 conversations of (\d+) prompt and (\d+) answer tokens", text)
+    assert found is not None
+    tokenizer = load_tokenizer(str(SHIPPED))
+    assert int(found[2]) == len(tokenizer("one two three", add_special_tokens=False)["input_ids"]) + 1
+    assert int(found[1]) + int(found[2]) == len(tokenizer.apply_chat_template(row)["input_ids"])
+    assert "guessed" not in text
 
 
 def make_pilot(folder: Path, method: str = "eagle3", evaluations: int = 8) -> Path:

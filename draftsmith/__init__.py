@@ -107,7 +107,7 @@ def decode(
     *,
     sampling: "Sampling | None" = None,
     num_speculative_tokens: int = 5,
-    tree: str = "chain",
+    tree: str | Path = "chain",
     batch: int = 1,
 ) -> "list[Generation]":
     """Answer `requests` with drafts by `head`, or without any where that is None; every text is one of the target's own.
@@ -120,6 +120,8 @@ def decode(
     from draftsmith.eval.decode.draft import TargetAlone
     from draftsmith.eval.decode.sampling import Sampling
 
+    _check_types(target, head, sampling, "requests", requests)
+    _check_count("batch", batch)
     chosen = sampling or Sampling()
     if head is None:
         return decode_batch(target, TargetAlone(), requests, chosen, rows=batch).generations
@@ -135,7 +137,7 @@ def simulate(
     *,
     sampling: "Sampling | None" = None,
     num_speculative_tokens: int = 5,
-    tree: str = "chain",
+    tree: str | Path = "chain",
 ) -> "Tally":
     """Return what drafts by `head` would get accepted on the target's own answers, from one pass over each: `tau` is the
     tokens per target pass, `acceptance_at` the probability that each position is accepted.
@@ -147,6 +149,7 @@ def simulate(
     from draftsmith.eval.decode.answers import total
     from draftsmith.eval.decode.sampling import Sampling
 
+    _check_types(target, head, sampling, "answers", answers)
     drafts = _drafts(target, head, num_speculative_tokens, tree)
     if drafts.simulate is None:
         raise UserError(
@@ -203,16 +206,53 @@ def load_recipe(path: str | Path, *overrides: str) -> "Recipe":
     return parse_recipe(["--recipe", str(path), *overrides])
 
 
-def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str) -> "SystemUnderTest":
+def _check_types(target: Any, head: Any, sampling: Any, name: str, texts: Any) -> None:
+    """Raise UserError for an argument of another type; `name` is that of `texts`."""
+    from draftsmith.errors import UserError
+    from draftsmith.eval.decode.answers import Generation, Request
+    from draftsmith.eval.decode.sampling import Sampling
+    from draftsmith.fields import shown
+    from draftsmith.heads.base import DraftHead
+    from draftsmith.heads.target.target import Target
+
+    kind = Request if name == "requests" else Generation
+    for argument, value, allowed, wanted in (
+        ("target", target, Target, "what load_target returns"),
+        ("head", head, DraftHead | None if name == "requests" else DraftHead, "what load_head returns"),
+        ("sampling", sampling, Sampling | None, "a Sampling, such as Sampling(temperature=0.7)"),
+        (name, texts, Sequence, f"a list of {kind.__name__}"),
+        *(
+            (f"{name}[{i}]", one, kind, f"a {kind.__name__}")
+            for i, one in enumerate(texts if isinstance(texts, Sequence) else ())
+        ),
+    ):
+        if not isinstance(value, allowed):
+            raise UserError(f"{argument} is {shown(value)}, of the type {type(value).__name__}: give {wanted}.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    """Raise UserError for what is no whole number from 1 on."""
+    from draftsmith.errors import UserError
+    from draftsmith.fields import shown
+
+    if type(value) is not int or value < 1:
+        raise UserError(f"{name} is {shown(value)}: it must be at least 1.")
+
+
+def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str | Path) -> "SystemUnderTest":
     """Return how a head drafts once trained, in the dtype of the target; the head itself is left as it is."""
     from copy import deepcopy
 
     from draftsmith.errors import UserError
     from draftsmith.eval.drafters.system import head_system
+    from draftsmith.fields import shown
     from draftsmith.recipe.evaluate import DraftSpec
 
-    if num_speculative_tokens < 1:
-        raise UserError(f"num_speculative_tokens is {num_speculative_tokens}: it must be at least 1.")
+    _check_count("num_speculative_tokens", num_speculative_tokens)
+    if not isinstance(tree, str | Path):
+        raise UserError(
+            f"tree is {shown(tree)}: give chain, medusa_63, dynamic or the path of a JSON file with a list of paths."
+        )
     ready = head.deployed(target)
     if any(parameter.dtype != target.dtype for parameter in ready.parameters()):
         ready = deepcopy(ready).to(target.dtype)
@@ -222,6 +262,6 @@ def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tr
         ready,
         num_speculative_tokens,
         num_speculative_tokens,
-        tree=DraftSpec(tree=tree).load(),
+        tree=DraftSpec(tree=str(tree)).load(),
         verifier=None if verifier is target else verifier,
     )

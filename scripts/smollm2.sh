@@ -9,6 +9,7 @@
 #   bash scripts/smollm2.sh --method medusa                  # another drafter, on the answers and hidden states that are there
 #   bash scripts/smollm2.sh --data.sources '[mine.jsonl]'    # prompts of your own; any key of the recipe
 #   bash scripts/smollm2.sh --plan --small                   # the plan alone
+#   bash scripts/smollm2.sh --redo train --small             # and options of `draftsmith run`, in any order
 set -euo pipefail
 unset CDPATH
 cd -- "$(dirname -- "$0")/.."
@@ -18,13 +19,17 @@ method=eagle3
 only_plan=""
 size=""
 less=()
+words=()
+for_run=()
 while [ $# -gt 0 ]; do
     case $1 in
         --plan) only_plan=yes ;;
-        --method)
-            method=${2:-}
+        --method | --method=*)
+            case $1 in
+                *=*) method=${1#*=} ;;
+                *) method=${2:-} && shift ;;
+            esac
             [ -e "recipes/$method/smollm2-135m.yaml" ] || die "no recipe recipes/$method/smollm2-135m.yaml: name one of $(cd recipes && ls -d -- */smollm2-135m.yaml | cut -d/ -f1 | xargs)."
-            shift
             ;;
         --small)
             size=small
@@ -35,9 +40,15 @@ while [ $# -gt 0 ]; do
             less=(--data.limit 100 --data.heldout 10 --answers.max_new_tokens 64 --train.evaluations 3 --evaluate.per_slice 1
                 --evaluate.num_speculative_tokens 2 --evaluate.max_k 3 --evaluate.max_new_tokens 48)
             ;;
-        *) break ;;
+        --redo | --fail-under | --junit | --launch)
+            [ $# -gt 1 ] || die "$1 needs a value."
+            for_run+=("$1" "$2")
+            shift
+            ;;
+        --redo=* | --fail-under=* | --junit=* | --launch=*) for_run+=("$1") ;;
+        *) words+=("$1") ;;
     esac
-    shift
+    [ $# -eq 0 ] || shift
 done
 recipe=(--recipe "recipes/$method/smollm2-135m.yaml")
 if [ -n "$size" ]; then
@@ -61,5 +72,11 @@ bf16=$("$VENV/bin/python" -c 'import torch; from draftsmith.eval.measure.machine
 recipe+=(--target.path "$target")
 [ "$bf16" != True ] || recipe+=(--target.dtype bfloat16)
 
-"$VENV/bin/draftsmith" plan "${recipe[@]}" "$@"
-[ -n "$only_plan" ] || exec "$VENV/bin/draftsmith" run "${recipe[@]}" "$@"
+recipe+=(${words[@]+"${words[@]}"})
+if [ -n "$only_plan" ]; then
+    exec "$VENV/bin/draftsmith" plan "${recipe[@]}" ${for_run[@]+"${for_run[@]}"}
+fi
+# First, so that data which cannot be read are not found missing after the machine has been measured.
+"$VENV/bin/draftsmith" inspect "${recipe[@]}" --quiet --count 1 --data.limit 9 >/dev/null
+"$VENV/bin/draftsmith" plan "${recipe[@]}"
+exec "$VENV/bin/draftsmith" run "${recipe[@]}" ${for_run[@]+"${for_run[@]}"}

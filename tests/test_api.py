@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,3 +123,38 @@ def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target,
         draftsmith.load_target(place / "runs/eagle3-my-model/train/best")
     with pytest.raises(UserError, match=r"no key train\.lrr"):
         draftsmith.load_recipe(place / "recipes/eagle3/tiny.yaml", "--train.lrr=1")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tree": None}, "tree is None: give chain, medusa_63, dynamic or the path of a JSON file"),
+        ({"tree": [[0], [0, 0]]}, r"tree is \[\[0\], \[0, 0\]\]: give chain"),
+        ({"tree": Path("nowhere.json")}, "There is no tree 'nowhere.json'"),
+        ({"num_speculative_tokens": 2.0}, "num_speculative_tokens is 2.0: it must be at least 1"),
+        ({"num_speculative_tokens": True}, "num_speculative_tokens is True: it must be at least 1"),
+        ({"batch": "2"}, "batch is '2': it must be at least 1"),
+        ({"head": "runs/a"}, "head is 'runs/a', of the type str: give what load_head returns"),
+        ({"target": "models/a"}, "target is 'models/a', of the type str: give what load_target returns"),
+        ({"sampling": 0.7}, "sampling is 0.7, of the type float: give a Sampling"),
+        ({"requests": "hello"}, r"requests\[0\] is 'h', of the type str: give a Request|requests is 'hello'"),
+        ({"requests": ["hello"]}, r"requests\[0\] is 'hello', of the type str: give a Request"),
+    ],
+)
+def test_other_types_are_one_sentence(
+    loaded: tuple[draftsmith.Target, draftsmith.DraftHead], change: dict[str, Any], said: str
+) -> None:
+    target, head = loaded
+    given = {"target": target, "head": head, "requests": [Request("a", "s", (3, 4), 2)], **change}
+    with pytest.raises(UserError, match=said):
+        draftsmith.decode(given.pop("target"), given.pop("head"), given.pop("requests"), **given)
+
+
+def test_a_tree_may_be_named_by_its_path(
+    loaded: tuple[draftsmith.Target, draftsmith.DraftHead], tmp_path: Path
+) -> None:
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    target, head = loaded
+    requests = [Request("a", "s", (3, 4), 6)]
+    found = draftsmith.decode(target, head, requests, tree=tmp_path / "tree.json")
+    assert found[0].output_ids == draftsmith.decode(target, None, requests)[0].output_ids

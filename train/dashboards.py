@@ -5,6 +5,7 @@ an error.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -220,6 +221,14 @@ def track_results(recipe: Recipe) -> None:
         for name, inside in files.items():
             boards.files(name, inside)
         boards.keep("sent", sent)
+
+
+def tell_offline(recipe: Recipe) -> list[str]:
+    """Return a line that says where W&B kept what it was given without a network, and how to send it; none where it kept nothing."""
+    runs = sorted((recipe.run_dir / "train" / "wandb").glob("offline-run-*"))
+    if "wandb" not in recipe.tracking.active or recipe.tracking.wandb == "online" or not runs:
+        return []
+    return [f"W&B: offline, in {runs[-1]}; `wandb sync {shlex.quote(str(runs[-1]))}` sends it"]
 
 
 def _give_results(boards: Dashboards, kind: str, results: Sequence[Result]) -> None:

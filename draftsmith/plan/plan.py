@@ -305,8 +305,13 @@ def lengths_at_hand(
             )
             least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
             return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
-        options = {"max_length": longest, "on_too_long": spec.on_too_long, "template_kwargs": spec.template}
-        samples = tokenize_all(tokenizer, conversations[:_SAMPLED], **options).samples
+        samples = tokenize_all(
+            tokenizer,
+            conversations[:_SAMPLED],
+            max_length=longest,
+            on_too_long=spec.on_too_long,
+            template_kwargs=spec.template,
+        ).samples
     except UserError:  # which the run will say; a plan needs the config alone
         return found
     answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))

@@ -1,5 +1,6 @@
 """The order of the stages: answers -> features -> train -> evaluate or simulate -> export."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,9 @@ from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.run import COMMAND_STAGES
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
-from draftsmith.train.dashboards import track_results
+from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.meeting import meeting
+from draftsmith.train.stopping import LAUNCHED
 from draftsmith.train.world import world
 
 
@@ -63,6 +65,9 @@ def make_stages(session: Session, command: str, show: Callable[[list[Path]], Non
         made.export = export_stage(session)
     if session.recipe.tracking.active and (made.results or made.export) and world().main:
         _track(session)
+    if world().main and LAUNCHED not in os.environ:  # else the process that launched this one says it
+        for line in tell_offline(session.recipe):
+            say(line)
     return made
 
 

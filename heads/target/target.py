@@ -23,6 +23,7 @@ from draftsmith.heads.target.norms import fuse_norms
 from draftsmith.heads.target.pretrained import open_model
 from draftsmith.heads.target.probe import check_target
 from draftsmith.heads.target.products import linear, pack_linears
+from draftsmith.progress import say
 
 AttentionMask = Tensor | dict[str, Tensor]
 
@@ -325,7 +326,7 @@ def load_target(
         path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
     if opened.beside:
-        print(opened.beside, file=sys.stderr, flush=True)
+        say(opened.beside)
     directory = opened.directory
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     check_target(target)

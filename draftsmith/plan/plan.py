@@ -311,6 +311,7 @@ def lengths_at_hand(
             max_length=longest,
             on_too_long=spec.on_too_long,
             template_kwargs=spec.template,
+            warn=lambda text: None,
         ).samples
     except UserError:  # which the run will say; a plan needs the config alone
         return found

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,6 @@ from huggingface_hub import hf_hub_download
 from tokenizers.pre_tokenizers import Digits
 from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError, shown_path
@@ -153,6 +152,7 @@ def open_gguf(path: str) -> GgufTarget:
     """
     file = _find(path)
     header = read_gguf(file, AGAIN)
+    _pre_tokenizers()
     metadata, names = header.metadata, {span.name for span in header.tensors}
     architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
     part = _PART.search(file.name)
@@ -298,11 +298,23 @@ def _rope(target: GgufTarget, config: Any) -> Any:
     raise UserError(f"The target {target.path} scales its rotary positions as transformers does not read: {_OTHER}.")
 
 
+def _pre_tokenizers() -> Collection[str]:
+    """Return the names of pre-tokenizers that transformers knows. Raises UserError for one that knows none."""
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError as error:
+        raise UserError(
+            f"GGUF files need transformers 5.18 or newer, and {transformers.__version__} is installed: "
+            "`pip install --upgrade transformers`."
+        ) from error
+    return GGUF_PRE_TOKENIZER_SPLITS  # type: ignore[no-any-return]
+
+
 def _split_digits(target: GgufTarget, tokenizer: Any) -> None:
     """Let the tokenizer split text as the file says, where transformers does not know the name and takes GPT-2's way."""
     metadata = target.header.metadata
     kind = metadata.get("tokenizer.ggml.pre", "default")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or kind in (*GGUF_PRE_TOKENIZER_SPLITS, *_AS_GPT2):
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or kind in (*_pre_tokenizers(), *_AS_GPT2):
         return
     if kind in _DIGITS:
         backend = tokenizer.backend_tokenizer

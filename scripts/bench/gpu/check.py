@@ -1,4 +1,4 @@
-"""Check a CUDA machine: GPU tests, then both heads of the embedded target from data to result.
+"""Check a CUDA machine: GPU tests, a random target of 8 billion parameters, then a head of the embedded target from data to result.
 
 `bash scripts/gpu_check.sh` finds a Python for it. Every step is a process with a latest end, so that one which fails or
 hangs costs no other its result; what a step leaves of its time goes to the next. gpu_check.json is written again after
@@ -27,7 +27,9 @@ from draftsmith.files import write_json
 
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / "scripts" / "gpu_wheels.txt"
-HEADS = ("eagle3", "medusa")
+HEADS = ("eagle3",)
+PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.12, "sources": 0.16, "long": 0.1}
+"""What `scripts.bench.gpu.shapes` measures, and the share of the time that it may take."""
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
 ERROR_LINES = 12
@@ -118,15 +120,18 @@ class GpuCheck:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
         tests = ("pytest", "-qm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider")
         tests = (*tests, "-p", "scripts.bench.gpu.lines", f"--lines={self._at('tests')}")
-        self._step(Step("machine", 0.1, self._part("machine", "machine")))
+        self._step(Step("machine", 0.05, self._part("machine", "machine")))
         if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
-        self._step(Step("tests", 0.2, (sys.executable, "-m", *tests)))
-        for head, training, evaluation in (("eagle3", 0.16, 0.21), ("medusa", 0.11, 0.22)):
+        self._step(Step("tests", 0.19, (sys.executable, "-m", *tests)))
+        for name, share in PARTS.items():
+            size = ["--small"] if self.options.small else []
+            self._step(Step(name, share, self._part(name, "part", name, self.options.device, *size)))
+        for head in HEADS:
             words = self._recipe(head)
-            self._step(Step(f"{head} train", training, self._part(f"{head}-train", "stage", "train", *words)))
+            self._step(Step(f"{head} train", 0.08, self._part(f"{head}-train", "stage", "train", *words)))
             # What is trained already is reused: this evaluates, exports and reports.
-            self._step(Step(f"{head} evaluate", evaluation, self._part(f"{head}-evaluate", "stage", "run", *words)))
+            self._step(Step(f"{head} evaluate", 0.1, self._part(f"{head}-evaluate", "stage", "run", *words)))
 
     def _at(self, name: str) -> Path:
         return self.work / f"{name}.facts"
@@ -179,6 +184,7 @@ class GpuCheck:
             "passed": self.passed,
             "steps": [asdict(outcome) for outcome in self.outcomes],
             "tests": read_tests(self._at("tests")),
+            **{name: self._facts(name) for name in PARTS},
             "stages": {name: read_stages(self.work / name / "run.json") for name in ("data", *HEADS)},
             "peak_memory_bytes": {f"{h} train": self._facts(f"{h}-train").get("peak_memory_bytes") for h in HEADS},
             "results": results,

@@ -1,6 +1,7 @@
 """Run a part of the GPU check that needs torch, in a process of its own, and write a JSON file of facts.
 
 python -m scripts.bench.gpu.steps FACTS machine
+python -m scripts.bench.gpu.steps FACTS part NAME DEVICE [--small]           # a part of `scripts.bench.gpu.shapes`
 python -m scripts.bench.gpu.steps FACTS stage COMMAND --recipe R ...        # a command of draftsmith
 """
 
@@ -50,6 +51,11 @@ def main() -> None:
     started = time.perf_counter()
     if what == "machine":
         found = machine()
+    elif what == "part":
+        from scripts.bench.gpu import shapes
+
+        name, device, *small = rest
+        found = shapes.PARTS[name](torch.device(device), shapes.SMALL if small else shapes.EIGHT_BILLION)
     else:
         from draftsmith.cli.main import main as run_command
 

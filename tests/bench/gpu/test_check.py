@@ -82,12 +82,12 @@ def test_the_shares_fill_the_time_and_a_failed_step_costs_no_other(tmp_path, mon
     monkeypatch.setattr(gpu_check, "run_step", fake)
     check.run()
     assert sum(step.share for step in seen) == pytest.approx(1.0)
-    assert [step.name for step in seen[2:]] == ["eagle3 train", "eagle3 evaluate", "medusa train", "medusa evaluate"]
-    train = seen[2].command
+    assert [step.name for step in seen] == ["machine", "tests", *gpu_check.PARTS, "eagle3 train", "eagle3 evaluate"]
+    train = seen[-2].command
     assert train[train.index("--evaluate.dtype") + 1] == "bfloat16"
     written = json.loads((tmp_path / "out" / "gpu_check.json").read_text())
     assert not written["passed"]
-    assert [step["status"] for step in written["steps"]] == ["passed", "timed out", *["passed"] * 4]
+    assert [step["status"] for step in written["steps"]] == ["passed", "timed out", *["passed"] * 7]
 
 
 def test_the_options_of_the_heads_are_keys_of_their_recipes(tmp_path):
@@ -185,5 +185,9 @@ def test_the_whole_check_runs_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "gpu_check.json").read_text())
     assert written["passed"]
-    assert sorted(written["results"]) == ["eagle3-t0", "eagle3-t1", "medusa-t0", "medusa-t1"]
+    assert sorted(written["results"]) == ["eagle3-t0", "eagle3-t1"]
+    assert written["decoding"]["eagle3"]["same_text"]
+    assert written["sources"]["store"]["tokens"] == written["sources"]["online"]["tokens"] == 2048
+    assert written["training"]["2 x 64"]["flops"] > 1e7
+    assert written["long"]["training step"]["ms"] > 0
     assert written["stages"]["data"]["answers"]["tokens_per_second"] > 0

@@ -1,0 +1,352 @@
+"""What a GPU does with a target of 8 billion parameters, made of random numbers where it runs: no weights are read.
+
+Each part returns facts for gpu_check.json: milliseconds (`ms`), bytes, tokens per second, and what they are next to the
+machine's own floor. Acceptance is known or zero here, since random weights can be drafted by nobody; see the embedded
+target's part of the check for a trained head.
+"""
+
+import json
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftsmith.data.batch import Tokenized, TrainBatch
+from draftsmith.data.features.extract import OnlineSource, compute_features, extract
+from draftsmith.data.packing import collate
+from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.eval.decode.draft import Drafter, TargetAlone
+from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.drafters.generate_baseline import GenerateSystem
+from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
+from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.measure.costs import measure_table
+from draftsmith.eval.measure.machine import read_bandwidth
+from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.registry import methods
+from draftsmith.heads.target.norms import fuse_norms
+from draftsmith.heads.target.products import pack_linears
+from draftsmith.heads.target.target import Target
+from draftsmith.recipe.schema import Recipe, TrainSpec
+from draftsmith.train.loop import train
+from draftsmith.train.optimizers import build_optimizers
+from draftsmith.train.schedule import TrainData
+
+ALPHA, K = 0.8, 4
+STEPS = 7
+"""Draft steps of the head's training."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a target and of what is asked of it; tokens are counted, the rest are widths."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    heads: int
+    groups: int
+    vocab: int
+    draft_vocab: int
+    contexts: tuple[int, ...]
+    answer: int
+    row: int
+    long: int
+
+
+EIGHT_BILLION = Shape(4096, 32, 14336, 32, 8, 128256, 32000, (512, 8192), 128, 2048, 32768)
+"""Llama-3.1-8B."""
+SMALL = Shape(64, 8, 96, 4, 2, 512, 128, (32, 64), 8, 64, 128)
+"""To try the parts anywhere."""
+
+
+def machine_limits(device: torch.device, shape: Shape) -> dict[str, Any]:
+    """Measure what the device can do at best: products, memory, copies."""
+    n = 8192 if shape is EIGHT_BILLION else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    found = {"bf16_flops": 2 * n**3 / (_best(device, lambda: a @ b) / 1e3), "read_bandwidth": read_bandwidth(device)}
+    size = 2**28 if shape is EIGHT_BILLION else 2**16
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    for name in ("pageable", *(["pinned"] if device.type == "cuda" else [])):
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=name == "pinned")
+        found[f"to_device_{name}"] = size / (_best(device, lambda here=here: there.copy_(here)) / 1e3)
+        found[f"to_host_{name}"] = size / (_best(device, lambda here=here: here.copy_(there)) / 1e3)
+    return found
+
+
+def decoding(device: torch.device, shape: Shape) -> dict[str, Any]:
+    """Time target passes and an EAGLE-3 head's drafts by batch and context, then whole answers beside transformers' `generate`."""
+    target = make_target(device, shape)
+    head = make_head(target, shape).to(target.dtype).eval()
+    bandwidth = read_bandwidth(device)
+    ids = [7 + i % 400 for i in range(shape.contexts[0])]
+    info = TargetInfo("random", "0")
+    places = {(rows, context) for rows in (1, 8) for context in shape.contexts}
+    system = head_system("eagle3", head, K, K)
+    table = measure_table(target, info, [system], ids, Sampling(), places=places, command="gpu_check", seconds=2.0)
+    floor = 1e3 * (target.weight_bytes - target.embedding.nbytes) / bandwidth
+    found: dict[str, Any] = {
+        "weights_bytes": target.weight_bytes,
+        "floor_ms": floor,
+        "points": [asdict(point) for point in table.points],
+        "too_large": table.too_large,
+    }
+    request = Request("p", "random", tuple(ids), shape.answer, ignore_eos=True)
+    target.model.generation_config.eos_token_id = None
+    generate = GenerateSystem("generate", target)
+    alone = decode_batch(target, TargetAlone(), [request], Sampling()).generations[0]
+    known = {tuple(ids): alone.output_ids}
+    drafters: dict[str, Callable[[], Drafter]] = {
+        "alone": TargetAlone,
+        "known": lambda: KnownAcceptance(known, ALPHA, K, target.vocab_size),
+        "eagle3": lambda: system.make(K),
+    }
+    for name, make in drafters.items():
+        decode_batch(target, make(), [request], Sampling())
+        waits, seconds = waits_of(device, lambda make=make: decode_batch(target, make(), [request], Sampling()))
+        done = decode_batch(target, make(), [request], Sampling())
+        answer = done.generations[0]
+        found[name] = {
+            "tokens_per_second": len(answer.output_ids) / seconds,
+            "rounds": len(answer.rounds),
+            "seconds": dict(done.seconds),
+            "waits_by_line": waits,
+            "same_text": answer.output_ids == alone.output_ids,
+        }
+    generate.answer(request, Sampling())
+    timed = generate.answer(request, Sampling())
+    found["generate"] = {"tokens_per_second": len(timed.output_ids) / (timed.ttft_s + timed.decode_s)}
+    found["profile"] = _profile(
+        device, lambda: decode_batch(target, TargetAlone(), [replace(request, max_new_tokens=4)], Sampling())
+    )
+    return found
+
+
+def training(device: torch.device, shape: Shape) -> dict[str, Any]:
+    """Time a training step of an EAGLE-3 head on a batch that is at hand, with its FLOPs, its waits and its peak of memory."""
+    target = make_target(device, replace(shape, layers=8))
+    found: dict[str, Any] = {}
+    for rows in (2, 8):
+        with _until_memory_ends(found, f"{rows} x {shape.row}") as facts:
+            batch = make_batch(target, shape, rows, shape.row).to(device)
+            facts |= time_step(target, make_head(target, shape).to(device), batch)
+    return found
+
+
+def sources(device: torch.device, shape: Shape) -> dict[str, Any]:
+    """Train from states computed online and from a store, through the whole training loop; time the extraction too."""
+    target = make_target(device, shape)
+    length = shape.row // 2
+    samples = make_samples(target, 66, length)
+    layers = target.default_layer_ids()
+    spec = TrainSpec(epochs=1, row_tokens=shape.row, rows=4, precision="bf16", evaluations=1, loss=LossSpec(decay=0.8))
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        store = extract(target, samples, Path(folder) / "features", layer_ids=layers, batch_tokens=4 * shape.row)
+        seconds = time.perf_counter() - started
+        found["extract"] = {"tokens_per_second": len(samples) * length / seconds, "seconds": seconds}
+        online = OnlineSource(target, samples, layers, batch_tokens=4 * shape.row)
+        for name, source in (("online", online), ("store", store), ("store again", store)):
+            data = TrainData(source, list(range(64)), [64, 65])
+            where = Path(folder) / name
+            torch.manual_seed(0)
+            train(Recipe(train=spec), target, make_head(target, shape), data, where)
+            summary = json.loads((where / "summary.json").read_text(encoding="utf-8"))
+            found[name] = {key: summary[key] for key in ("tokens", "train_seconds", "tokens_per_second")}
+    return found
+
+
+def long_document(device: torch.device, shape: Shape) -> dict[str, Any]:
+    """Take one long document through extraction, through the reading of a prompt and through a training step."""
+    target = make_target(device, replace(shape, layers=8))
+    (sample,) = make_samples(target, 1, shape.long)
+    found: dict[str, Any] = {}
+    with _until_memory_ends(found, "extraction") as facts:
+        facts["ms"] = _best(
+            device, lambda: compute_features(target, [sample], target.default_layer_ids(), target.dtype), 2
+        )
+    with _until_memory_ends(found, "prompt") as facts:
+        request = Request("long", "random", tuple(sample.ids.tolist()), 4, ignore_eos=True)
+        facts["ms"] = _best(device, lambda: decode_batch(target, TargetAlone(), [request], Sampling()), 2)
+    with _until_memory_ends(found, "training step") as facts:
+        batch = make_batch(target, shape, 1, shape.long).to(device)
+        facts |= time_step(target, make_head(target, shape).to(device), batch)
+    return found
+
+
+def make_target(device: torch.device, shape: Shape) -> Target:
+    """Return a random Llama in bf16, made on the device."""
+    config = LlamaConfig(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.groups,
+        max_position_embeddings=2 * max(shape.long, *shape.contexts),
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    target = Target(model, path="random", fingerprint="0")
+    pack_linears(target.model)
+    fuse_norms(target.model)
+    return target
+
+
+def make_head(target: Target, shape: Shape) -> DraftHead:
+    """Return an untrained EAGLE-3 head in fp32 with a draft vocabulary."""
+    vocab = torch.arange(shape.draft_vocab, device=target.device) * (target.vocab_size // shape.draft_vocab)
+    return methods()["eagle3"].build(Eagle3Options(ttt_steps=STEPS, draft_vocab_size=shape.draft_vocab), target, vocab)
+
+
+def make_samples(target: Target, count: int, length: int) -> list[Tokenized]:
+    """Return random texts whose second half is to be learned."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (count, length), generator=generator)
+    return [Tokenized(ids[i], torch.arange(length) >= length // 2, f"s{i}", "random") for i in range(count)]
+
+
+def make_batch(target: Target, shape: Shape, rows: int, length: int) -> TrainBatch:
+    """Return packed rows of two documents each, all of whose tokens but the first half of a document are learned."""
+    samples = make_samples(target, 2 * rows, length // 2)
+    features = compute_features(target, samples, target.default_layer_ids(), target.dtype)
+    return collate([features[2 * i : 2 * i + 2] for i in range(rows)], length)
+
+
+def time_step(target: Target, head: DraftHead, batch: TrainBatch) -> dict[str, Any]:
+    """Return what forward, loss, backward and optimizer take for a batch on the device."""
+    device, spec = target.device, TrainSpec(precision="bf16")
+    optimizers = build_optimizers(head.train(), spec)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            output = head(batch, STEPS)
+        loss = head_loss(output, batch, target.head, head.draft_vocab, LossSpec(decay=0.8))
+        (loss.loss_sum / loss.rows).backward()
+        nn.utils.clip_grad_norm_(head.parameters(), spec.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    ms = _best(device, step, 5)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    with FlopCounterMode(display=False) as counter:
+        step()
+    waits, _ = waits_of(device, step)
+    flops = counter.get_total_flops()
+    tokens = int((batch.document >= 0).sum())
+    return {"ms": ms, "tokens_per_second": 1e3 * tokens / ms, "flops": flops, "flops_per_second": flops / ms * 1e3} | {
+        "peak_memory_bytes": peak,
+        "waits_by_line": waits,
+        "profile": _profile(device, step),
+    }
+
+
+def waits_of(device: torch.device, job: Callable[[], object]) -> tuple[dict[str, int], float]:
+    """Run a job once; return how often each of its lines waited for the GPU, and its seconds, timed in a run of its own."""
+    _wait(device)
+    started = time.perf_counter()
+    job()
+    _wait(device)
+    seconds = time.perf_counter() - started
+    if device.type != "cuda":
+        return {}, seconds
+    counts: Counter[str] = Counter()
+
+    def note(*_arguments: object, **_options: object) -> None:
+        ours = [
+            frame
+            for frame in traceback.extract_stack()
+            if "draftsmith" in frame.filename or "transformers" in frame.filename
+        ]
+        counts[f"{'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno}" if ours else "elsewhere"] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            job()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return dict(counts.most_common()), seconds
+
+
+def _profile(device: torch.device, job: Callable[[], object], most: int = 20) -> dict[str, Any]:
+    """Return a job's kernels: how many, their time in all, and those that take most."""
+    if device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        job()
+        _wait(device)
+    kernels = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+    rows = sorted(kernels, key=lambda event: -event.self_device_time_total)
+    return {
+        "kernels": sum(event.count for event in kernels),
+        "ms": sum(event.self_device_time_total for event in kernels) / 1e3,
+        "most": [{"name": e.key[:100], "count": e.count, "ms": e.self_device_time_total / 1e3} for e in rows[:most]],
+    }
+
+
+def _best(device: torch.device, job: Callable[[], object], repeats: int = 5) -> float:
+    """Return the milliseconds of the fastest of a few runs, after one that warms up."""
+    best = float("inf")
+    for _ in range(repeats + 1):
+        _wait(device)
+        started = time.perf_counter()
+        job()
+        _wait(device)
+        best = min(best, 1e3 * (time.perf_counter() - started))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _until_memory_ends(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+    """Yield the facts of a piece of a part; where it takes more memory than there is, they say so, and the part goes on."""
+    facts: dict[str, Any] = found.setdefault(name, {})
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        yield facts
+    except torch.OutOfMemoryError as error:
+        facts["out_of_memory"] = str(error).split(".")[0]
+    if torch.cuda.is_available():
+        facts.setdefault("peak_memory_bytes", torch.cuda.max_memory_allocated())
+
+
+PARTS = {
+    "limits": machine_limits,
+    "decoding": decoding,
+    "training": training,
+    "sources": sources,
+    "long": long_document,
+}

@@ -2,9 +2,13 @@
 
 import errno
 import os
+import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+
+_MOST = 2000
+"""The most characters of a sentence, far more than one needs that does not repeat what somebody else wrote."""
 
 _WHY = {
     errno.ENOENT: "it does not exist",
@@ -26,8 +30,11 @@ class UserError(ValueError):
     """A mistake that the user can fix, said in one sentence: what, where, why, and how to fix it.
 
     The command line prints the sentence alone and exits with code 2; any other exception is a bug
-    and keeps its traceback.
+    and keeps its traceback. What a sentence repeats of foreign files and servers cannot command the terminal.
     """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(shown(text, _MOST))
 
 
 class StoppedError(UserError):
@@ -64,8 +71,21 @@ def why_not(error: BaseException, path: Path | str | None = None) -> str:
     return "its name is no name of a file"
 
 
-def shown_path(path: Path | str) -> str:
-    """Return a path as a message shows it: printable, and not longer than a line."""
-    text = str(path).encode("utf-8", "replace").decode()
-    text = text if text.isprintable() else repr(text)[1:-1]
-    return text if len(text) <= 200 else f"{text[:100]}...{text[-60:]}"
+def printable(text: str) -> str:
+    """Return foreign text with what would command a terminal, or is not seen, written out, such as \\x1b: control characters, those
+    that set the direction of writing or have no width, and halves of surrogate pairs. Tabs and line breaks stay."""
+    return text if text.isprintable() else "".join(map(_visible, text))
+
+
+def _visible(character: str) -> str:
+    hidden = unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp") and character not in "\n\t"
+    return character.encode("unicode_escape").decode("ascii") if hidden else character
+
+
+def shown(text: Path | str, most: int = 200) -> str:
+    """Return foreign text as a message shows it: printable, in one line, and of `most` characters or a few more."""
+    line = printable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
+    return line if len(line) <= most else f"{line[: most * 2 // 3]}...{line[-(most // 3) :]}"
+
+
+shown_path = shown

@@ -63,7 +63,8 @@ def regenerate(
         bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
         tokens = 0
         asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and not kept.holds(p)]
-        with partial.open("ab") as file, bar, closing(answer_all(servers, asked, sampling, batch)) as served:
+        answers = answer_all(servers, asked, sampling, batch, target.vocab_size)
+        with partial.open("ab") as file, bar, closing(answers) as served:
             for start in range(done, len(prompts), chunk_size):
                 chunk = range(start, min(start + chunk_size, len(prompts)))
                 lines = {i: line for i in chunk if (line := kept.line(prompts[i])) is not None}

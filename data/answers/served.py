@@ -5,22 +5,22 @@ vLLM 0.32.0 and the llama.cpp of the sdist llama-cpp-python 0.3.36.
 """
 
 import math
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any
-from urllib.error import HTTPError
 
 import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, shown
 from draftsmith.eval.decode.answers import Generation, Request
 from draftsmith.eval.decode.sampling import Sampling, penalize, probs
-from draftsmith.foreign.server import ModelServer
+from draftsmith.foreign.server import LONGEST, ModelServer, ServerError
 from draftsmith.heads.target.target import Target
 
 _WAITS = (1.0, 5.0, 25.0)
@@ -39,11 +39,11 @@ class AnswerServer(ModelServer):
         super().__init__(url, "answers.servers")
         model = self.find_model(names, "name it in answers.served_name")
         absent = (404, 405, 501)
-        if version := self.get("/version", absent):
-            self.engine = f"vLLM {self.parse(version, '/version').get('version')}"
+        if version := self.version("/version", "version", absent):
+            self.engine = f"vLLM {version}"
             self._path, self._body, self._read = "/v1/completions", lambda *asked: _vllm_body(model, *asked), _read_vllm
-        elif props := self.get("/props", absent):
-            self.engine = f"llama.cpp {self.parse(props, '/props').get('build_info')}"
+        elif version := self.version("/props", "build_info", absent):
+            self.engine = f"llama.cpp {version}"
             self._path, self._body, self._read = "/completion", _llama_body, _read_llama
         else:
             raise UserError(
@@ -51,22 +51,29 @@ class AnswerServer(ModelServer):
                 "or leave answers.servers out."
             )
 
-    def answer(self, request: Request, sampling: Sampling, stopped: Event) -> Generation:
-        """Answer `request`, in up to four attempts until `stopped` is set, one where it is refused. Random numbers are the server's own."""
-        body = self._body(request, sampling)
+    def answer(self, request: Request, sampling: Sampling, stopped: Event, vocab_size: int) -> Generation:
+        """Answer `request`, in up to four attempts until `stopped` is set, one where it is refused. Random numbers are the server's own.
+
+        Raises UserError where the server answers with anything but tokens of the target's vocabulary.
+        """
+        body, begun = self._body(request, sampling), time.monotonic()
         for wait in (*_WAITS, None):
             try:
                 found = self.post(self._path, body)
                 break
-            except UserError as error:
-                status = error.__cause__.code if isinstance(error.__cause__, HTTPError) else 0
-                refused = status in range(400, 500) and status not in (408, 429)  # too slow, or too much at once
-                if wait is None or refused or stopped.wait(wait):
+            except ServerError as error:
+                late = time.monotonic() - begun > LONGEST
+                if wait is None or late or not error.again or stopped.wait(wait):
                     raise
         try:
             ids, reason = self._read(found)
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(f"{self.url} returns no token ids ({self.engine}): answers need a newer one.") from error
+        if strange := [token for token in ids if not 0 <= token < vocab_size]:
+            raise UserError(
+                f"{self.url} answers {request.sample_id} with token {shown(str(strange[0]), 40)}, but the target has {vocab_size} tokens: "
+                "serve the recipe's target."
+            )
         return Generation(request, ids[: request.max_new_tokens], reason)
 
 
@@ -116,15 +123,18 @@ def _ids(value: Any) -> list[int]:
 
 
 def answer_all(
-    servers: Sequence[AnswerServer], requests: Sequence[Request], sampling: Sampling, batch: int
+    servers: Sequence[AnswerServer], requests: Sequence[Request], sampling: Sampling, batch: int, vocab_size: int
 ) -> Generator[Generation]:
-    """Yield the answers in the order of `requests`; every server works on up to `batch` of them at a time."""
+    """Yield the answers in the order of `requests`; every server works on up to `batch` of them at a time.
+
+    vocab_size: of the target. Raises UserError where a server fails, or answers with other tokens than the target has.
+    """
     taken, stopped, found = count(), Event(), SimpleQueue[tuple[int, Generation | Exception]]()
 
     def work(server: AnswerServer) -> None:
         while (place := next(taken)) < len(requests) and not stopped.is_set():
             try:
-                found.put((place, server.answer(requests[place], sampling, stopped)))
+                found.put((place, server.answer(requests[place], sampling, stopped, vocab_size)))
             except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the answer shall know
                 found.put((place, error))
 

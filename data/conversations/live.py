@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
+from draftsmith.errors import printable
+
 COLOURS = {
     "truecolor": ("#fde725", "#a0da39", "#4ac16d", "#1fa187", "#277f8e", "#365c8d", "#46327e", "#440154"),
     "256": tuple(f"color({code})" for code in (220, 149, 71, 36, 30, 24, 54, 17)),
@@ -20,14 +22,6 @@ COLOURS = {
 apart (van der Walt and Smith 2015)."""
 INKS = ("#1c2430", "#ffffff")
 """Of the lighter and of the darker half."""
-
-# Cursor, colours, window titles, links and the direction of writing are set by these; tabs and line breaks are harmless.
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """Return text with the characters that would command a terminal written out, such as \\x1b."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def has_colours(console: Console) -> bool:

@@ -1,21 +1,40 @@
-"""An HTTP server that serves a model: asked for JSON, and a sentence where it refuses, is silent, or serves another model."""
+"""An HTTP server that serves a model: asked for JSON, and a sentence where it refuses, is silent, or serves another model.
+
+Everything that asks a server asks through `ModelServer`, which bounds the bytes, the lines and the time of a reply, follows no redirect
+and shows no more than a few words of what a server says.
+"""
 
 import json
 import re
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from http.client import HTTPException
+from functools import partial
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
+from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from socket import socket
+from typing import Any, NoReturn, cast
+from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, Request, build_opener
 
-from draftsmith.errors import UserError, first_line, shown_path
+from draftsmith.errors import UserError, first_line, shown
 from draftsmith.foreign.json import parse_json
 
 MOST_BYTES = 1 << 24
-SHORT, LONGEST = 30, 600
-"""Seconds within which a server says what it serves, and within which it goes on with an answer."""
+MOST_LINES = 100_000
+"""The most bytes of a reply, and the most lines of one that is read line by line."""
+SHORT, LONGEST, WHOLE = 30, 600, 3600
+"""Seconds within which a server has said what it serves, and has answered; within which it goes on with an answer that it sends in
+lines, and has sent all of it."""
+_REMEDY = "name the address of vLLM or of llama-server itself"
+
+
+class ServerError(UserError):
+    """A server that refuses or does not answer. again: whether it may, if it is asked once more."""
+
+    def __init__(self, text: str, *, again: bool) -> None:
+        super().__init__(text)
+        self.again = again
 
 
 class ModelServer:
@@ -27,20 +46,13 @@ class ModelServer:
     def __init__(self, url: str, option: str) -> None:
         self.url, self._option = url.rstrip("/").removesuffix("/v1"), option
         if not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", self.url):
-            raise UserError(
-                f"{option} is {shown_path(url)}: give the address of a server, such as http://localhost:8000."
-            )
+            raise UserError(f"{option} is {shown(url)}: give the address of a server, such as http://localhost:8000.")
+        self._opener = build_opener(_AsItIs, _Http, _Https)
 
     def get(self, path: str, absent: Sequence[int] = ()) -> bytes:
         """Return what the server answers; nothing where its status is one of `absent`."""
-        with self.explained(path):
-            try:
-                with urlopen(self.url + path, timeout=SHORT) as answer:
-                    return answer.read(MOST_BYTES)
-            except HTTPError as error:
-                if error.code in absent:
-                    return b""
-                raise
+        with self._reply(path, SHORT, absent=absent) as reply:
+            return b"" if reply.status in absent else self._whole(reply, path)
 
     def ask(self, path: str) -> dict[str, Any]:
         """Return the object that the server answers."""
@@ -48,21 +60,36 @@ class ModelServer:
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Return the object that the server answers to `body`."""
-        with self.explained(path), urlopen(self.request(path, body), timeout=LONGEST) as answer:
-            text = answer.read(MOST_BYTES)
+        with self._reply(path, LONGEST, json.dumps(body).encode()) as reply:
+            text = self._whole(reply, path)
         return self.parse(text, path)
 
-    def request(self, path: str, body: dict[str, Any]) -> Request:
-        """Return the request that posts `body`."""
-        return Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    def stream(self, path: str, body: bytes) -> Iterator[bytes]:
+        """Yield the lines that the server answers to `body`, which is JSON, as they come."""
+        room = MOST_BYTES
+        with self._reply(path, WHOLE, body) as reply:
+            for _ in range(MOST_LINES):
+                if not (line := reply.readline(room + 1)):
+                    _check_whole(reply)
+                    return
+                if (room := room - len(line)) < 0:
+                    break
+                yield line
+            raise UserError(
+                f"{self.url} goes on and on with an answer (the limits are {MOST_BYTES >> 20} MiB and {MOST_LINES} lines): {_REMEDY}."
+            )
 
     def parse(self, text: bytes, what: str) -> dict[str, Any]:
         """Return the object in a JSON text of the server's. what: names the text in the sentence."""
-        remedy = "name the address of vLLM or of llama-server itself"
-        value = parse_json(text, f"{self.url}: {what}", remedy)
+        value = parse_json(text, f"{self.url}: {what}", _REMEDY)
         if not isinstance(value, dict):
-            raise UserError(f"{self.url}: {what} is no JSON object: {remedy}.")
+            raise UserError(f"{self.url}: {what} is no JSON object: {_REMEDY}.")
         return value
+
+    def version(self, path: str, key: str, absent: Sequence[int] = ()) -> str | None:
+        """Return how the server names its version under `key` of the object at `path`; None where its status is one of `absent`."""
+        text = self.get(path, absent)
+        return shown(str(self.parse(text, path).get(key)), 40) if text else None
 
     def find_model(self, names: Sequence[str], remedy: str) -> str:
         """Return by which of its names the server is asked for the model called one of `names`. remedy: how the user names a model
@@ -74,29 +101,122 @@ class ModelServer:
                 served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
         found = next((served[_last(name)] for name in names if _last(name) in served), None)
         if found is None:
-            shown = ", ".join(dict.fromkeys(shown_path(name) for name in served.values()))
+            serves = ", ".join(dict.fromkeys(shown(name, 90) for name in list(served.values())[:5]))
             raise UserError(
-                f"{self.url} serves {shown or 'no model'}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
+                f"{self.url} serves {serves or 'no model'}{', ...' if len(served) > 5 else ''}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
                 f"same model under another name, {remedy}."
             )
         return found
 
     @contextmanager
-    def explained(self, path: str) -> Iterator[None]:
-        """Raise UserError where the server refuses `path` or does not answer."""
+    def _reply(
+        self, path: str, seconds: float, body: bytes | None = None, absent: Sequence[int] = ()
+    ) -> Iterator[HTTPResponse]:
+        """Give the reply to a request. Raises UserError where the server refuses, redirects, or has not sent all of it in time."""
         try:
-            yield
-        except HTTPError as error:
-            with error:
-                said = " ".join(error.read(10_000).decode("utf-8", "replace").split())
-            key = "it asks for a key, so start it without one: " if error.code in (401, 403) else ""
-            raise UserError(f"{self.url} refuses {path} (status {error.code}): {key}it says {said[:300]!r}.") from error
+            request = Request(self.url + path, body, {"Content-Type": "application/json"} if body else {})
+            with self._opener.open(request, timeout=seconds) as reply:
+                if reply.status not in (*range(200, 300), *absent):
+                    self._explain_refusal(reply, path)
+                yield reply
+        except UserError:
+            raise
         except (OSError, HTTPException, ValueError) as error:  # the last for a host that is none
             reason = getattr(error, "reason", None)
-            why = first_line(reason if isinstance(reason, Exception) else error)
-            raise UserError(
-                f"{self.url}{path} does not answer ({why}): start the server, wait until it is ready, or correct {self._option}."
+            why = shown(first_line(reason if isinstance(reason, Exception) else error))
+            raise ServerError(
+                f"{self.url}{path} does not answer ({why}): start the server, wait until it is ready, or correct {self._option}.",
+                again=True,
             ) from error
+
+    def _explain_refusal(self, reply: HTTPResponse, path: str) -> NoReturn:
+        if reply.status in range(300, 400):
+            place = shown(reply.headers.get("Location", "nowhere"))
+            raise ServerError(
+                f"{self.url} redirects {path} to {place}, and redirects are not followed: give {self._option} the address of the "
+                "server itself.",
+                again=False,
+            )
+        said = " ".join(reply.read(10_000).decode("utf-8", "replace").split())
+        key = "it asks for a key, so start it without one: " if reply.status in (401, 403) else ""
+        raise ServerError(
+            f"{self.url} refuses {path} (status {reply.status}): {key}it says {said[:300]!r}.",
+            again=reply.status >= 500 or reply.status in (408, 429),  # too slow, or too much at once
+        )
+
+    def _whole(self, reply: HTTPResponse, path: str) -> bytes:
+        """Return the whole of a reply. Raises UserError for one that is too large."""
+        text = reply.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise UserError(f"{self.url} answers {path} with more than {MOST_BYTES >> 20} MiB: {_REMEDY}.")
+        _check_whole(reply)
+        return text
+
+
+def _check_whole(reply: HTTPResponse) -> None:
+    """Raise IncompleteRead where a reply that was read to its end is shorter than it said."""
+    if reply.length:
+        raise IncompleteRead(b"", reply.length)
+
+
+class _InTime(RawIOBase):
+    """What comes from a socket until `ends` on the clock; each part of it within LONGEST."""
+
+    def __init__(self, connection: socket, ends: float) -> None:
+        self._connection, self._ends = connection, ends
+        self._raw = connection.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._ends - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(min(left, LONGEST))
+        return self._raw.readinto(buffer)
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Response(HTTPResponse):
+    def __init__(self, connection: socket, *args: Any, ends: float, **options: Any) -> None:
+        super().__init__(connection, *args, **options)
+        self.fp.close()
+        self.fp = BufferedReader(_InTime(connection, ends))
+
+
+class _Bounded(HTTPConnection):
+    """A connection whose timeout holds for everything from its start to the last byte of the reply."""
+
+    def __init__(self, host: str, *, timeout: float = SHORT, **options: Any) -> None:
+        super().__init__(host, timeout=min(timeout, LONGEST), **options)
+        self.response_class = cast(Any, partial(_Response, ends=time.monotonic() + timeout))
+
+
+class _BoundedTls(_Bounded, HTTPSConnection):
+    """The same over TLS."""
+
+
+class _Http(HTTPHandler):
+    def http_open(self, request: Request) -> Any:
+        return self.do_open(_Bounded, request)
+
+
+class _Https(HTTPSHandler):
+    def https_open(self, request: Request) -> Any:
+        return self.do_open(_BoundedTls, request)
+
+
+class _AsItIs(HTTPErrorProcessor):
+    """Takes every status as it is: errors are ours to explain, and a redirect is none of ours to follow."""
+
+    def http_response(self, request: Request, response: Any) -> Any:
+        return response
+
+    https_response = http_response
 
 
 def _last(name: str) -> str:

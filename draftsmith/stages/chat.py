@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from draftsmith.data.conversations.live import LiveAnswer, print_legend, printable
+from draftsmith.data.conversations.live import LiveAnswer, print_legend
 from draftsmith.data.conversations.templates import render_prompt, render_text
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, printable
 from draftsmith.eval.decode.answers import Decoded, Generation, Request, tally_generation
 from draftsmith.eval.decode.decode import decode_batch, decode_live
 from draftsmith.eval.decode.draft import Drafter, TargetAlone

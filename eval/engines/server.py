@@ -4,6 +4,8 @@ vLLM and llama.cpp's llama-server, through /v1/models, /metrics and streamed /v1
 llama.cpp of the sdist llama-cpp-python 0.3.36. K: num_speculative_tokens.
 """
 
+import json
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,20 +14,20 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 from threading import Barrier
 from typing import Any, NoReturn
-from urllib.request import urlopen
 
-from draftsmith.errors import UserError
-from draftsmith.foreign.server import LONGEST, MOST_BYTES, ModelServer
+from draftsmith.errors import UserError, shown
+from draftsmith.foreign.server import ModelServer
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
 _PREFIXES = {VLLM: "vllm", LLAMA_CPP: "llamacpp"}
 """How the names of an engine's counters begin."""
 _GENERATED = {VLLM: "generation_tokens_total", LLAMA_CPP: "tokens_predicted_total"}
+_DRAFTS, _DRAFTED = "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"
 _BUSY = {
     VLLM: ("num_requests_running", "num_requests_waiting"),
     LLAMA_CPP: ("requests_processing", "requests_deferred"),
 }
-_SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? ([-+.\de]+)", re.MULTILINE)
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? (\S+)", re.MULTILINE)
 """A line of /metrics: name, labels, value."""
 _ANSWERS = "/v1/completions"
 _SETTLES = 10.0
@@ -84,7 +86,7 @@ class Server(ModelServer):
             )
         self.model = self.find_model(names, "name it with --model")
         about, key = {VLLM: ("/version", "version"), LLAMA_CPP: ("/props", "build_info")}[self._engine]
-        self.engine = f"{self._engine} {str(self.ask(about).get(key))[:40]}"
+        self.engine = f"{self._engine} {self.version(about, key)}"
         self._asked = count()
 
     def answer(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> Batch:
@@ -125,7 +127,7 @@ class Server(ModelServer):
                 raise UserError(f"{self.url} broke off an answer: it says {str(chunk['error'])[:300]!r}.")
             try:
                 event = _READERS[self._engine](at, chunk, len(events))
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, AttributeError) as error:
                 raise UserError(
                     f"{self.url} sends its answers in other chunks than {self.engine} does: name the address of the engine itself."
                 ) from error
@@ -165,12 +167,10 @@ class Server(ModelServer):
             "cache_salt": f"draftsmith {time.time_ns()} {next(self._asked)}",
             "cache_prompt": False,
         }
-        request = self.request(_ANSWERS, body)
+        text = json.dumps(body).encode()
         ready.wait()
         found = [(time.perf_counter(), b"")]
-        with self.explained(_ANSWERS), urlopen(request, timeout=LONGEST) as answer:
-            while line := answer.readline(MOST_BYTES):
-                found.append((time.perf_counter(), line))
+        found += ((time.perf_counter(), line) for line in self.stream(_ANSWERS, text))
         return found
 
     def _counters(self, generated: float) -> _Counters:
@@ -186,19 +186,22 @@ class Server(ModelServer):
         return counted
 
     def _read_counters(self) -> _Counters:
-        """Read the counters, those of several engines in one server together."""
-        found: dict[str, float] = {}
+        """Read the counters, those of several engines in one server together. Raises UserError for one that is no number."""
         prefix = _PREFIXES[self._engine]
+        names = (_GENERATED[self._engine], _DRAFTS, _DRAFTED, *_BUSY[self._engine])
+        found = dict.fromkeys((f"{prefix}:{name}" for name in names), 0.0)
         for name, value in _SAMPLE.findall(self.get("/metrics").decode("utf-8", "replace")):
-            if name.startswith(f"{prefix}:"):
-                key = name.removeprefix(f"{prefix}:")
-                found[key] = found.get(key, 0.0) + float(value)
-        return _Counters(
-            found.get(_GENERATED[self._engine], 0.0),
-            found.get("spec_decode_num_drafts_total", 0.0),
-            found.get("spec_decode_num_draft_tokens_total", 0.0),
-            sum(found.get(key, 0.0) for key in _BUSY[self._engine]),
-        )
+            if name in found:
+                try:
+                    found[name] += float(value)
+                except ValueError:
+                    found[name] = math.nan
+                if not math.isfinite(found[name]):
+                    raise UserError(
+                        f"{self.url} counts {shown(value, 40)} at /metrics as {name}, which is no number: start it again."
+                    )
+        generated, rounds, drafted, *requests = found.values()
+        return _Counters(generated, rounds, drafted, sum(requests))
 
     def _busy(self, what: str) -> NoReturn:
         raise UserError(f"{self.url} {what}, which its times would show: measure when nobody else uses it.")
@@ -206,15 +209,22 @@ class Server(ModelServer):
 
 def _read_vllm(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
     """vLLM sends a chunk for each round, with the tokens so far; after the last one, what all of them came to."""
-    return Event(at, chunk["usage"]["completion_tokens"], chunks) if chunk["choices"] else None
+    return Event(at, _count(chunk["usage"]["completion_tokens"]), chunks) if chunk["choices"] else None
 
 
 def _read_llama(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
     """llama-server sends a chunk for each token, with drafted and accepted tokens so far. An accepted token needed no round of its
     own; only with the last token of a round does what is left of them grow."""
     said = chunk["timings"]
-    tokens = said["predicted_n"]
-    return Event(at, tokens, tokens - 1 - said.get("draft_n_accepted", 0), said.get("draft_n", 0))
+    tokens = _count(said["predicted_n"])
+    return Event(at, tokens, tokens - 1 - _count(said.get("draft_n_accepted", 0)), _count(said.get("draft_n", 0)))
+
+
+def _count(value: Any) -> int:
+    """Return a number of tokens. Raises TypeError for what is none."""
+    if type(value) is not int or not 0 <= value < 2**31:
+        raise TypeError
+    return value
 
 
 _READERS: dict[str, Callable[[float, dict[str, Any], int], Event | None]] = {VLLM: _read_vllm, LLAMA_CPP: _read_llama}

@@ -90,3 +90,16 @@ def test_foreign_data_is_read_at_the_boundary(path: Path) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_an_exception_that_is_none_any_more_goes(name: str) -> None:
     assert any(list(offences(path)) for path in FILES if path.as_posix().startswith(name))
+
+
+def test_servers_are_asked_in_one_place() -> None:
+    """Its bounds of bytes, lines and time, and its refusal of redirects, hold for everything that asks a server."""
+    asking = {
+        path.as_posix()
+        for path in sources()
+        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names])
+        if name.split(".")[0] in ("urllib", "http", "requests", "httpx", "aiohttp")
+    }
+    assert asking == {"draftsmith/foreign/server.py"}

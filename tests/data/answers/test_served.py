@@ -50,7 +50,7 @@ def test_a_server_is_asked_for_token_ids_by_the_recipe_s_sampling(kind: str) -> 
     engine = Engine(kind, reply=lambda asked: (200, AS[kind]([asked["prompt"][-1], 9], asked["prompt"][-1] % 2 == 0)))
     with serving(engine) as url:
         server = AnswerServer(f"{url}/v1/", ["target"])
-        found = list(answer_all([server], REQUESTS, SAMPLING, 3))
+        found = list(answer_all([server], REQUESTS, SAMPLING, 3, 160))
     assert server.engine == {"vLLM": "vLLM 9.9", "llama.cpp": "llama.cpp b9-abc"}[kind]
     assert [answer.request for answer in found] == REQUESTS
     assert [answer.output_ids for answer in found] == [[i + 3, 9] for i in range(12)]
@@ -76,7 +76,7 @@ def test_several_servers_share_the_prompts_and_slow_answers_hold_up_none() -> No
     engines = [Engine(reply=slow), Engine(reply=slow)]
     with serving(engines[0]) as one, serving(engines[1]) as two:
         servers = [AnswerServer(url, ["target"]) for url in (one, two)]
-        found = [answer.output_ids for answer in answer_all(servers, REQUESTS, Sampling(1.0), 2)]
+        found = [answer.output_ids for answer in answer_all(servers, REQUESTS, Sampling(1.0), 2, 160)]
     assert found == [[i + 3] for i in range(12)]
     assert min(len(engine.asked) for engine in engines) > 0
     assert sorted(a["prompt"][-1] for e in engines for a in e.asked) == list(range(3, 15))
@@ -95,18 +95,20 @@ def test_a_request_that_fails_is_sent_again_and_then_said(status: int, monkeypat
 
     with serving(Engine(reply=flaky)) as url:
         server = AnswerServer(url, ["target"])
-        assert [a.output_ids for a in answer_all([server], REQUESTS, Sampling(1.0), 4)] == [[i + 3] for i in range(12)]
+        assert [a.output_ids for a in answer_all([server], REQUESTS, Sampling(1.0), 4, 160)] == [
+            [i + 3] for i in range(12)
+        ]
     assert len(failed) == 2
     refusing = Engine(reply=lambda asked: (400, {"error": "too long"}))
     with serving(refusing) as url:
         server = AnswerServer(url, ["target"])
         with pytest.raises(UserError, match=r"status 400\): it says .*too long"):
-            list(answer_all([server], REQUESTS[:1], Sampling(1.0), 1))
+            list(answer_all([server], REQUESTS[:1], Sampling(1.0), 1, 160))
     assert len(refusing.asked) == 1, "what is refused is not asked for again"
     with serving(Engine(reply=lambda asked: (503, {"error": "full"}))) as url:
         server = AnswerServer(url, ["target"])
         with pytest.raises(UserError, match=rf"{url} refuses /v1/completions \(status 503\): it says .*full"):
-            list(answer_all([server], REQUESTS, Sampling(1.0), 4))
+            list(answer_all([server], REQUESTS, Sampling(1.0), 4, 160))
 
 
 @pytest.mark.parametrize("found", [{}, {"choices": []}, {"choices": [{"text": "x", "finish_reason": "stop"}]}])
@@ -114,7 +116,7 @@ def test_a_server_that_returns_no_token_ids_is_refused(found: Any, monkeypatch: 
     with serving(Engine(reply=lambda asked: (200, found))) as url:
         server = AnswerServer(url, ["target"])
         with pytest.raises(UserError, match=r"returns no token ids \(vLLM 9\.9\): answers need a newer one"):
-            list(answer_all([server], REQUESTS, Sampling(1.0), 2))
+            list(answer_all([server], REQUESTS, Sampling(1.0), 2, 160))
 
 
 def test_what_is_no_server_of_the_target_is_refused() -> None:

@@ -2,11 +2,13 @@
 
 import errno
 import os
+import re
 import unicodedata
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
+_JOINERS = re.compile(r"(?<=[^\x00-\u024f\u2000-\u206f\ufeff])[\u200c\u200d](?=[^\x00-\u024f\u2000-\u206f\ufeff])")
 _MOST = 2000
 """The most characters of a sentence, far more than one needs that does not repeat what somebody else wrote."""
 
@@ -34,7 +36,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, text: str) -> None:
-        super().__init__(shown(text, _MOST))
+        super().__init__(one_line(text, _MOST))
 
 
 class StoppedError(UserError):
@@ -55,9 +57,9 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message without a final full stop, the name of its class where it has none."""
+    """Return the first line of an error's message, `shown` without a final full stop, the name of its class where it has none."""
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".: ") if lines else type(error).__name__
+    return one_line(lines[0].rstrip(".: "), 500) if lines else type(error).__name__
 
 
 def why_not(error: BaseException, path: Path | str | None = None) -> str:
@@ -73,8 +75,12 @@ def why_not(error: BaseException, path: Path | str | None = None) -> str:
 
 def printable(text: str) -> str:
     """Return foreign text with what would command a terminal, or is not seen, written out, such as \\x1b: control characters, those
-    that set the direction of writing or have no width, and halves of surrogate pairs. Tabs and line breaks stay."""
-    return text if text.isprintable() else "".join(map(_visible, text))
+    that set the direction of writing or have no width, and halves of surrogate pairs. Tabs and line breaks stay, and so does what
+    joins emoji, or letters of scripts that need it."""
+    if text.isprintable():
+        return text
+    joiners = {found.start() for found in _JOINERS.finditer(text)}
+    return "".join(one if place in joiners else _visible(one) for place, one in enumerate(text))
 
 
 def _visible(character: str) -> str:
@@ -82,10 +88,10 @@ def _visible(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii") if hidden else character
 
 
-def shown(text: Path | str, most: int = 200) -> str:
+def one_line(text: Path | str, most: int = 200) -> str:
     """Return foreign text as a message shows it: printable, in one line, and of `most` characters or a few more."""
     line = printable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
     return line if len(line) <= most else f"{line[: most * 2 // 3]}...{line[-(most // 3) :]}"
 
 
-shown_path = shown
+shown_path = one_line

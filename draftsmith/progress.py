@@ -7,6 +7,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from draftsmith.errors import printable
+
 QUIET = "DRAFTSMITH_QUIET"
 """The environment variable by which `--quiet` reaches this process and those that it starts."""
 SAID = "DRAFTSMITH_SAID"
@@ -26,7 +28,7 @@ def say(text: str) -> None:
         return
     if text.startswith(_WARNING):
         _warned.add(text)
-    tqdm.write(text, file=sys.stderr)  # above the bars
+    tqdm.write(printable(text), file=sys.stderr)  # above the bars
     sys.stderr.flush()
 
 

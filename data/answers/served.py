@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.errors import UserError, shown
+from draftsmith.errors import UserError, one_line
 from draftsmith.eval.decode.answers import Generation, Request
 from draftsmith.eval.decode.sampling import Sampling, penalize, probs
 from draftsmith.foreign.server import LONGEST, ModelServer, ServerError
@@ -71,7 +71,7 @@ class AnswerServer(ModelServer):
             raise UserError(f"{self.url} returns no token ids ({self.engine}): answers need a newer one.") from error
         if strange := [token for token in ids if not 0 <= token < vocab_size]:
             raise UserError(
-                f"{self.url} answers {request.sample_id} with token {shown(str(strange[0]), 40)}, but the target has {vocab_size} tokens: "
+                f"{self.url} answers {request.sample_id} with token {one_line(str(strange[0]), 40)}, but the target has {vocab_size} tokens: "
                 "serve the recipe's target."
             )
         return Generation(request, ids[: request.max_new_tokens], reason)

@@ -7,6 +7,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.batch import Tokenized
+from draftsmith.errors import one_line, printable
 
 _SUPERVISED = "#ffffff on #1f7a4d"
 _PROMPT = "dim"
@@ -21,7 +22,7 @@ def show_conversation(tokenized: Tokenized, tokenizer: PreTrainedTokenizerBase, 
     """
     plain = console.no_color or console.color_system is None
     total, supervised = len(tokenized.ids), int(tokenized.mask.sum())
-    console.rule(Text(f"{tokenized.sample_id}  ({tokenized.slice})"), align="left")
+    console.rule(Text(one_line(f"{tokenized.sample_id}  ({tokenized.slice})")), align="left")
     legend = Text("supervised: ")
     legend.append_text(_piece("the draft learns to predict this", True, plain))
     legend.append("   context: ")
@@ -45,6 +46,7 @@ def conversation_text(tokenized: Tokenized, tokenizer: PreTrainedTokenizerBase, 
 
 
 def _piece(text: str, supervised: bool, plain: bool) -> Text:
+    text = printable(text)
     if not supervised:
         return Text(text, style="" if plain else _PROMPT)
     text = text.replace("\n", "⏎\n")

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.cli import launching
+from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS, REDO
 from draftsmith.cli.gating import judge_comparison, read_gate
 from draftsmith.data.conversations.show import show_conversation
@@ -50,10 +51,10 @@ def run(own: Namespace, words: list[str]) -> int:
         return 0
     made = make_stages(session, "run", show=_show)
     folder = session.recipe.run_dir / "evaluation"
-    print(f"\nreport  {folder / 'report.html'}")
+    put(f"\nreport  {folder / 'report.html'}")
     for path in made.results:
-        print(f"result  {path}")
-    print(f"export  {made.export or 'none: no layout holds such heads'}")
+        put(f"result  {path}")
+    put(f"export  {made.export or 'none: no layout holds such heads'}")
     return gate.judge(made.results)
 
 
@@ -62,7 +63,7 @@ def regenerate(own: Namespace, words: list[str]) -> int:
     path = make_stages(_session("regenerate", words, own.redo), "regenerate").answers
     if path is None:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
-    print(path)
+    put(path)
     return 0
 
 
@@ -73,7 +74,7 @@ def extract(own: Namespace, words: list[str]) -> int:
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     preflight(session, "extract")
     make_stages(session, "extract")
-    print(session.recipe.data_path / "features")
+    put(session.recipe.data_path / "features")
     return 0
 
 
@@ -87,7 +88,7 @@ def train(own: Namespace, words: list[str]) -> int:
         return 0
     head = make_stages(session, "train").head
     if LAUNCHED not in os.environ:  # else the process that launched this one says it
-        print(head)
+        put(head)
     return 0
 
 
@@ -98,7 +99,7 @@ def evaluate(own: Namespace, words: list[str]) -> int:
     gate.check_names(session, preflight(session, "evaluate"), decode=not own.no_decode)
     results = make_stages(session, made, show=_show).results
     for path in results:
-        print(path)
+        put(path)
     return gate.judge(results)
 
 
@@ -123,7 +124,7 @@ def search(own: Namespace, words: list[str]) -> int:
     """Find a tree."""
     _refuse_redo("search-tree", words, "a tree is searched every time")
     session = _session("search-tree", words, [], own.head)
-    print(search_tree(session, own.nodes, own.temperature, own.output))
+    put(search_tree(session, own.nodes, own.temperature, own.output))
     return 0
 
 
@@ -136,9 +137,9 @@ def costs(own: Namespace, words: list[str]) -> int:
         raise UserError("--model is what servers call the target: name them with --server, or leave it out.")
     session = _session("costs", words, [], own.head)
     if own.server:
-        print(served_costs_table(session, own.output, own.server, own.model))
+        put(served_costs_table(session, own.output, own.server, own.model))
     else:
-        print(costs_table(session, own.output))
+        put(costs_table(session, own.output))
     return 0
 
 
@@ -157,7 +158,7 @@ def quality(own: Namespace, words: list[str]) -> int:
             f"quality needs lm-eval, which cannot be loaded here ({error}): pip install 'draftsmith[lm-eval]'."
         ) from error
     measure_quality(session, names, own.limit, own.output)
-    print(own.output)
+    put(own.output)
     return 0
 
 
@@ -172,7 +173,7 @@ def export(own: Namespace, words: list[str]) -> int:
         check_conversion(session, own.gguf)
     exported = make_stages(session, "export").export
     assert exported is not None
-    print(export_gguf(session, exported, own.gguf, own.gguf_type, own.gguf_pre) if own.gguf else exported)
+    put(export_gguf(session, exported, own.gguf, own.gguf_type, own.gguf_pre) if own.gguf else exported)
     return 0
 
 
@@ -211,7 +212,7 @@ def report(own: Namespace, words: list[str]) -> int:
             results, table, folder, export=export, price_per_hour=price, history=past, run=own_run, again=again
         )
         write_report(results, folder, decision, past)
-    print(folder / "report.html")
+    put(folder / "report.html")
     return gate.judge(paths)
 
 
@@ -237,7 +238,7 @@ def compare(own: Namespace, words: list[str]) -> int:
         write_text(own.output, comparison_markdown(found))
     Console().print(comparison_text(found))
     if own.output is not None:
-        print(own.output)
+        put(own.output)
     return judge_comparison(found) if own.fail_if_worse else 0
 
 
@@ -286,14 +287,14 @@ def plan(own: Namespace, words: list[str]) -> int:
     )
     found = planner.plan(recipe)
     if own.comment:
-        print(planning.comment(found))
+        put(planning.comment(found))
         return 0
     lines = [*planning.describe(found), *planning.engines(recipe, planner.target)]
     lines += [*planning.guesses(found.given, planner.asked), *shorter(found, planner.plan)]
     lines += planning.foresee(found, own.pilot)
-    print("\n".join([f"plan of {recipe.name}", *lines]))
+    put("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:
-        print("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
+        put("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
     return 0
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec
 
-from draftsmith.errors import UserError, first_line, shown_path, why_not
+from draftsmith.errors import UserError, first_line, printable, shown_path, why_not
 from draftsmith.train.stopping import INTERRUPTED, code_of
 
 P = ParamSpec("P")
@@ -53,10 +53,15 @@ def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
     return within
 
 
+def put(result: object) -> None:
+    """Print a result of a command to standard output, whose paths and names cannot command the terminal."""
+    print(printable(str(result)))
+
+
 def tell(sentence: str) -> None:
     """Print a sentence to standard error, if that can be written."""
     with suppress(OSError):  # the exit code has to do
-        print(f"draftsmith: {sentence}", file=sys.stderr, flush=True)
+        print(f"draftsmith: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 def explain(error: BaseException) -> str | None:

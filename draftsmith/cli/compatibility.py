@@ -3,8 +3,9 @@
 from dataclasses import replace
 from pathlib import Path
 
+from draftsmith.cli.boundary import put
 from draftsmith.cli.doctor import Check, table
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.tensors import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
@@ -45,7 +46,7 @@ def run_fit(head_folder: Path, target: str) -> int:
     made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
     differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
     lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
-    checks = [head, *lines]
+    checks = [replace(one, found=one_line(one.found), fix=one_line(one.fix)) for one in (head, *lines)]
     bad = [check.name for check in checks if check.state == "bad"]
     if len(unknown) == len(KINDS):
         verdict, code = f"Nothing is recorded that says whether {folder} fits {target}: measure it.", 1
@@ -53,7 +54,7 @@ def run_fit(head_folder: Path, target: str) -> int:
         verdict, code = f"{folder} was not made for {target} as it is now: {', '.join(bad)}.", 1
     else:
         verdict, code = f"{folder} fits {target}, as far as it is recorded.", 0
-    print(f"{table(checks)}\n{verdict}")
+    put(f"{table(checks)}\n{verdict}")
     return code
 
 

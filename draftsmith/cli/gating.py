@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.cli.boundary import tell
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.compare import Comparison
@@ -35,7 +36,7 @@ class Gate:
             write_junit(self.junit, checks)
         missed = [check for check in checks if not check.passed]
         for check in missed:
-            print(f"draftsmith: {check.message}", file=sys.stderr)
+            tell(check.message)
         if checks and not missed:
             print(f"gate: passed (checks: {len(checks)})", file=sys.stderr)
         return MISSED if missed else 0
@@ -69,5 +70,5 @@ def read_gate(own: Namespace) -> Gate:
 def judge_comparison(comparison: Comparison) -> int:
     """Print a line for every number that is worse beyond noise, return the exit code."""
     for sentence in comparison.worse:
-        print(f"draftsmith: {sentence}", file=sys.stderr)
+        tell(sentence)
     return MISSED if comparison.worse else 0

@@ -22,9 +22,10 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from draftsmith.data.conversations.templates import encode, render_text
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, one_line
 from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
@@ -219,7 +220,7 @@ def _table(scores: Sequence[dict[str, Any]]) -> Table:
             metric = one["metric"] if one["filter"] == "none" else f"{one['metric']}, {one['filter']}"
             place = tuple(one[key] for key in places)
             cells = (f"{one['temperature']:g}", one["task"], metric, one["prompts"], one["system"])
-            table.add_row(*map(str, cells), _shown(one), alone[place])
+            table.add_row(*(Text(one_line(str(cell))) for cell in cells), _shown(one), alone[place])
     return table
 
 

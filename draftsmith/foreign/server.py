@@ -17,7 +17,7 @@ from socket import socket
 from typing import Any, NoReturn, cast
 from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, Request, build_opener
 
-from draftsmith.errors import UserError, first_line, shown
+from draftsmith.errors import UserError, first_line, one_line
 from draftsmith.foreign.json import parse_json
 
 MOST_BYTES = 1 << 24
@@ -46,7 +46,9 @@ class ModelServer:
     def __init__(self, url: str, option: str) -> None:
         self.url, self._option = url.rstrip("/").removesuffix("/v1"), option
         if not re.fullmatch(r"https?://[^\s/@]+(/\S*)?", self.url):
-            raise UserError(f"{option} is {shown(url)}: give the address of a server, such as http://localhost:8000.")
+            raise UserError(
+                f"{option} is {one_line(url)}: give the address of a server, such as http://localhost:8000."
+            )
         self._opener = build_opener(_AsItIs, _Http, _Https)
 
     def get(self, path: str, absent: Sequence[int] = ()) -> bytes:
@@ -89,7 +91,7 @@ class ModelServer:
     def version(self, path: str, key: str, absent: Sequence[int] = ()) -> str | None:
         """Return how the server names its version under `key` of the object at `path`; None where its status is one of `absent`."""
         text = self.get(path, absent)
-        return shown(str(self.parse(text, path).get(key)), 40) if text else None
+        return one_line(str(self.parse(text, path).get(key)), 40) if text else None
 
     def find_model(self, names: Sequence[str], remedy: str) -> str:
         """Return by which of its names the server is asked for the model called one of `names`. remedy: how the user names a model
@@ -101,7 +103,7 @@ class ModelServer:
                 served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
         found = next((served[_last(name)] for name in names if _last(name) in served), None)
         if found is None:
-            serves = ", ".join(dict.fromkeys(shown(name, 90) for name in list(served.values())[:5]))
+            serves = ", ".join(dict.fromkeys(one_line(name, 90) for name in list(served.values())[:5]))
             raise UserError(
                 f"{self.url} serves {serves or 'no model'}{', ...' if len(served) > 5 else ''}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
                 f"same model under another name, {remedy}."
@@ -123,7 +125,7 @@ class ModelServer:
             raise
         except (OSError, HTTPException, ValueError) as error:  # the last for a host that is none
             reason = getattr(error, "reason", None)
-            why = shown(first_line(reason if isinstance(reason, Exception) else error))
+            why = one_line(first_line(reason if isinstance(reason, Exception) else error))
             raise ServerError(
                 f"{self.url}{path} does not answer ({why}): start the server, wait until it is ready, or correct {self._option}.",
                 again=True,
@@ -131,7 +133,7 @@ class ModelServer:
 
     def _explain_refusal(self, reply: HTTPResponse, path: str) -> NoReturn:
         if reply.status in range(300, 400):
-            place = shown(reply.headers.get("Location", "nowhere"))
+            place = one_line(reply.headers.get("Location", "nowhere"))
             raise ServerError(
                 f"{self.url} redirects {path} to {place}, and redirects are not followed: give {self._option} the address of the "
                 "server itself.",

@@ -15,7 +15,7 @@ from itertools import count, pairwise
 from threading import Barrier
 from typing import Any, NoReturn
 
-from draftsmith.errors import UserError, shown
+from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.server import ModelServer
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
@@ -198,7 +198,7 @@ class Server(ModelServer):
                     found[name] = math.nan
                 if not math.isfinite(found[name]):
                     raise UserError(
-                        f"{self.url} counts {shown(value, 40)} at /metrics as {name}, which is no number: start it again."
+                        f"{self.url} counts {one_line(value, 40)} at /metrics as {name}, which is no number: start it again."
                     )
         generated, rounds, drafted, *requests = found.values()
         return _Counters(generated, rounds, drafted, sum(requests))

@@ -6,13 +6,13 @@ from typing import Any
 
 from rich import box
 from rich.console import Group
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.errors import one_line, printable
 from draftsmith.eval.measure.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
 from draftsmith.eval.report.page_model import DASH, OVERALL
-from draftsmith.eval.report.report import markdown_cell
+from draftsmith.eval.report.report import markdown_cell, terminal_cell
 
 COLUMNS = ("slice", "metric", "old", "new", "change", "interval", "verdict")
 
@@ -33,23 +33,24 @@ _STYLES = {BETTER: "green", WORSE: "bold red", CHANGED: "yellow"}
 
 def comparison_text(comparison: Comparison) -> Group:
     """Return what a terminal shows: everything over all slices; of a slice tau, the speedup and what is beyond noise."""
-    parts: list[Text | Table] = [Text(f"old  {comparison.old}"), Text(f"new  {comparison.new}")]
-    parts += [Text(f"- {note}") for note in comparison.notes]
+    parts: list[Text | Table] = [Text(f"old  {one_line(comparison.old)}"), Text(f"new  {one_line(comparison.new)}")]
+    parts += [Text(f"- {printable(note)}") for note in comparison.notes]
     for one in comparison.drafters:
-        table = Table(title=f"\n{escape(one.name)}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = Table(
+            title=Text(f"\n{one_line(one.name)}"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
         for name in COLUMNS:
             number = name in COLUMNS[2:6]
             table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-        shown = [d for d in one.differences if _is_brief(d, one)]
-        for d in shown:
-            table.add_row(*map(escape, _cells(d)), style=_STYLES.get(d.verdict or ""))
+        for d in filter(lambda d: _is_brief(d, one), one.differences):
+            table.add_row(*map(terminal_cell, _cells(d)), style=_STYLES.get(d.verdict or ""))
         parts.append(table)
     return Group(*parts, Text(_summary(comparison)))
 
 
 def comparison_markdown(comparison: Comparison) -> str:
     """Return the whole comparison as Markdown."""
-    lines = ["# Comparison", "", f"- old: `{comparison.old}`", f"- new: `{comparison.new}`"]
+    lines = ["# Comparison", "", f"- old: {markdown_cell(comparison.old)}", f"- new: {markdown_cell(comparison.new)}"]
     lines += [f"- {markdown_cell(note)}" for note in comparison.notes]
     for one in comparison.drafters:
         rows = [_cells(d) for d in one.differences]

@@ -9,7 +9,9 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from xml.sax.saxutils import escape, quoteattr
+from xml.sax import saxutils
+
+from draftsmith.errors import printable
 
 NUM_COLOURS = 8
 
@@ -88,7 +90,7 @@ def _line(
         path.append(f"{pen}{_n(x(i))} {_n(y(value))}")
         pen = "L"
     points = [
-        f"<g>{marker(series.index, x(i), y(value))}<title>{escape(f'{series.label}, {labels[i]}: {show(value)}')}</title></g>"
+        f"<g>{marker(series.index, x(i), y(value))}<title>{_escape(f'{series.label}, {labels[i]}: {show(value)}')}</title></g>"
         for i, value in enumerate(series.values)
         if value is not None
     ]
@@ -145,7 +147,7 @@ def _bar(one: Bar, x: Callable[[float], float], y: float, height: int, left: flo
         )
         end = max(end, x(one.spread[1]))
     shapes.append(_text(end + 5, y + height - 3, show(one.value), "value"))
-    return f'<g class="s{one.index % NUM_COLOURS}"><title>{escape(f"{one.label}: {show(one.value)}")}</title>{"".join(shapes)}</g>'
+    return f'<g class="s{one.index % NUM_COLOURS}"><title>{_escape(f"{one.label}: {show(one.value)}")}</title>{"".join(shapes)}</g>'
 
 
 def stack_panel(
@@ -164,7 +166,7 @@ def stack_panel(
         for i, (name, value) in enumerate(zip(part_names, stack.values, strict=True)):
             parts.append(
                 f'<rect class="part{i}" x="{_n(x(start))}" y="{y}" width="{_n(max(x(start + value) - x(start), 0.0))}" '
-                f'height="{bar}"><title>{escape(f"{stack.label}, {name}: {show(value)}")}</title></rect>'
+                f'height="{bar}"><title>{_escape(f"{stack.label}, {name}: {show(value)}")}</title></rect>'
             )
             start += value
         parts.append(_text(x(start) + 5, y + bar - 4, show(start), "value"))
@@ -204,12 +206,12 @@ def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
 
 def _svg(width: float, height: float, alternative: str, parts: Sequence[str]) -> str:
     size = f'viewBox="0 0 {_n(width)} {_n(height)}"'
-    return f'<svg class="plot" {size} role="img" aria-label={quoteattr(alternative)}>{"".join(parts)}</svg>'
+    return f'<svg class="plot" {size} role="img" aria-label={saxutils.quoteattr(printable(alternative))}>{"".join(parts)}</svg>'
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str = "start", tooltip: str = "") -> str:
-    title = f"<title>{escape(tooltip)}</title>" if tooltip and tooltip != text else ""
-    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{escape(text)}{title}</text>'
+    title = f"<title>{_escape(tooltip)}</title>" if tooltip and tooltip != text else ""
+    return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{_escape(text)}{title}</text>'
 
 
 def _short(text: str, length: int) -> str:
@@ -230,3 +232,8 @@ def _brief(text: str) -> str:
 def _n(value: float) -> str:
     """A coordinate with at most one decimal, so that files are small and equal on every machine."""
     return f"{value:.1f}".removesuffix(".0")
+
+
+def _escape(text: str) -> str:
+    """Return text, some of it foreign, as it stands in SVG."""
+    return saxutils.escape(printable(text))

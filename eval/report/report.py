@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from rich.markup import escape
+from markupsafe import Markup
 from rich.table import Table as TerminalTable
+from rich.text import Text
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, one_line, printable
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.result import Piece, Result
 from draftsmith.eval.planner.decision import Decision
@@ -105,7 +106,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
         cells = {name: next((cell for cell in both[:2] if cell[:1].isdigit()), None) for name, both in rows.items()}
         taus = sorted((float(cell), name) for name, cell in cells.items() if cell)
         spread = " to ".join(f"{tau:.2f} {name}" for tau, name in (taus[0], taus[-1])) if len(taus) > 1 else ""
-        table.add_row(*map(escape, (label, *overall[:-1], spread)))
+        table.add_row(*map(terminal_cell, (label, *overall[:-1], spread)))
     return table
 
 
@@ -128,10 +129,12 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
     view = _view(results, decision, history)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
     sections = [make(view) for make in _SECTIONS]
-    loader = FileSystemLoader(_TEMPLATES)
+    loader, as_html = FileSystemLoader(_TEMPLATES), template.endswith(".html.jinja")
     environment = Environment(
         loader=loader,
-        autoescape=template.endswith(".html.jinja"),
+        autoescape=as_html,
+        # Whatever a template prints may hold names and texts of others: what is safe as it is says so.
+        finalize=_visible if as_html else markdown_cell,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -160,17 +163,29 @@ def _subtitle(view: View) -> str:
     return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
 
 
-def markdown_cell(text: str) -> str:
-    """Escape text for a line or a table cell of Markdown."""
-    text = re.sub(r"([\\`*\[\]|])", r"\\\1", text)
+def terminal_cell(text: str) -> Text:
+    """Return foreign text for a table cell of the terminal, of which nothing is read as colours or commands."""
+    return Text(one_line(text))
+
+
+def markdown_cell(text: Any) -> Markup:
+    """Escape foreign text for a line or a table cell of Markdown, which may be shown as HTML; what is Markdown already stays."""
+    if isinstance(text, Markup):
+        return text
+    text = re.sub(r"([\\`*\[\]|])", r"\\\1", printable(str(text)))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"\s+", " ", text)
+    return Markup(re.sub(r"\s+", " ", text))
 
 
-def plain(text: str) -> str:
+def plain(text: str) -> Markup:
     """Escape text for a line of HTML inside Markdown, where Markdown's own escapes would be shown as they are."""
-    escaped = re.sub(r"[\\`*\[\]|]", lambda found: f"&#{ord(found[0])};", html.escape(text))
-    return re.sub(r"\s+", " ", escaped)
+    escaped = re.sub(r"[\\`*\[\]|]", lambda found: f"&#{ord(found[0])};", html.escape(printable(text)))
+    return Markup(re.sub(r"\s+", " ", escaped))
+
+
+def _visible(value: Any) -> Any:
+    """Return a value of the page with what would not be seen of a text written out; jinja escapes it for HTML."""
+    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def told(round_: Sequence[Piece]) -> str:
@@ -181,11 +196,12 @@ def told(round_: Sequence[Piece]) -> str:
     return f"{drafted}; the target's own: {', '.join(map(repr, own))}" if own else drafted
 
 
-def fenced(text: str) -> str:
+def fenced(text: str) -> Markup:
     """Return text in a Markdown code block whose fence does not occur in it."""
+    text = printable(text)
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{text}\n{fence}"
+    return Markup(f"{fence}text\n{text}\n{fence}")
 
 
 def cut(sample: Sample) -> str:

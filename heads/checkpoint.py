@@ -104,6 +104,19 @@ def check_layer_sizes(
             )
 
 
+_NOT_COMPUTED = {
+    r"\.(kv_a_proj_with_mqa|kv_a_proj|kv_b_proj|kv_a_layernorm|q_a_proj|q_b_proj|q_a_layernorm)\b": "compresses its keys and values (MLA)",
+    r"self_attn\.[qk]_(norm|layernorm)\b": "normalises its queries and keys",
+    r"self_attn\.(sinks|gate_proj|g_proj)\b": "has sinks or gates in its attention",
+    r"\.(experts|shared_experts?|router)\.|\.mlp\.gate\.": "is a mixture of experts",
+    r"_feedforward_layernorm\b|\.(enorm|hnorm)\b|^(enorm|hnorm)\b": "has norms that EAGLE's layer has not",
+    r"_proj\.bias$": "has biases in its projections",
+    r"^token_map$": "drafts from a part of the vocabulary (token_map)",
+    r"(_scale(_inv)?|qweight|qzeros|weight_packed)$": "is quantized",
+}
+"""Tensors of layers that published heads have -> what such a head does."""
+
+
 def fill(
     head: DraftHead, tensors: Mapping[str, Tensor], source: Path, remedy: str = "export or train it again"
 ) -> None:
@@ -116,6 +129,12 @@ def fill(
     expected = head.state_dict()
     missing = [name for name in expected if name not in tensors and name != EMBEDDING]
     surplus = [name for name in tensors if name not in expected]
+    for name in surplus:
+        if what := next((words for pattern, words in _NOT_COMPUTED.items() if re.search(pattern, name)), None):
+            raise UserError(
+                f"{source} holds the tensor {name}: the head {what}, which is not computed here; serve it with the engine that it was "
+                "made for, or train one."
+            )
     if missing or surplus:
         what = f"lacks the tensor {missing[0]}" if missing else f"holds the unknown tensor {surplus[0]}"
         raise UserError(f"{source} {what}: it is incomplete or of another version; {remedy}.")

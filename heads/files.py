@@ -45,7 +45,16 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     if not os.path.lexists(file):
         raise UserError(f"{path} holds no head: the file {CONFIG} is missing; give the folder that training wrote.")
-    return read_object(file, "restore it or train again", infinite=True)
+    return unwrapped(read_object(file, "restore it or train again", infinite=True))
+
+
+def unwrapped(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a head's configuration, those of vLLM's EAGLE from inside the layer's."""
+    inner = config.pop("model", None) if config.get("model_type") == "eagle" else None
+    if not isinstance(inner, dict):
+        return config
+    # vLLM sets the outer keys in the layer's, and calls the bias of `fc` by another name.
+    return {**inner, "bias": bool(config.get("eagle_fc_bias")), **config}
 
 
 def explain_config(path: Path, what: str, remedy: str) -> AbstractContextManager[None]:

@@ -30,6 +30,7 @@ from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import default_layout, engines_notice, find_layout, layouts_of
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.target.architecture import check_causal
+from draftsmith.heads.target.config import read_model_config
 from draftsmith.heads.target.pretrained import load_config
 from draftsmith.heads.target.shape import TargetShape, shape_of
 from draftsmith.heads.target.target import check_layer_ids
@@ -256,6 +257,8 @@ def read_target(recipe: Recipe) -> PlannedTarget:
     """Return what the config of the recipe's target says."""
     spec, path = recipe.target, _at_hand(recipe)
     refuse_head(path)
+    if Path(path).is_dir() and not spec.trust_remote_code:
+        read_model_config(Path(path), "the target")
     config = load_config(path, spec.trust_remote_code)
     check_causal(recipe.target.path, config, spec.trust_remote_code)
     named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")

@@ -27,7 +27,7 @@ class TargetSpec:
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:1`, ...; `auto` takes a GPU if there is one."""
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
-    """Attention code of transformers."""
+    """Attention code of transformers; eager is taken by itself where a model has no other."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint."""
 

@@ -3,6 +3,7 @@
 Shapes: V target vocab, W draft vocab.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,33 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes
                 f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
                 "for another target; give the one that it was made for."
             )
+    _check_layer(path, config)
     layers = config.get("num_hidden_layers", 1)
     if type(layers) is not int or layers < 1 or (layers > 1 and not shapes):
         least = "a head has at least one" if shapes else "an EAGLE head has one"
         raise UserError(
             f"{path / CONFIG} says num_hidden_layers {layers!r}, but {least} decoder layer: give the folder of such a head."
         )
+
+
+def _check_layer(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError for an attention that Llama's layer does not compute, which names of tensors need not tell."""
+    ropes = [
+        config,
+        *(rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := config.get(key), dict)),
+    ]
+    found = {key: rope[key] for rope in ropes for key in _PARTIAL if rope.get(key) not in (None, 1)}
+    what = next((f"turns a part of each head by position ({key} {value!r})" for key, value in found.items()), None)
+    if config.get("kv_lora_rank"):
+        what = f"compresses its keys and values (MLA, kv_lora_rank {config['kv_lora_rank']!r})"
+    if what is not None:
+        raise UserError(
+            f"{path / CONFIG} describes a head that {what}, which is not computed here: serve it with the engine that it was made "
+            "for, or train one."
+        )
+
+
+_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 
 def read_layer(config: Mapping[str, Any]) -> LlamaConfig:
@@ -56,11 +78,11 @@ def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str,
 
     Raises UserError where two have the same name, and for quantized ones (d2t and t2d are no weights).
     """
-    plain = {name.removeprefix("model."): value for name, value in tensors.items()}
+    plain = {re.sub(r"^(model\.)+", "", name): value for name, value in tensors.items()}
     if len(plain) < len(tensors):
         raise UserError(f"{file} holds a tensor twice, with and without the prefix `model.`: fetch the head again.")
     for name, value in plain.items():
-        if not value.is_floating_point() and name not in ("d2t", "t2d"):
+        if not value.is_floating_point() and name not in ("d2t", "t2d", "token_map"):
             raise UserError(f"{file} holds {name} as {value.dtype}: give a head that is not quantized.")
     if EMBEDDING in plain and borrows_embedding(plain[EMBEDDING], target):
         del plain[EMBEDDING]

@@ -13,7 +13,7 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_checkpoint
-from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_names, weights_file
+from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_names, unwrapped, weights_file
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.record import RECORD, TUNED, check_made_for
 from draftsmith.heads.registry import is_known, methods, served_method
@@ -148,7 +148,7 @@ def is_head_config(file: Path) -> bool:
     Names of tensors are read where the configuration has one layer only, since a head has no more.
     """
     try:
-        config = read_object(file) if file.is_file() else {}
+        config = unwrapped(read_object(file)) if file.is_file() else {}
         if (recorded := _of_record(file.parent)) is not None:
             return not recorded.whole
         known = None if config.get("num_hidden_layers") == 1 else frozenset[str]()

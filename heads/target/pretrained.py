@@ -14,7 +14,7 @@ from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.target.architecture import attention_of, check_causal, check_layer_types
 from draftsmith.heads.target.attention import GROUPED
 from draftsmith.heads.target.config import check_weights, read_model_config
-from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, weight_files
+from draftsmith.heads.target.files import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.heads.target.taken import check_quantization, check_taken, how_to_read
 
@@ -53,6 +53,7 @@ def open_model(
     check_causal(path, config, trust_remote_code)
     directory = weights_directory(place)
     spans = read_directory(directory)
+    read_eos_ids(directory)  # transformers takes whatever stands there
     if not trust_remote_code:  # whose sizes may be called anything
         check_weights(config, spans, directory / "config.json")
     quantized, attention = check_quantization(path, config), attention_of(config, attn_implementation)

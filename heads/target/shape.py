@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.target.target import context_of
 
 
@@ -91,13 +92,8 @@ class TargetShape:
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:
     """Read the dimensions of a transformers config; parameters are counted on a model without memory (meta device)."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise UserError(
-            f"No model can be built from the target's config ({' '.join(str(error).split())[:150]}): check its path."
-        ) from error
+    with foreign_code("No model can be built from the target's config", "check its path"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     return shape_of_model(model, itemsize)
 
 

@@ -329,6 +329,11 @@ def load_target(
         say(opened.beside)
     directory = opened.directory
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
+    if odd := [one for one in target.eos_ids if not 0 <= one < target.vocab_size]:
+        raise UserError(
+            f"The target {path} ends its answers with the token {odd[0]}, but it has tokens 0 to {target.vocab_size - 1}: mend "
+            "eos_token_id in its generation_config.json or config.json."
+        )
     check_target(target)
     pack_linears(target.model)
     fuse_norms(target.model)

@@ -65,6 +65,16 @@ def _swap_offsets(entries: dict[str, Any]) -> None:
     two["shape"], two["dtype"] = one["shape"], one["dtype"]
 
 
+def _only_config(**changes: Any) -> Any:
+    """Change config.json, beside no generation_config.json, which goes before it."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "generation_config.json").unlink()
+        edit_json(CONFIG, **changes)(folder)
+
+    return spoil
+
+
 def _index(weight_map: Any) -> Any:
     def spoil(folder: Path) -> None:
         (folder / WEIGHTS).rename(folder / "model-00001-of-00001.safetensors")
@@ -122,6 +132,13 @@ _CONFIGS = (
     config("architectures-text", architectures="LlamaForCausalLM"),
     config("architectures-numbers", architectures=[1]),
     config("eos-text", eos_token_id="two"),
+    *(config(f"eos-{value!r}", eos_token_id=value) for value in ([[2]], [2, "x"], 2.5, True)),
+    Case("config-eos-beyond", _only_config(eos_token_id=160), ("eos_token_id", "token 160")),
+    Case("config-eos-below", _only_config(eos_token_id=-1), ("eos_token_id", "token -1")),
+    *(
+        Case(f"generation-eos-{value!r}", edit_json("generation_config.json", eos_token_id=value), ("eos_token_id",))
+        for value in ("two", -1, 160, 10**9, [[2]], [2, [3]], [2, "x"], [2, 200], {"a": 1}, True, [None])
+    ),
     config("eos-object", eos_token_id={"id": 2}),
     config("tie-text", tie_word_embeddings="yes"),
     config("text_config-list", text_config=[]),

@@ -26,10 +26,11 @@ from draftsmith.heads.target.target import Target
 from draftsmith.plan import figures
 from draftsmith.plan.evaluation import EvaluationPlan
 from draftsmith.plan.figures import DEVICES, Device, device_here, find_device
-from draftsmith.plan.plan import Plan, assume, describe, make_plan, stages_of, total_seconds
+from draftsmith.plan.plan import Plan, assume, describe, make_plan, read_target, stages_of, total_seconds
+from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
 from draftsmith.train.schedule import Schedule
-from tests.models import tiny_model
+from tests.models import save_tiny_target, tiny_model
 
 PROMPT, ANSWER, SAMPLES = 10, 14, 12
 
@@ -388,3 +389,27 @@ def test_every_device_has_a_plan() -> None:
     made = plan(target())
     for device in DEVICES.values():
         assert device.name in describe(replace(made, given=replace(made.given, device=device)))[1]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 10**6},
+        {"head_dim": 0},
+        {"vocab_size": 0},
+        {"hidden_size": 10**30},
+        {"pad_token_id": 10**6},
+        {"hidden_act": ""},
+        {"rope_parameters": {"rope_type": "longrope", "original_max_position_embeddings": 0}},
+    ],
+)
+def test_a_configuration_of_no_model(changed: dict[str, Any], tmp_path: Path) -> None:
+    path = save_tiny_target(tmp_path, "llama", num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    with pytest.raises(UserError) as info:
+        read_target(parse_recipe(["--name", "x", "--method", "medusa", "--target.path", path]))
+    assert "\n" not in str(info.value)

@@ -15,9 +15,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import model_directory, save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import explain_config
-from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.target.identity import TargetIdentity, compare
-from tests.exports import make_eagle3, make_medusa, make_target
+from tests.exports import folded_state, make_dflash, make_eagle1, make_eagle3, make_medusa, make_target
 
 WEIGHTS = "model.safetensors"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -31,6 +31,15 @@ def cast(name: str, dtype: torch.dtype) -> Change:
     return lambda config, tensors: tensors.update({name: tensors[name].to(dtype)})
 
 
+def renamed(old: str, new: str) -> Change:
+    return lambda config, tensors: tensors.update({new: tensors.pop(old)})
+
+
+def also(name: str, config: dict[str, Any] | None = None) -> Change:
+    return lambda keys, tensors: (keys.update(config or {}), tensors.update({name: torch.ones(16)}))
+
+
+ATTENTION = "midlayer.self_attn."
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 # What is damaged: the layout ("native" for a checkpoint), the change, what is said of it.
 CASES: dict[str, tuple[str, Change, str]] = {
@@ -53,6 +62,39 @@ CASES: dict[str, tuple[str, Change, str]] = {
     ),
     "the text false": ("eagle3", keys(norm_output="false"), "norm_output 'false': write true or false"),
     "a nested switch": ("eagle3", keys(eagle_config={"norm_before_fc": "no"}), "norm_before_fc 'no'"),
+    "MLA": (
+        "eagle3",
+        renamed(f"{ATTENTION}k_proj.weight", f"{ATTENTION}kv_a_proj_with_mqa.weight"),
+        "(MLA), which is not",
+    ),
+    "MLA by its keys": ("eagle1", keys(kv_lora_rank=16), "(MLA, kv_lora_rank 16), which is not computed here"),
+    "norms of queries": ("eagle3", also(f"{ATTENTION}q_norm.weight"), "normalises its queries and keys, which is not"),
+    "norms of keys": ("eagle1", also("layers.0.self_attn.k_norm.weight"), "normalises its queries and keys"),
+    "a mixture of experts": ("eagle3", also("midlayer.mlp.experts.0.up_proj.weight"), "is a mixture of experts"),
+    "sinks": ("eagle3", also(f"{ATTENTION}sinks"), "has sinks or gates in its attention"),
+    "biases": ("eagle3", also(f"{ATTENTION}q_proj.bias"), "has biases in its projections"),
+    "norms around fc": ("eagle1", also("enorm.weight"), "has norms that EAGLE's layer has not"),
+    "vLLM's part of the vocabulary": (
+        "eagle1",
+        lambda config, tensors: tensors.update(token_map=torch.arange(9)),
+        "drafts from a part of the vocabulary (token_map)",
+    ),
+    "float8": ("eagle3", also(f"{ATTENTION}q_proj.weight_scale"), "is quantized, which is not computed here"),
+    "a part of each head": (
+        "eagle3",
+        keys(partial_rotary_factor=0.5),
+        "(partial_rotary_factor 0.5), which is not computed",
+    ),
+    "a part of each head in rope_parameters": (
+        "eagle1",
+        lambda config, tensors: config["rope_parameters"].update(partial_rotary_factor=0.25),
+        "a part of each head by position (partial_rotary_factor 0.25)",
+    ),
+    "a part of each head of a block": (
+        "dflash",
+        keys(partial_rotary_factor=0.5),
+        "(partial_rotary_factor 0.5), which is not",
+    ),
     "sizes as texts": ("eagle3", keys(vocab_size="160"), "says vocab_size '160'"),
 }
 
@@ -61,7 +103,7 @@ CASES: dict[str, tuple[str, Change, str]] = {
 def test_one_sentence(case: str, tmp_path: Path) -> None:
     layout, change, said = CASES[case]
     target = make_target()
-    head = make_medusa(target) if layout.startswith("medusa") else make_eagle3(target)
+    head = {"medusa_vllm": make_medusa, "eagle1": make_eagle1, "dflash": make_dflash}.get(layout, make_eagle3)(target)
     if layout == "native":
         save_head(head, tmp_path / "head", target)
     else:
@@ -78,6 +120,7 @@ def test_one_sentence(case: str, tmp_path: Path) -> None:
         load_head(tmp_path / "head", target)
     assert said in str(raised.value)
     assert str(raised.value).endswith(".")
+    assert "not computed here" not in said or "fetch" not in str(raised.value)
 
 
 def test_a_record_that_is_none(tmp_path: Path) -> None:
@@ -138,3 +181,24 @@ def test_a_head_with_a_draft_vocabulary_of_a_target_with_a_large_one_loads(tmp_p
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="vocab_size is 5001"):
         load_head(tmp_path / "head", target)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_vllms_wrapped_eagle_is_read(biased: bool, tmp_path: Path) -> None:
+    """`EAGLEConfig` keeps the layer's keys under `model`, and its files begin every name with `model.` once more."""
+    target = make_target()
+    head = make_eagle1(target, qkv_bias=biased)
+    export_head(head, target, tmp_path / "head", layout="eagle1", dtype="float32")
+    (tmp_path / "head" / "draftsmith.json").unlink()
+    file = tmp_path / "head" / "config.json"
+    inner, tensors = json.loads(file.read_text()), load_file(tmp_path / "head" / WEIGHTS)
+    outer = {"model_type": "eagle", "architectures": ["EAGLEModel"], "truncated_vocab_size": inner["vocab_size"]}
+    file.write_text(json.dumps({**outer, "eagle_fc_bias": False, "model": inner}))
+    names = {name: name if name.startswith("fc.") else f"model.model.{name}" for name in tensors}
+    save_file({names[name]: value for name, value in tensors.items()}, tmp_path / "head" / WEIGHTS)
+    again = load_head(tmp_path / "head", target)
+    assert again.method == "eagle1"
+    ours, theirs = folded_state(head, again), again.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert is_head_config(file)

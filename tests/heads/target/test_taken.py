@@ -197,9 +197,19 @@ def test_what_a_class_leaves_on_purpose_is_named_too(tmp_path: Path, capsys: pyt
             assert f"MTP layers: {name}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.embeddings.position_ids"])
-def test_tables_of_earlier_versions_are_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    load_target(spoiled(tmp_path, lambda tensors: tensors | {name: torch.ones(3)}))
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(8)),
+        ("model.embeddings.position_ids", torch.arange(3)),
+        ("model.layers.0.self_attn.bias", torch.ones(1, 1, 8, 8).bool()),
+        ("model.layers.0.self_attn.masked_bias", torch.tensor(-1e9)),
+    ],
+)
+def test_tables_of_earlier_versions_are_nothing(
+    name: str, value: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_target(spoiled(tmp_path, lambda tensors: tensors | {name: value}))
     assert "is used without" not in capsys.readouterr().err
 
 

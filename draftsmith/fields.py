@@ -115,7 +115,8 @@ def _check_value(value: Any, key: str, allowed: Range | None, nullable: bool) ->
             require(ordered, key, value, "name at least one, each once and in ascending order")
         inside = value.items() if isinstance(value, dict) else ((None, item) for item in value)
         for name, item in inside:
-            if isinstance(name, str):
+            require(name is None or isinstance(name, str), f"a key of {key}", name, "it is no text: put it in quotes")
+            if name is not None:
                 _check_value(name, f"a key of {key}", None, False)
             _check_value(item, key if name is None else f"{key}.{name}", allowed, False)
     elif allowed is not None and value is not None and not isinstance(value, bool):

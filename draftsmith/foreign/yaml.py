@@ -43,6 +43,8 @@ def parse_yaml(text: str, path: Path | str, remedy: str) -> Any:
         raise UserError(f"{path} is nested deeper than {MOST_LEVELS} levels: {remedy}.") from error
     except (yaml.YAMLError, ValueError, OverflowError, TypeError) as error:
         raise UserError(f"{path} holds a value that cannot be read ({first_line(error)}): {remedy}.") from error
+    except (LookupError, AttributeError) as error:  # of the library's readers of `!!bool x` and `!!timestamp x`
+        raise UserError(f"{path} holds a value that is not what its tag says: {remedy}.") from error
 
 
 def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:

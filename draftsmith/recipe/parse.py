@@ -50,6 +50,8 @@ _ITEMS: dict[str, type] = {"evaluate.drafts": DraftSpec, "evaluate.baselines": B
 
 MOST_VALUE = 2**16
 """The most characters of one value."""
+MOST_SHOWN = 80
+"""The most characters of a key or value that a sentence shows."""
 
 _EXAMPLES = {"evaluate.drafts": "[{tree: chain}]", "evaluate.baselines": "[{kind: prompt_lookup}]"}
 
@@ -99,20 +101,26 @@ def _parser_of(method: str, head: type, names: tuple[str, ...], prog: str, descr
 def load_yaml(path: str) -> dict[str, Any]:
     """Read a recipe file as a mapping. Raises UserError where it is missing, no YAML, not a mapping, or names a key twice."""
     content = read_yaml(find_file(path), "mend it, or name one of those that `draftsmith recipes` lists")
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+    if not isinstance(content, dict):
         raise UserError(f"The recipe {path} is not a mapping of keys: `draftsmith recipes eagle3/tiny` shows the form.")
     _check_texts(content, "", path)
     return content
 
 
 def _check_texts(value: Any, key: str, place: str) -> None:
-    """Raise UserError for a text of a recipe or an override that is more than its parser, which takes texts for YAML, can read."""
+    """Raise UserError for a value of a recipe or an override that JSON does not have, such as a date or a key that is no text, and for
+    a text that is more than its parser, which takes texts for YAML, can read."""
     if isinstance(value, dict):
         for name, item in value.items():
-            _check_texts(item, f"{key}.{name}" if key else str(name), place)
+            if not isinstance(name, str):
+                where = f"{key} holds" if key else "it has"
+                raise UserError(f"{place}: {where} the key {shown(name)}, which is no text: put it in quotes.")
+            _check_texts(item, f"{key}.{name}"[-MOST_SHOWN:] if key else name[:MOST_SHOWN], place)
     elif isinstance(value, list):
         for item in value:
             _check_texts(item, key, place)
+    elif not isinstance(value, str | int | float | None):
+        raise UserError(f"{place}: {key} is a {type(value).__name__} ({shown(value)}): put it in quotes for a text.")
     elif isinstance(value, str):
         if len(value) > MOST_VALUE or "\0" in value:
             what = "holds a NUL character" if "\0" in value else f"has more than {MOST_VALUE} characters"
@@ -151,7 +159,7 @@ def parse_recipe(
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = method_names()
     if method not in names:
-        raise UserError(f"method is {method!r}: the drafters are {', '.join(names)}.")
+        raise UserError(f"method is {shown(method)}: the drafters are {', '.join(names)}.")
     if {"-h", "--help"} & set(argv):
         print(recipe_parser(method, prog, description, options).format_help(), end="")
         raise SystemExit(0)
@@ -180,7 +188,7 @@ def _tidy(where: str, content: dict[str, Any], hints: Mapping[str, Any], group: 
             continue
         if is_dataclass(hint):
             if not isinstance(value, dict):
-                raise UserError(f"{where}{name} is {value!r}, but it is a section: indent its keys below.")
+                raise UserError(f"{where}{name} is {shown(value)}, but it is a section: indent its keys below.")
             kept[key] = _tidy(where, value, get_type_hints(hint), f"{name}.")
             continue
         if value is None and hint not in (None, Any) and type(None) not in get_args(hint):
@@ -192,7 +200,7 @@ def _tidy(where: str, content: dict[str, Any], hints: Mapping[str, Any], group: 
 
 
 def _no_mapping(key: str, item: Any) -> str:
-    return f"{key} holds {item!r}, which is no mapping: write {_EXAMPLES[key]}."
+    return f"{key} holds {shown(item)}, which is no mapping: write {_EXAMPLES[key]}."
 
 
 def _option(argv: list[str], name: str) -> str | None:
@@ -215,22 +223,26 @@ def _sentence(message: str, parser: ArgumentParser, options: Sequence[Option] = 
     text = re.sub(r'Parser key "([\w.]+)": Parser key "([\w.]+)": Expected', r'Parser key "\1.\2": Expected', text)
     section = re.match(r'Parser key "([\w.]+)": Unable to load config \W(.*?)\W - ', text)
     if section:
-        return f"{section[1]} is {section[2]!r}, but it is a section: set its keys, as in --{section[1]}.KEY VALUE."
+        return (
+            f"{section[1]} is {shown(section[2])}, but it is a section: set its keys, as in --{section[1]}.KEY VALUE."
+        )
     mapping = re.fullmatch(r'Parser key "([\w.]+?)(?:\[\d+\])?": .*Expected a dot import path string: (.*)', text)
     if mapping and mapping[1] in _EXAMPLES:
         return _no_mapping(mapping[1], mapping[2])
-    wrong = re.fullmatch(r'Parser key "([\w.]+)": Expected a (.+?)\. Got value: (.*)', text)
-    wrong = wrong or re.fullmatch(r'Parser key "([\w.]+)": .*Subtypes: \[(.+?)\] Errors: .*Given value: (.*)', text)
+    wrong = re.fullmatch(r'Parser key "([\w.]+)": Expected a (.+?)\. Got value: ?(.*)', text)
+    wrong = wrong or re.fullmatch(r'Parser key "([\w.]+)": .*Subtypes: \[(.+?)\] Errors: .*Given value: ?(.*)', text)
     if wrong:
         key, kind, value = wrong.groups()
         kind = kind.replace(", <class 'NoneType'>", " or null")
         kind = re.sub(r"<class '(\w+)'>", lambda match: _KINDS.get(match[1], match[1]), kind)
         kind = re.sub(r"list\[(\w+)\]", lambda match: f"a list of {_PLURALS.get(match[1], match[1])}", kind)
-        text = f"{key} is {value!r}, which is not {kind.replace('typing.Literal', 'one of ')}"
+        text = f"{key} is {shown(value)}, which is not {kind.replace('typing.Literal', 'one of ')}"
     item = re.match(rf"Parser key \"({'|'.join(_ITEMS)})(?:\[\d+\])?\".*?: .*?Option '([\w.]+)' is not accepted", text)
     if item:
         keys = [f.name for f in fields(_ITEMS[item[1]])]
-        return f"{item[1]} has no key {item[2]}{did_you_mean(item[2], keys)}: its keys are {', '.join(keys)}."
+        return (
+            f"{item[1]} has no key {item[2][:MOST_SHOWN]}{did_you_mean(item[2], keys)}: its keys are {', '.join(keys)}."
+        )
     group = re.fullmatch(r"Group '([\w.]+)' does not accept option '([\w.]+)'", text)
     unknown = re.match(r"(?:unrecognized arguments: --|Option ')([\w.-]+)", text)
     if group or unknown:
@@ -239,5 +251,5 @@ def _sentence(message: str, parser: ArgumentParser, options: Sequence[Option] = 
         inside = next((f" (did you mean {name}?)" for name in keys if name.endswith(f".{key}")), "")
         meant = did_you_mean(key, keys, cutoff=0.7) or inside
         command = f"`{parser.prog} --method {parser.get_default('method')} --help`"
-        return f"there is no key {key}{meant}: {command} lists every key."
-    return text + "; see --help for every key and its type."
+        return f"there is no key {key[:MOST_SHOWN]}{meant}: {command} lists every key."
+    return f"{text[:400]}; see --help for every key and its type."

@@ -1,6 +1,7 @@
 """What every table of bad inputs is made of: a good input, ways to spoil it, and the product's own reader."""
 
 import json
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,3 +126,11 @@ def edit_tensors(file: str, change: Callable[[dict[str, torch.Tensor]], object])
 def nested(levels: int) -> str:
     """Return JSON of lists in lists."""
     return "[" * levels + "]" * levels
+
+
+def check_sentence(text: str) -> None:
+    """Assert that a text is one sentence for a user: a line, not long, and no words of a traceback."""
+    assert "\n" not in text, text
+    assert text.endswith("."), text
+    assert len(text) < 900, text
+    assert not re.search(r"Traceback|object at 0x|<class |\bError\(|NoneType|_io\.|site-packages", text), text

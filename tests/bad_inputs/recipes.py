@@ -68,8 +68,20 @@ _FILES = (
     text("bad-date", "name: 2020-13-45\n"),
     text("list-as-key", "? [a, b]\n: 1\n"),
     text("object-as-key", "? {a: b}\n: 1\n"),
-    text("number-as-key", "1: 2\n"),
-    text("null-as-key", "~: 2\n"),
+    text("number-as-key", "1: 2\n", "key 1"),
+    text("truth-as-key", "true: 2\n", "key True"),
+    text("number-as-key-inside", "train:\n  1: 2\n", "train", "key 1"),
+    text("date-as-key", "2020-01-01: 2\n", "2020"),
+    text("date", "name: 2020-01-01\n", "name", "date"),
+    text("time-inside", "data:\n  template: {today: 2020-01-01 10:00:00}\n", "today", "date"),
+    text("bytes", "name: !!binary aGk=\n", "name", "bytes"),
+    text("set", "name: !!set {a, b}\n", "name", "set"),
+    *(
+        text(f"tag-{tag}", f"name: !!{tag} x\n")
+        for tag in ("bool", "timestamp", "int", "float", "binary", "null", "omap")
+    ),
+    text("tag-in-a-text", "name: '!!bool x'\n"),
+    text("null-as-key", "~: 2\n", "key None"),
     text("two-documents", "name: a\n---\nname: b\n"),
     text("huge", "# " + "x" * 2**21, "MiB"),
     Case("file-missing", remove(FILE), (FILE,)),

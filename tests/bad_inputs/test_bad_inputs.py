@@ -3,7 +3,6 @@
 import importlib
 import os
 import pkgutil
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 import tests.bad_inputs
 from draftsmith.errors import UserError
-from tests.bad_inputs.cases import Case, Table
+from tests.bad_inputs.cases import Case, Table, check_sentence
 
 pytestmark = pytest.mark.full
 
@@ -45,14 +44,6 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
         state = path.lstat()
         found[str(path.relative_to(folder))] = (state.st_size, state.st_mtime_ns)
     return found
-
-
-def check_sentence(text: str) -> None:
-    """Assert that a text is one sentence for a user: a line, not long, and no words of a traceback."""
-    assert "\n" not in text, text
-    assert text.endswith("."), text
-    assert len(text) < 900, text
-    assert not re.search(r"Traceback|object at 0x|<class |\bError\(|NoneType|_io\.|site-packages", text), text
 
 
 def test_there_are_many() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from draftsmith.cli.boundary import at_boundary
 from draftsmith.cli.main import main
-from tests.bad_inputs.test_bad_inputs import check_sentence
+from tests.bad_inputs.cases import check_sentence
 
 DRAFTSMITH = f"{sys.executable} -m draftsmith.cli.main"
 

@@ -25,6 +25,8 @@ _NUMBERED = re.compile(r"\(os error (\d+)\)")
 _UNNUMBERED = ("No space left on device", "Disk quota exceeded", "file write failed", "unexpected pos", "iostream")
 ELSEWHERE = "--output_dir (report and search-tree: --output)"
 """What says where a command writes, where a sentence has to name it."""
+EARLIER = ".earlier"
+"""The folder in which `earlier` keeps things."""
 _TEMPORARY = re.compile(r"\..+\.draftsmith-[0-9a-f]{12}\.(tmp|old)")
 """The names of what is being written or replaced; no other program's files have them."""
 
@@ -189,6 +191,27 @@ def sweep(folder: Path, levels: int = 2) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it; nothing where nothing is."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def earlier(path: Path) -> Path:
+    """Return where an earlier version of `path` is kept while it is made again: on the same disk, in a folder beside it."""
+    return path.parent / EARLIER / path.name
+
+
+def move(path: Path, to: Path) -> None:
+    """Give a file or folder another name on the same disk, in place of what is there."""
+    with explain_os_error(to):
+        to.parent.mkdir(exist_ok=True)
+        remove(to)
+        path.rename(to)
 
 
 def flush(path: Path) -> None:

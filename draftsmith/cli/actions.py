@@ -32,10 +32,9 @@ from draftsmith.stages.data import samples_at_hand
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.evaluation import costs_table, served_costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
-from draftsmith.stages.pipeline import make_stages
+from draftsmith.stages.pipeline import check_redo, make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import preflight
-from draftsmith.stages.run import check_redo
 from draftsmith.stages.session import Session
 from draftsmith.stages.tree_search import search_tree
 from draftsmith.train.stopping import LAUNCHED

@@ -117,13 +117,12 @@ def train(session: Session, launch: Launch, words: list[str]) -> bool:
         _await_machine_0(launch)
     else:
         make_stages(session, "extract")
-        if "train" in session.redo:
-            session.run.clear("train")
-            session.redo.discard("train")
     session.drop_target()
     folder, script = session.recipe.run_dir / "train", find_script(session.recipe.method)
-    options = [str(folder), "--quiet", "--config_file", launch.config, str(script), *words]
-    code = _run([sys.executable, "-m", "draftsmith.cli.launcher", *options], launch.processes)
+    redo = ["--redo", "train"] if "train" in session.redo else []
+    options = [str(folder), "--quiet", "--config_file", launch.config, str(script), *words, *redo]
+    session.redo.discard("train")
+    code = run_launcher(options, launch.processes)
     if code:
         raise SystemExit(code)
     if launch.machine:
@@ -131,8 +130,8 @@ def train(session: Session, launch: Launch, words: list[str]) -> bool:
     return not launch.machine
 
 
-def _run(command: list[str], processes: int) -> int:
-    """Run the launcher until it ends, and return its exit code; signals are handed on to it."""
+def run_launcher(words: list[str], processes: int) -> int:
+    """Run draftsmith/cli/launcher.py until it ends, and return its exit code; signals are handed on to it. words: its own."""
     asked: list[int] = []
 
     def hand_on(number: int, _: object) -> None:
@@ -142,7 +141,9 @@ def _run(command: list[str], processes: int) -> int:
     # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        process = subprocess.Popen(command, env=os.environ | {LAUNCHED: str(processes)} | said())
+        # No module of the working folder, nor of the script's, stands for one that is installed.
+        environ = os.environ | {LAUNCHED: str(processes), "PYTHONSAFEPATH": "1"} | said()
+        process = subprocess.Popen([sys.executable, "-m", "draftsmith.cli.launcher", *words], env=environ)
         # The terminal sends Ctrl-C to all of them.
         signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
         with on_signals(hand_on, ENDING):

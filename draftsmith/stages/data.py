@@ -14,7 +14,7 @@ from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.kept import keep as keep_features
-from draftsmith.data.features.store import FeatureSource, FeatureStore
+from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
@@ -122,7 +122,7 @@ def _grow(
             f"--output_dir, with --data_dir {run.path} to add to the {stage} there, or make it again with `draftsmith train "
             "--redo train`."
         )
-    run.set_aside(stage, inputs, lambda: keep(path))
+    run.grow(stage, inputs, lambda: keep(path))
     say(f"{stage}: those of conversations that are still in the data are kept")
 
 
@@ -206,6 +206,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         seconds = time.perf_counter() - started
         tokens = sum(len(s.ids) for s in samples)
         size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+        read_index(path)  # before earlier ones are removed
         session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
         say(f"features: {tokens} tokens, {resumed}in {seconds:.0f} s, {path}")
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)

@@ -1,7 +1,7 @@
 """The order of the stages: answers -> features -> train -> evaluate or simulate -> export."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,17 +10,29 @@ from draftsmith.data.features.store import FeatureSource
 from draftsmith.errors import UserError
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.progress import say
+from draftsmith.recipe.record import STAGES
+from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import answers_stage, features_stage, load_samples
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
-from draftsmith.stages.run import COMMAND_STAGES
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.meeting import meeting
 from draftsmith.train.stopping import LAUNCHED
 from draftsmith.train.world import world
+
+COMMAND_STAGES = {
+    "run": ("answers", "features", "train", "evaluate", "export"),
+    "regenerate": ("answers",),
+    "extract": ("answers", "features"),
+    "train": ("answers", "features", "train"),
+    "evaluate": ("evaluate",),
+    "evaluate --no-decode": ("simulate",),
+    "export": ("export",),
+}
+"""The stages that commands make where they are missing."""
 
 
 @dataclass
@@ -43,6 +55,13 @@ class Made:
 def make_stages(session: Session, command: str, show: Callable[[list[Path]], None] = lambda results: None) -> Made:
     """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused. show:
     receives the result files as soon as they are written."""
+    try:
+        return _make_stages(session, command, show)
+    finally:
+        session.put_back()  # what --redo set aside for a stage that came to nothing
+
+
+def _make_stages(session: Session, command: str, show: Callable[[list[Path]], None]) -> Made:
     stages, made, start = COMMAND_STAGES[command], Made(), None
     if met := meeting():
         met.check_shared("--output_dir", session.recipe.run_dir)
@@ -80,3 +99,17 @@ def _track(session: Session) -> None:
         track_results(session.recipe)
     except UserError as error:
         say(f"warning: {error} The results are in {session.recipe.run_dir}; the next export or evaluation tries again.")
+
+
+def check_redo(names: Sequence[str], command: str, recipe: Recipe) -> None:
+    """Refuse to remove what is no stage, and what `draftsmith COMMAND` would not make again with this recipe."""
+    absent = {"answers": not recipe.answers.regenerate, "features": recipe.features.source == "online"}
+    made = [stage for stage in COMMAND_STAGES.get(command, ()) if not absent.get(stage)]
+    for name in names:
+        if name not in STAGES:
+            raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")
+        if name not in made:
+            others = f"only {', '.join(made)}" if made else "nor any other"
+            raise UserError(
+                f"--redo {name}: `draftsmith {command}` does not make that stage here, {others}: leave --redo {name} out."
+            )

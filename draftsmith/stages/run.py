@@ -3,25 +3,25 @@
 runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  export/
 """
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from draftsmith.errors import UserError
-from draftsmith.files import claim, fingerprint, sha256_file, sweep, write_json
+from draftsmith.errors import UserError, shown_path
+from draftsmith.eval.planner.settings import NAMES
+from draftsmith.files import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.changes import differing, tell_changes
+from draftsmith.recipe.record import STAGES, StageRecord, as_record, aside, flat_inputs, plain
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.world import world
 
-STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 DATA_STAGES = ("answers", "features")
 """The stages in a recipe's data_dir, which runs may share; the others are in the run directory."""
 
@@ -45,6 +45,14 @@ _KNOWN = {
 }
 """What each stage makes, as paths in the run directory: files, and folders that are its own with all that is in them."""
 
+_INSIDE = re.compile(
+    r"train/(?!best/).*|train/best/(config\.json|model\.safetensors)"
+    r"|(evaluation|simulation)/t[\d.]+/(result\.json|parts\.journal)"
+    rf"|evaluation/settings/[^/]+/({'|'.join(map(re.escape, NAMES))})"
+    r"|export/[^/]+/(README\.md|(merges|vocab|added_tokens)\.txt|[^/.][^/]*\.(json|safetensors|gguf|pt|bin|jinja|model|py))"
+)
+"""What is made in these folders; in train all but the best head is Accelerate's and the dashboards'."""
+
 _MEASURED = ("evaluate", "simulate")
 """The stages whose files are made again, without asking, where they are damaged."""
 _LASTING = re.compile(
@@ -62,33 +70,7 @@ FOLLOWERS = {
     "simulate": ("simulate",),
     "export": ("export",),
 }
-"""The stages that are removed with a stage, itself included, as they were made from it."""
-
-COMMAND_STAGES = {
-    "run": ("answers", "features", "train", "evaluate", "export"),
-    "regenerate": ("answers",),
-    "extract": ("answers", "features"),
-    "train": ("answers", "features", "train"),
-    "evaluate": ("evaluate",),
-    "evaluate --no-decode": ("simulate",),
-    "export": ("export",),
-}
-"""The stages that commands make where they are missing."""
-
-
-@dataclass(frozen=True)
-class StageRecord:
-    """What run.json holds of a stage. inputs: the settings it was made from, flat. state: "running", "done" or "removing".
-    facts: figures it reported (counts, seconds, tokens per second). files: path in the run directory -> size
-    and, where that takes no time, SHA-256 of what it left; none in records of earlier versions. recipe: the whole recipe, flat, to
-    tell by its keys what changed in inputs that are hashes; empty in records of earlier versions."""
-
-    inputs: dict[str, Any]
-    fingerprint: str
-    state: str
-    facts: dict[str, Any]
-    files: dict[str, tuple[int, str | None]] = field(default_factory=dict)
-    recipe: dict[str, Any] = field(default_factory=dict)
+"""The stages that are made again with a stage, itself included, as they were made from it."""
 
 
 class RunDirectory:
@@ -108,9 +90,9 @@ class RunDirectory:
         self._hashed: set[str] = set()
 
     def record(self, stage: str) -> StageRecord | None:
-        """Return what run.json holds of a stage; None where it holds nothing, or the stage is being removed."""
+        """Return what run.json holds of a stage; None where it holds nothing, or the stage is to be made again."""
         record = self._read().get(stage)
-        return None if record is None or record.state == "removing" else record
+        return record if record is not None and record.there else None
 
     def check_ours(self) -> None:
         """Raise UserError where the folder holds files but no run: it is somebody's, and nothing is written there."""
@@ -127,11 +109,11 @@ class RunDirectory:
         """Return True if the stage is already done with the same inputs, and all that is needed of it is there; else mark it
         as running.
 
-        Raises UserError naming what changed if its files were made with other inputs (`redo` removes them first) or are
+        Raises UserError naming what changed if its files were made with other inputs (`redo` sets them aside) or are
         other ones now, for files that were not made here, and where another process is making a stage in this directory.
         """
         if redo:
-            self.clear(stage, release=False)
+            self.set_aside(stage)
         self.check_unchanged(stage, inputs)
         if self.holds(stage, inputs) and all(path.exists() for path in needed):
             with suppress(UserError), self.writing():  # others may be at work, or this process may only read
@@ -144,8 +126,14 @@ class RunDirectory:
             for file, _ in self._spoilt(stage, known):
                 if file.is_file():
                     file.unlink()  # ours by its record, and not what was measured any more
-        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe)})
+        self._write_running(stage, flat)
         return False
+
+    def _write_running(self, stage: str, flat: dict[str, Any]) -> None:
+        """Mark a stage as running with these inputs; its earlier version stays where it is."""
+        before = self._read().get(stage)
+        kept = {} if before is None else {"earlier": before.earlier, "redo": before.redo}
+        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe, **kept)})
 
     def _check_unclaimed(self, stage: str) -> None:
         """Raise UserError for files where a stage will write that run.json does not know."""
@@ -161,7 +149,7 @@ class RunDirectory:
             return
         raise UserError(
             f"The stage '{stage}' in {self.path} was made with other settings ({self.told(stage, inputs)}): choose another "
-            f"{self._key}, or add --redo {stage} to remove it and what follows from it."
+            f"{self._key}, or add --redo {stage} to make it and what follows from it again."
         )
 
     def told(self, stage: str, inputs: dict[str, Any]) -> str:
@@ -174,25 +162,28 @@ class RunDirectory:
         flat, known = flat_inputs(inputs), self.record(stage)
         return differing(known.inputs, flat) if known is not None and self._has_work(stage) else []
 
-    def set_aside(self, stage: str, inputs: dict[str, Any], keep: Callable[[], None]) -> None:
-        """Mark a stage as running with other inputs, after `keep` has set aside what it made with earlier ones, to be added to."""
+    def grow(self, stage: str, inputs: dict[str, Any], keep: Callable[[], None]) -> None:
+        """Mark a stage as running with other inputs, after `keep` has moved away what it made with earlier ones, to be added to."""
         self._lock()
         keep()  # first: without its files a stage is not taken for done, whatever its record says
-        flat = flat_inputs(inputs)
-        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe)})
+        self._write_running(stage, flat_inputs(inputs))
 
     def _lock(self) -> None:
         """Lock the directory against other processes that make stages, until `finish` or the end of this process.
 
-        Then what a killed process left half-written goes, and a removal that was cut short is done. Raises UserError for a
-        folder that is no run.
+        Then what a killed process left half-written goes, and a removal that was cut short is done; what it only set aside is put
+        back. Raises UserError for a folder that is no run.
         """
         if self._locked is None and world().main:
             self.check_ours()
             self._locked = claim(self.path / ".lock")
             sweep(self.path)
-            for stage in [name for name, record in self._read().items() if record.state == "removing"]:
-                self._remove(stage)
+            for stage, record in self._read().items():
+                if record.state == "removing":
+                    self._remove(stage)
+                elif record.state == "done" and record.earlier is not None:
+                    self._forget(stage)
+            self.put_back()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -236,11 +227,12 @@ class RunDirectory:
             elif file.stat().st_size != size or (hashed and sha256_file(file) != digest):
                 yield file, "was changed"
 
-    def _found(self, stage: str) -> list[Path]:
-        """Return what lies where a stage leaves its files and folders."""
+    def _found(self, stage: str, kept: bool = False) -> list[Path]:
+        """Return what lies where a stage leaves its files and folders; kept: the places of what lies in `.earlier` beside them."""
         known = re.compile(_KNOWN[stage])
         there = [self.path, *(self.path / name for name in FILES[stage] if (self.path / name).is_dir())]
-        paths = sorted(path for folder in there if folder.is_dir() for path in folder.iterdir())
+        looked = [(folder, folder / EARLIER if kept else folder) for folder in there]
+        paths = sorted(at / path.name for at, folder in looked if folder.is_dir() for path in folder.iterdir())
         return [path for path in paths if known.fullmatch(path.relative_to(self.path).as_posix())]
 
     def _left(self, stage: str) -> dict[str, tuple[int, str | None]]:
@@ -259,49 +251,123 @@ class RunDirectory:
         """Return whether a stage left files that took work: a training that failed before its first checkpoint did not."""
         if stage == "train":
             return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
-        return any((self.path / name).exists() for name in FILES[stage])
+        return bool(self._found(stage))
 
     def finish(self, stage: str, facts: dict[str, Any]) -> None:
-        """Mark a stage as done, with the figures it reports and the files it left."""
+        """Mark a stage as done, with the figures it reports and the files it left; then its earlier version goes."""
         known = self.record(stage)
         assert known is not None
         self._hashed.discard(stage)
         self._write({stage: replace(known, state="done", facts=facts, files=self._left(stage))})
+        if known.earlier is not None:
+            self._forget(stage)
         self._release()
 
-    def clear(self, stage: str, *, release: bool = True) -> None:
-        """Remove a stage and all that are made here and follow from it, as far as they were made here.
+    def redone(self, stage: str) -> bool:
+        """Return whether an earlier version of a stage is kept until it is done."""
+        record = self._read().get(stage)
+        return record is not None and record.earlier is not None
 
-        The records go first: a process that dies meanwhile leaves no record of what is not there. release: keep no lock, as
-        another process makes the stage. Raises UserError for files that run.json does not know, and where another process
-        is making a stage here.
+    def set_aside(self, redo: str) -> None:
+        """Move a stage and all that are made here and follow from it into `.earlier` folders, where each stays until it is done again.
+
+        Until the stage `redo` has made something, the next process puts them back. Raises UserError, and has moved nothing, for files
+        that were not made here, where another process is at work, and where the disk has no room for hidden states beside
+        those that are there.
         """
         self._lock()
-        records = self._read()
-        later = [name for name in FOLLOWERS[stage] if name in self._stages]
+        later = [name for name in FOLLOWERS[redo] if name in self._stages]
         for name in later:
             self._check_unclaimed(name)
-        if records:
-            self._write({name: replace(records[name], state="removing") for name in later if name in records})
-        for name in later:
-            self._remove(name)
-        if release:
-            self._release()
+            self._check_inside(name)
+        if "features" in later:
+            self._check_room()
+        records = self._read()
+        again = redo in records and records[redo].redo == redo  # whose first --redo has not come to its end
+        for name in [redo] if again else [name for name in later if name in records]:
+            if (
+                records[name].there and records[name].earlier is not None
+            ):  # the earlier version is whole, this one is not
+                self._write({name: replace(records[name], state="removing")})
+                self._remove(name)
+        if again:
+            return
+        records = self._read()
+        moving = [name for name in later if name in records and records[name].there]
+        known = {name: replace(records[name], redo="") for name in later if name in records}
+        self._write(known | {name: aside(plain(records[name]), redo) for name in moving})
+        for name in moving:
+            for path in self._found(name):
+                move(path, earlier(path))
+            self._tidy(name)
+
+    def put_back(self) -> None:
+        """Undo `set_aside` where the stage of --redo has made nothing; for a process that holds the lock."""
+        if self._locked is None:
+            return
+        records = self._read()
+        for redo, root in records.items():
+            if root.redo != redo or root.state == "done" or (root.state == "running" and self._has_work(redo)):
+                continue
+            if root.state == "running":
+                for path in self._found(redo):  # logs, which are no work
+                    remove(path)
+                self._write({redo: aside(root.earlier, redo)})
+            old = {name: record for name, record in self._read().items() if record.redo == redo and record.earlier}
+            for name in old:
+                for path in self._found(name, kept=True):
+                    move(earlier(path), path)
+                self._tidy(name)
+            self._write({name: as_record(name, record.earlier) for name, record in old.items()})
+        for name, record in self._read().items():  # those that follow from another directory's stage
+            if record.state == "aside":
+                for path in self._found(name):
+                    move(path, earlier(path))
+
+    def _forget(self, stage: str) -> None:
+        """Remove the earlier version of a stage that is done again."""
+        for path in self._found(stage, kept=True):
+            remove(earlier(path))
+        self._tidy(stage)
+        self._write({stage: replace(self._read()[stage], earlier=None, redo="")})
 
     def _remove(self, stage: str) -> None:
         """Remove the files of a stage whose record says so, then the record; what others put beside them stays."""
         for path in self._found(stage):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-        for folder in (self.path / name for name in FILES[stage] if (self.path / name).is_dir()):
-            if not any(folder.iterdir()):
-                folder.rmdir()
-        self._hashed.discard(stage)
+            remove(path)
+        self._tidy(stage)
         records = self._read()
-        if records.pop(stage, None) is not None:
-            self._write_all(records)
+        record = records.pop(stage, None)
+        if record is not None and record.earlier is not None:
+            records[stage] = aside(record.earlier, record.redo)
+        self._write_all(records)
+
+    def _tidy(self, stage: str) -> None:
+        """Remove the folders of a stage that are empty."""
+        self._hashed.discard(stage)
+        for folder in (self.path, *(self.path / name for name in FILES[stage])):
+            for one in (folder / EARLIER, folder):
+                if one != self.path and one.is_dir() and not any(one.iterdir()):
+                    one.rmdir()
+
+    def _check_inside(self, stage: str) -> None:
+        """Raise UserError for files of others in the folders that a stage makes as a whole."""
+        for found in self._found(stage):
+            for path in sorted(found.rglob("*")) if found.is_dir() and not found.is_symlink() else ():
+                if not path.is_dir() and not _INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
+                    raise UserError(
+                        f"{shown_path(path)} was not made by draftsmith, but --redo would remove it with {found.name}: move it away."
+                    )
+
+    def _check_room(self) -> None:
+        """Raise UserError where new hidden states would not fit beside those that are there."""
+        folder = self.path / "features"
+        size = sum(path.stat().st_size for path in folder.glob("*")) if folder.is_dir() else 0
+        if size > (free := shutil.disk_usage(self.path).free):
+            raise UserError(
+                f"{folder} holds {size / 2**30:,.1f} GiB, which stay until they are made again, but only {free / 2**30:,.1f} GiB are "
+                f"free: free some space, choose another {self._key}, or remove {folder} yourself."
+            )
 
     def _release(self) -> None:
         if self._locked is not None:
@@ -315,7 +381,7 @@ class RunDirectory:
             f"it was changed by hand or is of another version of draftsmith; restore it or choose another {self._key}"
         )
         try:
-            return {name: _as_record(name, entry) for name, entry in read_object(self._file, remedy).items()}
+            return {name: as_record(name, entry) for name, entry in read_object(self._file, remedy).items()}
         except (ValueError, TypeError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
@@ -325,47 +391,4 @@ class RunDirectory:
         self._write_all(self._read() | records)
 
     def _write_all(self, records: dict[str, StageRecord]) -> None:
-        write_json(self._file, {name: vars(record) for name, record in records.items()})
-
-
-def _as_record(name: str, entry: Any) -> StageRecord:
-    """Return an entry of run.json. Raises TypeError or ValueError for what is none."""
-    record = StageRecord(**entry)
-    if (
-        name not in STAGES
-        or not isinstance(record.inputs, dict)
-        or not isinstance(record.facts, dict)
-        or not isinstance(record.recipe, dict)
-    ):
-        raise ValueError(f"{name!r} is no stage with inputs and facts")
-    if record.state not in ("running", "done", "removing") or not isinstance(record.fingerprint, str):
-        raise ValueError(f"the stage {name!r} has the state {record.state!r}")
-    files = {path: (int(size), digest) for path, (size, digest) in record.files.items()}
-    if any(Path(path).is_absolute() or ".." in Path(path).parts for path in files):
-        raise ValueError(f"the stage {name!r} names files outside the run")
-    return replace(record, files=files)
-
-
-def flat_inputs(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return inputs as run.json keeps them, so that they compare equal: flat, by the dotted keys of recipes and overrides."""
-    flat: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if isinstance(value, dict) and value:
-            flat |= flat_inputs(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = json.loads(json.dumps(value, default=str))
-    return flat
-
-
-def check_redo(names: Sequence[str], command: str, recipe: Recipe) -> None:
-    """Refuse to remove what is no stage, and what `draftsmith COMMAND` would not make again with this recipe."""
-    absent = {"answers": not recipe.answers.regenerate, "features": recipe.features.source == "online"}
-    made = [stage for stage in COMMAND_STAGES.get(command, ()) if not absent.get(stage)]
-    for name in names:
-        if name not in STAGES:
-            raise UserError(f"--redo {name}: the stages are {', '.join(STAGES)}.")
-        if name not in made:
-            others = f"only {', '.join(made)}" if made else "nor any other"
-            raise UserError(
-                f"--redo {name}: `draftsmith {command}` does not make that stage here, {others}: leave --redo {name} out."
-            )
+        write_json(self._file, {name: plain(record) for name, record in records.items()})

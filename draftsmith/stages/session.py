@@ -3,6 +3,7 @@
 import gc
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -196,8 +197,6 @@ class Session:
         stage begins."""
         run, redo = self.directory(stage), stage in self.redo
         done = run.begin(stage, inputs, redo=redo, needed=needed)
-        if redo and run is not self.run:
-            self.run.clear(stage, release=False)  # what follows from it
         self.redo.discard(stage)
         if done:
             say(f"{stage}: reusing {needed[0] if needed else run.path}")
@@ -209,7 +208,15 @@ class Session:
 
     def finish(self, stage: str, facts: dict[str, Any]) -> None:
         """Mark a stage as done, with the figures it reports."""
+        if self.directory(stage) is not self.run and self.data.redone(stage):
+            self.run.set_aside(stage)  # what follows from it
         self.directory(stage).finish(stage, facts)
+
+    def put_back(self) -> None:
+        """Put back what --redo set aside for a stage that has made nothing, if this process does make stages."""
+        for directory in {self.run, self.data}:
+            with suppress(OSError, UserError):  # else the next process does
+                directory.put_back()
 
     def upstream(self, stage: str) -> str | None:
         """Return the fingerprint of an earlier stage, which later ones depend on."""

@@ -32,10 +32,10 @@ from draftsmith.heads.vocab import (
 )
 from draftsmith.heads.warm_start import restart
 from draftsmith.progress import say
+from draftsmith.recipe.record import flat_inputs
 from draftsmith.stages.data import answer_inputs, head_layers
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
-from draftsmith.stages.run import flat_inputs
 from draftsmith.stages.session import Session
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of

@@ -14,7 +14,7 @@ from draftsmith.heads.registry import is_known
 from draftsmith.heads.target.files import local_folder, read_object
 
 _COMMAND = "start.sh"
-_NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")
+NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")
 """The files that a plan leaves in an engine's folder."""
 _SOURCES = {"llama_cpp": "LLAMA_CPP", "tensorrt_llm": "TENSORRT_LLM"}
 """The variables with the folder of sources whose scripts a command runs."""
@@ -63,7 +63,7 @@ def write_settings(folder: Path, decision: Decision) -> None:
     """Write a folder for each engine, with the files and the command that start it, in place of those of an earlier plan. Files of
     other names stay."""
     for engine in ENGINES:
-        for name in _NAMES:
+        for name in NAMES:
             (folder / engine / name).unlink(missing_ok=True)
     for engine, snippets in engine_settings(decision).items():
         for snippet in snippets:

@@ -20,8 +20,7 @@ from draftsmith.foreign.json import MOST_DEPTH, parse_json, read_json_lines, rea
 from draftsmith.foreign.limits import try_out
 from draftsmith.foreign.tensors import BITS, read_header, read_index
 from draftsmith.foreign.yaml import MOST_LEVELS, read_yaml
-from tests.bad_inputs.cases import nested
-from tests.bad_inputs.cases import check_sentence
+from tests.bad_inputs.cases import check_sentence, nested
 
 pytestmark = pytest.mark.full
 

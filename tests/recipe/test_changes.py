@@ -9,8 +9,9 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.recipe.changes import tell_changes
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.record import flat_inputs
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.run import RunDirectory, flat_inputs
+from draftsmith.stages.run import RunDirectory
 
 
 def recipe(*words: str) -> Recipe:

@@ -26,6 +26,7 @@ from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.chat import ALONE_TOKENS, Chat, converse, describe
 from draftsmith.stages.session import Session
+from tests.hearing import hearing_signals
 from tests.helpers import GEMMA
 from tests.models import save_tiny_target
 from tests.workplace import digests, make_workplace
@@ -182,6 +183,7 @@ def test_sampled_answers_change_from_question_to_question_and_not_from_run_to_ru
     assert answers[0] != answers[1]
 
 
+@hearing_signals()
 def test_ctrl_c_ends_the_answer_and_not_the_conversation(
     workplace: Path, chat: Chat, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

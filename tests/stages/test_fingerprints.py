@@ -10,9 +10,9 @@ import pytest
 
 from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.record import flat_inputs
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.evaluation import NOT_MEASURED
-from draftsmith.stages.run import flat_inputs
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import _with_equal_batch, train_inputs
 

@@ -2,15 +2,19 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from draftsmith import files
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.errors import UserError
-from draftsmith.stages.run import DATA_STAGES, FOLLOWERS, STAGES, RunDirectory
+from draftsmith.recipe.record import STAGES
+from draftsmith.stages.run import DATA_STAGES, FOLLOWERS, RunDirectory
 
 pytestmark = pytest.mark.full
 
@@ -59,26 +63,25 @@ def test_a_training_that_failed_at_once_is_not_held_against_the_next(tmp_path: P
     assert not run.begin("train", {"lr": 1e-4})
 
 
-def test_removing_takes_what_follows_and_no_more(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    for stage in STAGES:
-        run.begin(stage, {})
-    run.clear("evaluate")
-    assert run.record("export") is not None
-    assert run.record("evaluate") is None
-    run.clear("features")
-    assert run.record("answers") is not None
-    assert all(run.record(stage) is None for stage in FOLLOWERS["features"])
+def test_making_again_sets_aside_what_follows_and_no_more(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for redo, kept in (("evaluate", "export"), ("features", "answers")):
+        run.begin(redo, {"a": 2}, redo=True)
+        assert run.record(kept) is not None
+        assert [stage for stage in FOLLOWERS[redo] if run.record(stage) is not None] == [redo]
 
 
-def test_removing_a_training_takes_its_dashboards(tmp_path: Path) -> None:
+def test_a_training_that_is_made_again_takes_its_dashboards(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.begin("train", {})
     for name in ("wandb", "trackio", "mlflow", "tensorboard"):
         (tmp_path / "train" / name).mkdir(parents=True)
     for name in ("wandb_id", "trackio_id", "mlflow_id", "metrics.jsonl", "dashboards.jsonl"):
         (tmp_path / "train" / name).write_text("")
-    run.clear("train")
+    run.finish("train", {})
+    run.begin("train", {}, redo=True)
+    assert [path.name for path in (tmp_path / "train").iterdir()] == [".earlier"]
+    run.finish("train", {})
     assert not (tmp_path / "train").exists()
 
 
@@ -156,22 +159,29 @@ def test_what_changed_is_told_shortly(tmp_path: Path) -> None:
     assert len(text) < 400
 
 
+FILES_OF = {
+    "answers": ["answers.jsonl"],
+    "features": ["features/index.json", "features/shard-00000.safetensors"],
+    "train": ["train/best/config.json", "train/best/model.safetensors", "train/summary.json", "train/step_10/DONE"],
+    "evaluate": ["evaluation/t0/result.json", "evaluation/report.html"],
+    "export": ["export/eagle3/config.json", "export/eagle3/model.safetensors", "export/eagle3/README.md"],
+}
+
+
+def make_stage(run: RunDirectory, stage: str, text: str = "") -> None:
+    """Leave the files of a stage that has begun, and finish it."""
+    for name in FILES_OF[stage]:
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text(text or f"what {stage} made")
+    run.finish(stage, {})
+
+
 def make_run(path: Path) -> RunDirectory:
     """A run whose stages are all done, with a file or more each."""
     run = RunDirectory(path)
-    files = {
-        "answers": ["answers.jsonl"],
-        "features": ["features/index.json", "features/shard-00000.safetensors"],
-        "train": ["train/best/config.json", "train/best/model.safetensors", "train/summary.json", "train/step_10/DONE"],
-        "evaluate": ["evaluation/t0/result.json", "evaluation/report.html"],
-        "export": ["export/eagle3/config.json", "export/eagle3/model.safetensors", "export/eagle3/README.md"],
-    }
-    for stage, names in files.items():
+    for stage in FILES_OF:
         run.begin(stage, {"a": 1})
-        for name in names:
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            (path / name).write_text(f"what {stage} made")
-        run.finish(stage, {})
+        make_stage(run, stage)
     return run
 
 
@@ -211,45 +221,125 @@ def test_files_that_a_run_did_not_make_stay(tmp_path: Path) -> None:
     for name in foreign:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine")
-    run.clear("answers")
-    assert listing(tmp_path) == sorted([".lock", "run.json", *foreign])
-    run = RunDirectory(tmp_path)
-    assert not run.begin("answers", {"a": 2})
+    assert not run.begin("answers", {"a": 2}, redo=True)
+    for stage in FILES_OF:
+        run.begin(stage, {"a": 2})
+        make_stage(run, stage)
+    ours = [name for names in FILES_OF.values() for name in names]
+    assert listing(tmp_path) == sorted([".lock", "run.json", *foreign, *ours])
     (tmp_path / "run.json").write_text("{}")
-    (tmp_path / "answers.jsonl.partial").write_text("mine")
+    (tmp_path / "answers.jsonl").rename(tmp_path / "answers.jsonl.partial")
     with pytest.raises(UserError, match=r"answers.jsonl.partial is there, but .*run.json does not know"):
         RunDirectory(tmp_path).begin("answers", {"a": 1})
-    assert (tmp_path / "answers.jsonl.partial").read_text() == "mine"
+    assert (tmp_path / "answers.jsonl.partial").exists()
 
 
-def test_a_removal_that_is_cut_short_leaves_no_record_of_what_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def contents(path: Path) -> dict[str, str]:
+    return {name: (path / name).read_text() for name in listing(path) if name not in (".lock", "run.json")}
+
+
+@pytest.mark.parametrize("redo", ["answers", "features", "train", "evaluate", "export"])
+def test_a_command_that_dies_while_it_makes_a_stage_again_loses_nothing(
+    redo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed at every file in turn: no stage is held to be there that is not, and the next process ends the removal."""
-    interrupted = 0
-    for number in range(24):
-        folder = tmp_path / str(number)
-        run, real, left = make_run(folder), os.unlink, [number]
+    """Killed before every operation on files: the earlier version is there again, or waits until the new one is done."""
+    done = cut = 0
+    monkeypatch.setattr(files, "flush", lambda path: None)  # nobody pulls the plug here
+    whole = contents(make_run(tmp_path / "whole").path)
+    while not done:
+        folder, left = tmp_path / str(cut), [cut]
+        shutil.copytree(tmp_path / "whole", folder)
+        run = RunDirectory(folder)
 
-        def unlink(path: object, *rest: object, real=real, left=left, **kwargs: object) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            real(path, *rest, **kwargs)  # type: ignore[arg-type]
+        def dying(real: Callable[..., object], left: list[int]) -> Callable[..., object]:
+            def operate(*args: object, **kwargs: object) -> object:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise KeyboardInterrupt
+                return real(*args, **kwargs)
+
+            return operate
 
         with monkeypatch.context() as patch:
-            patch.setattr(os, "unlink", unlink)
+            for name in ("unlink", "rename", "replace", "rmdir", "mkdir"):
+                patch.setattr(os, name, dying(getattr(os, name), left))
             try:
-                run.clear("features")
+                run.begin(redo, {"a": 2}, redo=True)
+                make_stage(run, redo, "new")
+                done = cut
             except KeyboardInterrupt:
-                interrupted += 1
+                cut += 1
         run._release()
         again = RunDirectory(folder)
-        for stage in FOLLOWERS["features"]:
-            assert not again.holds(stage, {"a": 1})
-        assert not again.begin("features", {"a": 2})
-        assert listing(folder) == [".lock", "answers.jsonl", "run.json"]
-    assert 10 < interrupted < 24
+        with again.writing():
+            pass
+        found = contents(folder)
+        if all(again.holds(stage, {"a": 1}) for stage in FILES_OF):
+            assert found == whole, "it is as if nothing had happened"
+            continue
+        assert again.record(redo).inputs == {"a": 2}
+        kept = {name.replace(".earlier/", ""): text for name, text in found.items() if ".earlier/" in name}
+        lost = whole.keys() - found.keys() - kept.keys()
+        assert not lost or again.record(redo).state == "done", f"cut at {cut}: {lost}"
+        for stage in FOLLOWERS[redo]:
+            if stage in FILES_OF and stage != redo:
+                assert {name: whole[name] for name in FILES_OF[stage]}.items() <= kept.items()
+                assert not again.holds(stage, {"a": 1})
+                assert not again.begin(stage, {"a": 1})
+                make_stage(again, stage, "new")
+        if again.record(redo).state != "done":
+            assert not again.begin(redo, {"a": 2})
+            make_stage(again, redo, "new")
+        assert set(contents(folder).values()) <= {"new", *(f"what {stage} made" for stage in FILES_OF)}
+        assert contents(folder).keys() == whole.keys(), "nothing is left over"
+    assert done > 5
+
+
+def test_a_second_try_keeps_what_was_whole(tmp_path: Path) -> None:
+    """--redo twice: the first new version is half-made and goes; what was finished before stays until one is done."""
+    make_run(tmp_path)
+    for value in (2, 3):
+        run = RunDirectory(tmp_path)
+        assert not run.begin("train", {"a": value}, redo=True)
+        (tmp_path / "train" / "step_1").mkdir(parents=True)
+        (tmp_path / "train" / "step_1" / "DONE").write_text(str(value))
+        run._release()
+    kept = contents(tmp_path)
+    assert kept["train/step_1/DONE"] == "3"
+    assert kept["train/.earlier/best/model.safetensors"] == "what train made"
+    assert kept["evaluation/.earlier/t0/result.json"] == "what evaluate made"
+    run = RunDirectory(tmp_path)
+    make_stage(run, "train", "new") if not run.begin("train", {"a": 3}) else None
+    assert not [name for name in contents(tmp_path) if name.startswith("train/.earlier")]
+    assert "evaluation/.earlier/t0/result.json" in contents(tmp_path), "until it is measured again"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train/best/notes.md", "evaluation/t0/notes.md", "evaluation/settings/vllm/my.sh", "export/eagle3/chat.txt"],
+)
+def test_a_file_of_the_users_in_a_folder_of_ours_is_named(name: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    before = contents(tmp_path)
+    with pytest.raises(UserError, match=rf"{name} was not made by draftsmith, but --redo would remove it"):
+        run.begin("train", {"a": 2}, redo=True)
+    assert contents(tmp_path) == before
+    assert run.holds("train", {"a": 1})
+
+
+def test_hidden_states_that_would_not_fit_twice_are_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    before = contents(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    for redo in ("answers", "features"):
+        with pytest.raises(UserError, match=r"features holds 0\.0 GiB.*free some space, choose another --output_dir"):
+            run.begin(redo, {"a": 1}, redo=True)
+    assert contents(tmp_path) == before
+    run.begin("train", {"a": 1}, redo=True)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ def join_processes() -> None:
 
 def press_ctrl_c(step: int) -> None:
     """Interrupt the first process when it sets the learning rate of that step."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell has ignored
     real, calls = loop.set_lr, [0]
 
     def set_lr(*args: Any) -> None:

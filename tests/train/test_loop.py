@@ -24,6 +24,7 @@ from draftsmith.train.checkpoints import Progress, latest_checkpoint
 from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
+from tests.hearing import hearing_signals
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
@@ -165,6 +166,7 @@ def test_patience_stops_early(target: Target, tmp_path: Path) -> None:
         pytest.param("evaluate_heldout", 1, 20, marks=pytest.mark.slow),
     ],
 )
+@hearing_signals()
 def test_interrupt_saves_a_checkpoint_and_resume_goes_on(
     where: str, call: int, step: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,10 +12,12 @@ import pytest
 from draftsmith.cli import main as command_line
 from draftsmith.cli.commands import Command
 from draftsmith.train.stopping import ENDING, Interrupt, end_with_launcher, on_signals
+from tests.hearing import hearing_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@hearing_signals()
 def test_signals_within_one_press_of_ctrl_c_ask_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr("draftsmith.train.stopping.time.monotonic", lambda: now[0])
@@ -29,6 +31,7 @@ def test_signals_within_one_press_of_ctrl_c_ask_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("number", ENDING)
+@hearing_signals()
 def test_sigterm_and_sighup_ask_however_often_they_come(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +46,7 @@ def test_sigterm_and_sighup_ask_however_often_they_come(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+@hearing_signals()
 def test_a_command_that_a_signal_ends_says_so(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,6 +31,7 @@ from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
 from tests.batches import documents_of, pack
 from tests.heads.eagle1.test_head import LAYER, SlowEagle1, documents, make_head
+from tests.hearing import hearing_signals
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
@@ -264,6 +265,7 @@ def test_a_trained_head_is_exported_and_read_again(best, layout, target, tmp_pat
             assert torch.equal(ours.logits, theirs.logits)
 
 
+@hearing_signals()
 def test_noise_goes_on_where_an_interrupted_run_stopped(target, data, tmp_path, monkeypatch):
     run(target, data, tmp_path / "whole", epochs=2, evaluations=1)
     real, calls = loop.head_loss, [0]

@@ -177,11 +177,11 @@ def _temporary(path: Path, kind: str) -> Path:
 
 def sweep(folder: Path, levels: int = 2) -> None:
     """Remove what killed processes left half-written in a folder and `levels` of folders below it; put back what was about to
-    be replaced. Only for a process that holds the folder's lock."""
+    be replaced. Only for a process that holds the folder's lock; a folder with a lock of its own is another one's."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         match = _TEMPORARY.fullmatch(path.name)
         if match is None:
-            if levels and path.is_dir() and not path.is_symlink():
+            if levels and path.is_dir() and not path.is_symlink() and not (path / ".lock").exists():
                 sweep(path, levels - 1)
             continue
         whole = path.with_name(path.name[1:].rsplit(".draftsmith-", 1)[0])

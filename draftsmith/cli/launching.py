@@ -17,6 +17,7 @@ from draftsmith.recipe.schema import TrainSpec
 from draftsmith.recipe.shipped import find_file
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
+from draftsmith.stages.training import learned
 from draftsmith.train.meeting import DATA, wait_for_port
 from draftsmith.train.parallel import check_launch, launch_settings
 from draftsmith.train.stopping import ENDING, LAUNCHED, on_signals
@@ -113,6 +114,8 @@ def train(session: Session, launch: Launch, words: list[str]) -> bool:
     reach the training itself, which saves a checkpoint; this process waits for it.
     """
     session.processes = launch.processes
+    if learned(session):
+        return not launch.machine
     if launch.machine:
         _await_machine_0(launch)
     else:

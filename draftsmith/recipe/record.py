@@ -7,6 +7,16 @@ from typing import Any
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 
+FOLLOWERS = {
+    "answers": STAGES,
+    "features": STAGES[1:],
+    "train": STAGES[2:],
+    "evaluate": ("evaluate",),
+    "simulate": ("simulate",),
+    "export": ("export",),
+}
+"""The stages that are made again with a stage, itself included, as they were made from it."""
+
 
 @dataclass(frozen=True)
 class StageRecord:
@@ -60,6 +70,11 @@ def as_record(name: str, entry: Any) -> StageRecord:
     if any(Path(path).is_absolute() or ".." in Path(path).parts for path in files):
         raise ValueError(f"the stage {name!r} names files outside the run")
     return replace(record, files=files)
+
+
+def run_dir_of(recipe: dict[str, Any]) -> Path | None:
+    """Return the run directory of a recipe in a record; None where the record is of an earlier version, and has none."""
+    return Path(recipe.get("output_dir") or f"runs/{recipe['name']}") if "name" in recipe else None
 
 
 def flat_inputs(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:

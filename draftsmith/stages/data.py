@@ -117,6 +117,11 @@ def _grow(
     if not changed or not changed <= keys:
         return
     if run is session.run and run.record("train") is not None and "train" not in session.redo:
+        if other := run.maker(stage):
+            raise UserError(
+                f"The {stage} in {run.path} are now those of the run in {other} ({run.told(stage, inputs)}), which shares them: the head "
+                "that was trained here stays as it is; to make its data again, give this run a --data_dir of its own."
+            )
         raise UserError(
             f"The data changed ({run.told(stage, inputs)}) since a head was trained in {run.path}: give the new head another "
             f"--output_dir, with --data_dir {run.path} to add to the {stage} there, or make it again with `draftsmith train "
@@ -182,14 +187,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
     if spec.source == "online":
         return OnlineSource(session.target, samples, stored, dtype=spec.dtype, batch_tokens=spec.batch_tokens)
     path = recipe.data_path / "features"
-    inputs = answer_inputs(session) if not recipe.answers.regenerate else {"answers": session.upstream("answers")}
-    inputs = inputs | {
-        "layer_ids": stored,
-        "features.dtype": spec.dtype,
-        "features.batch_tokens": spec.batch_tokens,
-        "features.shard_mb": spec.shard_mb,
-        "data.on_too_long": recipe.data.on_too_long,
-    }
+    inputs = feature_inputs(session, session.upstream("answers"), stored)
     _grow(session, "features", inputs, {"answers", "conversations"}, keep_features, path)
     if not session.begin("features", inputs):
         resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
@@ -210,6 +208,18 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
         say(f"features: {tokens} tokens, {resumed}in {seconds:.0f} s, {path}")
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
+
+
+def feature_inputs(session: Session, answers: str | None, layers: tuple[int, ...]) -> dict[str, Any]:
+    """Return what hidden states depend on, as run.json records it. answers: the fingerprint of the target's."""
+    recipe, spec = session.recipe, session.recipe.features
+    return (answer_inputs(session) if not recipe.answers.regenerate else {"answers": answers}) | {
+        "layer_ids": layers,
+        "features.dtype": spec.dtype,
+        "features.batch_tokens": spec.batch_tokens,
+        "features.shard_mb": spec.shard_mb,
+        "data.on_too_long": recipe.data.on_too_long,
+    }
 
 
 def head_layers(session: Session) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, all_weights_files, weights_file
 from draftsmith.heads.formats.recognise import CHECKPOINT, load_head, recognise, refuse_other_files
 from draftsmith.heads.target.target import Target
+from draftsmith.recipe.record import FOLLOWERS
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.run import FILES, FOLLOWERS
+from draftsmith.stages.run import FILES
 
 WARM_START = "train.warm_start"
 
@@ -22,11 +23,11 @@ def find_head(recipe: Recipe, folder: Path | None = None, key: str = "--head") -
     one whose format cannot be loaded.
     """
     folder = folder or recipe.run_dir
-    best = folder / "train" / "best"
-    found = best if best.exists() or folder == recipe.run_dir else folder
+    best, own = folder / "train" / "best", folder.resolve() == recipe.run_dir.resolve()
+    found = best if best.exists() or own else folder
     refuse_other_files(found)
     if weights_file(found) is None:
-        if folder == recipe.run_dir:
+        if own:
             why = f"There is no trained head in {folder}: run `draftsmith train` first, or name one with --head."
         elif not folder.exists():
             hub = "a head on the Hub is fetched first, with `hf download NAME --local-dir FOLDER`"

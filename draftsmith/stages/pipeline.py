@@ -17,7 +17,7 @@ from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
 from draftsmith.stages.session import Session
-from draftsmith.stages.training import prepare_training, train_stage, warn_of_untaught
+from draftsmith.stages.training import learned, prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.meeting import meeting
 from draftsmith.train.stopping import LAUNCHED
@@ -66,6 +66,8 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
     if met := meeting():
         met.check_shared("--output_dir", session.recipe.run_dir)
         met.check_shared("--data_dir", session.recipe.data_path)
+    if "train" in stages and (head := learned(session)):
+        made.head, stages = head, stages[stages.index("train") + 1 :]
     with main_process_first(session.device):
         if "answers" in stages:
             made.answers = answers_stage(session)

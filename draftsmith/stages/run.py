@@ -18,7 +18,7 @@ from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.changes import differing, tell_changes
-from draftsmith.recipe.record import STAGES, StageRecord, as_record, aside, flat_inputs, plain
+from draftsmith.recipe.record import FOLLOWERS, STAGES, StageRecord, as_record, aside, flat_inputs, plain, run_dir_of
 from draftsmith.recipe.schema import Recipe
 from draftsmith.train.world import world
 
@@ -61,16 +61,6 @@ _LASTING = re.compile(
 """What must be there for a stage to be done: not its checkpoints and logs, nor reports and READMEs that are written anew."""
 _DIGESTED = 256 * 2**20
 """The most bytes of a file that is hashed whenever its stage is reused: a quarter of a second."""
-
-FOLLOWERS = {
-    "answers": STAGES,
-    "features": STAGES[1:],
-    "train": STAGES[2:],
-    "evaluate": ("evaluate",),
-    "simulate": ("simulate",),
-    "export": ("export",),
-}
-"""The stages that are made again with a stage, itself included, as they were made from it."""
 
 
 class RunDirectory:
@@ -132,8 +122,8 @@ class RunDirectory:
     def _write_running(self, stage: str, flat: dict[str, Any]) -> None:
         """Mark a stage as running with these inputs; its earlier version stays where it is."""
         before = self._read().get(stage)
-        kept = {} if before is None else {"earlier": before.earlier, "redo": before.redo}
-        self._write({stage: StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe, **kept)})
+        begun = StageRecord(flat, fingerprint(flat), "running", {}, recipe=self._recipe)
+        self._write({stage: begun if before is None else replace(begun, earlier=before.earlier, redo=before.redo)})
 
     def _check_unclaimed(self, stage: str) -> None:
         """Raise UserError for files where a stage will write that run.json does not know."""
@@ -147,10 +137,21 @@ class RunDirectory:
         flat, known = flat_inputs(inputs), self.record(stage)
         if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
             return
+        if other := self.maker(stage):
+            raise UserError(
+                f"The stage '{stage}' in {self.path} was made by the run in {shown_path(other)}, with other settings "
+                f"({self.told(stage, inputs)}): choose another --data_dir."
+            )
         raise UserError(
             f"The stage '{stage}' in {self.path} was made with other settings ({self.told(stage, inputs)}): choose another "
             f"{self._key}, or add --redo {stage} to make it and what follows from it again."
         )
+
+    def maker(self, stage: str) -> Path | None:
+        """Return the directory of the run that made a stage, None where it is this one or not known."""
+        known, own = self.record(stage), run_dir_of(self._recipe)
+        made = None if known is None else run_dir_of(known.recipe)
+        return made if made and own and made.resolve() != own.resolve() else None
 
     def told(self, stage: str, inputs: dict[str, Any]) -> str:
         """Return in words what changed since a stage was made."""
@@ -265,8 +266,7 @@ class RunDirectory:
 
     def redone(self, stage: str) -> bool:
         """Return whether an earlier version of a stage is kept until it is done."""
-        record = self._read().get(stage)
-        return record is not None and record.earlier is not None
+        return (record := self._read().get(stage)) is not None and record.earlier is not None
 
     def set_aside(self, redo: str) -> None:
         """Move a stage and all that are made here and follow from it into `.earlier` folders, where each stays until it is done again.
@@ -372,7 +372,7 @@ class RunDirectory:
     def _release(self) -> None:
         if self._locked is not None:
             self._locked.close()
-            self._locked = None
+        self._locked = None
 
     def _read(self) -> dict[str, StageRecord]:
         if not self._file.exists():

@@ -50,7 +50,7 @@ class Session:
         # Stages to remove when they begin; each once, and by one process only.
         self.redo = set(redo or ()) if world().main else set()
         self.run = RunDirectory(recipe.run_dir, recipe=recipe)
-        shared = recipe.data_path != recipe.run_dir
+        shared = recipe.data_path.resolve() != recipe.run_dir.resolve()
         self.data = RunDirectory(recipe.data_path, DATA_STAGES, recipe) if shared else self.run
         self.warnings: list[str] = []
 

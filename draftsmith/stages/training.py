@@ -1,6 +1,6 @@
 """The stage that trains the head: its initial weights, the split of the samples, and the settings it depends on."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.history import read_history, tell, untaught
 from draftsmith.eval.measure.machine import memory_of
 from draftsmith.fields import fingerprint_fields
+from draftsmith.files import fingerprint
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import head_cost
@@ -32,8 +33,8 @@ from draftsmith.heads.vocab import (
 )
 from draftsmith.heads.warm_start import restart
 from draftsmith.progress import say
-from draftsmith.recipe.record import flat_inputs
-from draftsmith.stages.data import answer_inputs, head_layers
+from draftsmith.recipe.record import FOLLOWERS, flat_inputs
+from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, stored_layers
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.session import Session
@@ -41,6 +42,7 @@ from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of
 from draftsmith.train.meeting import meeting
 from draftsmith.train.schedule import TrainData
+from draftsmith.train.world import world
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,27 @@ def train_stage(session: Session, start: Start, features: FeatureSource) -> Path
     return folder / "best"
 
 
+def learned(session: Session) -> Path | None:
+    """Return the folder of the best head where this recipe trained it, but another run has changed the data that both share: what a
+    head learned is what its own record says. None where the data are as they were, or are to be made again."""
+    record, recipe = session.run.record("train"), session.recipe
+    if record is None or record.state != "done" or session.redo & set(FOLLOWERS["answers"][:3]) or world().size > 1:
+        return None
+    answers = fingerprint(flat_inputs(answer_inputs(session)))
+    for layers in (stored_layers(session), head_layers(session)):
+        features = fingerprint(flat_inputs(feature_inputs(session, answers, layers)))
+        upstream = {
+            "answers": answers if recipe.answers.regenerate else session.upstream("answers"),
+            "features": features,
+        }
+        inputs = _with_equal_batch(session, train_inputs(session, upstream), recipe.run_dir / "train")
+        others = [stage for stage in upstream if session.upstream(stage) not in (None, upstream[stage])]
+        if others and session.run.holds("train", inputs):
+            say(f"train: reusing {session.run.path}, whose {' and '.join(others)} another run has changed since")
+            return recipe.run_dir / "train" / "best"
+    return None
+
+
 def warn_of_untaught(session: Session) -> None:
     """Warn, before hours of decoding, of a head that has learned nothing, as far as its run says so."""
     try:
@@ -121,8 +144,9 @@ def _with_equal_batch(session: Session, inputs: dict[str, Any], folder: Path) ->
     return inputs | {"train": inputs["train"] | {"accumulation": before}}
 
 
-def train_inputs(session: Session) -> dict[str, Any]:
-    """Return what a trained head depends on, as run.json records it."""
+def train_inputs(session: Session, made: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+    """Return what a trained head depends on, as run.json records it. made: the fingerprints of what it learns from, None for those of
+    what is there."""
     recipe, warm = session.recipe, warm_folder(session.recipe)
     head = fingerprint_fields(recipe.head)
     for key in getattr(recipe.head, "MODELS", ()):
@@ -131,7 +155,7 @@ def train_inputs(session: Session) -> dict[str, Any]:
     volatile = ("checkpoint_minutes", "workers", "warm_start")
     upstream = ("answers", "features") if recipe.features.source == "store" else ("answers",)
     return {
-        **{stage: session.upstream(stage) for stage in upstream},
+        **{stage: session.upstream(stage) if made is None else made[stage] for stage in upstream},
         **({} if recipe.answers.regenerate else answer_inputs(session)),
         "layer_ids": head_layers(session),
         "features.source": recipe.features.source,

@@ -5,7 +5,7 @@ from math import pi, sin
 from typing import TYPE_CHECKING, Literal
 
 from draftsmith.errors import UserError
-from draftsmith.fields import LATER, SHARE, VOCABULARY, check_fields, require, within
+from draftsmith.fields import LATER, SHARE, VOCABULARY, check_fields, require, shown, within
 from draftsmith.heads.losses.divergences import LOSSES
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class LossSpec:
         check_fields(self, "train.loss.")
         require(self.kind in LOSSES, "train.loss.kind", self.kind, f"choose one of {', '.join(LOSSES)}")
         if unknown := sorted(set(self.also) - set(LOSSES)):
-            raise UserError(f"train.loss.also names {unknown[0]!r}: choose among {', '.join(LOSSES)}.")
+            raise UserError(f"train.loss.also names {shown(unknown[0])}: choose among {', '.join(LOSSES)}.")
         self._check_unused()
         weights = self.depth_weights
         require(weights is None or sum(weights) > 0, "train.loss.depth_weights", weights, "one number must be above 0")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -194,6 +195,56 @@ def test_data_grows_without_loss(workplace: Path, tmp_path: Path, capsys: pytest
     other = tmp_path / "other"
     assert main(["extract", *options(workplace, other), *words, "--data_dir", str(grown), "--data.limit", "60"]) == 0
     assert len((grown / "answers.jsonl").read_text().splitlines()) == 60
+
+
+def test_a_run_that_shares_its_data_stays_usable(
+    workplace: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another run adds to the data of the first, or makes them again with other layers: what each head learned does not change."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree(finished, first)
+    monkeypatch.chdir(tmp_path)
+    again = ["run", *options(workplace, Path("first"))]
+    for more in (["--data.limit", "60"], ["--redo", "features", "--head.layer_ids", "[0,1,2]", "--data.limit", "60"]):
+        trained = {n: d for n, d in digests(first).items() if n.startswith(("train/", "evaluation/t", "export/"))}
+        assert main(["train", *options(workplace, second), "--data_dir", str(first), *more, "--redo", "train"]) == 0
+        shared = {n: d for n, d in digests(first).items() if n.startswith(("answers", "features/"))}
+        learned = digests(second)
+        capsys.readouterr()
+        assert main(again) == 0
+        said = capsys.readouterr().err
+        assert re.search(r"train: reusing first, whose (answers and )?features another run has changed since", said)
+        assert trained.items() | shared.items() <= digests(first).items()
+        assert digests(second) == learned
+        assert main(["extract", *again[1:]]) == 2
+        refusal = capsys.readouterr().err
+        assert f"of the run in {second}" in refusal or f"by the run in {second}" in refusal
+        assert "--redo" not in refusal
+        assert (
+            main(
+                [
+                    "train",
+                    *options(workplace, second),
+                    "--data_dir",
+                    str(first),
+                    *[w for w in more if w not in ("--redo", "features")],
+                ]
+            )
+            == 0
+        )
+
+
+def test_one_folder_by_two_names_is_one_run(workplace: Path, finished: Path, tmp_path: Path) -> None:
+    """As a relative path, an absolute one and through a link: stages are found, and locked once."""
+    run, link = tmp_path / "run", tmp_path / "link"
+    shutil.copytree(finished, run)
+    link.symlink_to(run)
+    before = digests(run)
+    for name in (os.path.relpath(run), str(run), str(link), str(run / "train" / "..")):
+        assert main(["train", *options(workplace, run), "--data_dir", name]) == 0
+        assert digests(run) == before
+    assert main(["train", *options(workplace, link), "--data_dir", os.path.relpath(run), "--redo", "train"]) == 0
+    assert json.loads((run / "run.json").read_text()).keys() == {"answers", "features", "train", "evaluate", "export"}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import pytest
 from draftsmith import files
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.errors import UserError
-from draftsmith.recipe.record import STAGES
-from draftsmith.stages.run import DATA_STAGES, FOLLOWERS, RunDirectory
+from draftsmith.recipe.record import FOLLOWERS, STAGES
+from draftsmith.stages.run import DATA_STAGES, RunDirectory
 
 pytestmark = pytest.mark.full
 
@@ -398,6 +398,18 @@ def test_what_killed_processes_left_half_written_is_swept(tmp_path: Path) -> Non
     assert ".mine.tmp" in after
     assert not [name for name in after if ".draftsmith-" in name]
     assert len(after) == len(before)
+
+
+def test_what_another_run_writes_below_is_not_swept(tmp_path: Path) -> None:
+    """A run in the folder that holds the runs, as of --output_dir . , leaves what those below it are writing."""
+    make_run(tmp_path)
+    make_run(tmp_path / "runs" / "a")
+    half = tmp_path / "runs" / "a" / ".run.json.draftsmith-0123456789ab.tmp"
+    half.write_text("half")
+    assert not RunDirectory(tmp_path).begin("simulate", {})
+    assert half.exists()
+    assert not RunDirectory(half.parent).begin("simulate", {})
+    assert not half.exists()
 
 
 def test_a_result_that_was_changed_is_measured_again(tmp_path: Path) -> None:

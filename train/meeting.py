@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any, TextIO
 
 from draftsmith.errors import StoppedError, UserError, first_line
@@ -58,13 +59,28 @@ class Meeting:
                 f"Nobody is at {self.place}, where {self.here} waited for rank 0 for {_minutes(MEET)}: start rank 0 there, and check "
                 "that MASTER_ADDR and MASTER_PORT are the same everywhere and that no firewall is between."
             )
-        try:
-            return TCPStore(address, port, None, serves, MEET, wait_for_workers=False, multi_tenant=True)
-        except (RuntimeError, ValueError) as error:
+        opened: list[Any] = []
+
+        def connect() -> None:
+            try:
+                opened.append(TCPStore(address, port, None, serves, MEET, wait_for_workers=False, multi_tenant=True))
+            except (RuntimeError, ValueError) as error:
+                opened.append(error)
+
+        # In a thread, as a store that never answers, such as another program at this port, holds its caller for ever.
+        waiting, begin = Thread(target=connect, daemon=True), time.monotonic()
+        waiting.start()
+        while not opened and time.monotonic() - begin < MEET.total_seconds():
+            waiting.join(min(_TOLD, MEET.total_seconds()))
+            if not opened:
+                self._wait(f"waiting for an answer of rank 0 at {self.place}")
+        if not opened or isinstance(opened[0], Exception):
+            why = _reason(opened[0]) if opened else f"what listens there has not answered for {_minutes(MEET)}"
             raise UserError(
-                f"{self.here} cannot meet the others at {self.place} ({_reason(error)}): set MASTER_ADDR to a name of the machine of "
+                f"{self.here} cannot meet the others at {self.place} ({why}): set MASTER_ADDR to a name of the machine of "
                 "rank 0, and MASTER_PORT to a port that is free there."
-            ) from error
+            ) from (opened[0] if opened else None)
+        return opened[0]
 
     def _gather(self) -> None:
         """Wait until all processes are here."""
@@ -86,8 +102,8 @@ class Meeting:
             come = self._store.add("draftsmith/come", 0)
 
     def _wait(self, text: str) -> None:
-        """Say for whom this machine waits."""
-        if self.here.main or self.here.local_rank == 0:
+        """Say for whom this machine waits; a process that no launcher started, as of SLURM, says it for itself."""
+        if self.here.main or self.here.local_rank == 0 or "LOCAL_WORLD_SIZE" not in os.environ:
             print(f"{text} ({self.here})", file=self.voice, flush=True)
 
     @contextmanager

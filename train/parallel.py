@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.eval.measure.machine import faster_in_bf16
 from draftsmith.fields import shown
 from draftsmith.foreign.json import read_object
@@ -179,15 +179,12 @@ def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any
     return config | {"bf16": {"enabled": False}, "fp16": {"enabled": False}}
 
 
-def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
-    """Return the Accelerator of this process. Raises UserError where it is not what the launcher meant to start."""
+def _accelerator(spec: TrainSpec, device: torch.device, settings: dict[str, str]) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
-    check_launch(spec)
-    settings = launch_settings()
     kind = settings["distributed_type"]
-    accelerator = Accelerator(
+    return Accelerator(
         # Precision is the head's own autocast (see `prepare`); Accelerate only adds the loss scaler of fp16.
         mixed_precision="fp16" if spec.precision == "fp16" else "no",
         # A plain number would give way to an environment variable that launchers set.
@@ -196,6 +193,22 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(spec, settings)) if kind == DEEPSPEED else None,
         fsdp_plugin=FullyShardedDataParallelPlugin() if kind == FSDP else None,
     )
+
+
+def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
+    """Return the Accelerator of this process. Raises UserError where it is not what the launcher meant to start."""
+    check_launch(spec)
+    try:
+        accelerator = _accelerator(spec, device, launch_settings())
+    except (ValueError, LookupError, RuntimeError, AttributeError, ImportError) as error:
+        said = [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]
+        if isinstance(error, UserError) or not said:
+            raise
+        raise UserError(
+            f"Accelerate refuses what the environment says ({first_line(error)[:200]}): correct or unset {', '.join(sorted(said))[:300]}, "
+            "or start with `--launch`, which sets them from a launch file."
+        ) from error
+    kind = launch_settings()["distributed_type"]
     made, started = accelerator.distributed_type.value, world().size
     if accelerator.num_processes != started or (kind in (FSDP, DEEPSPEED) and made != kind):
         raise UserError(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import socket
 import sys
 from collections.abc import Callable
@@ -176,3 +177,30 @@ def test_only_rank_0_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         print("warning: twice", file=sys.stderr)
     print("once")
     assert capsys.readouterr() == ("once\n", "")
+
+
+@pytest.mark.parametrize("listens", [False, True])
+@pytest.mark.parametrize("started", [{}, {"LOCAL_WORLD_SIZE": "2"}], ids=["by hand", "by a launcher"])
+def test_a_rank_whose_master_never_answers_says_so(
+    listens: bool, started: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is there, or another program is at this port: while it waits, and when it gives up."""
+    monkeypatch.setattr(meetings, "MEET", timedelta(seconds=1))
+    monkeypatch.setattr(meetings, "_TOLD", 0.2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    voice = io.StringIO()
+    with socket.socket() as silent:
+        if listens:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        place = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+        why = (
+            "has not answered for 0 minutes" if listens else f"Nobody is at {place}, where rank 1 of 2 .* for 0 minutes"
+        )
+        with pytest.raises(UserError, match=why) as refused:
+            Meeting(World(1, 2, 1), voice)
+    assert place in str(refused.value)
+    assert (f"rank 0 at {place} (rank 1 of 2 on " in voice.getvalue()) is not bool(started)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from draftsmith.cli.launching import check_config, check_script
 from draftsmith.errors import UserError
@@ -17,6 +18,7 @@ from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import parallel
 from draftsmith.train.checkpoints import Progress, load_training_state, save_training_state
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator
+from tests.bad_inputs.cases import check_sentence
 from tests.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -222,3 +224,25 @@ def test_a_launchable_file_refuses_methods_of_another(launcher: str) -> None:
         UserError, match=rf"train/{launcher} does not train the method 'hydra' .* launch train/head\.py"
     ):
         check_script(launcher, "hydra")
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"ACCELERATE_USE_CPU": "maybe"},
+        {"ACCELERATE_DEBUG_MODE": "maybe"},
+        {"ACCELERATE_DYNAMO_BACKEND": "foo"},
+        {"ACCELERATE_TORCH_DEVICE": "bogus"},
+        {"ACCELERATE_USE_MEGATRON_LM": "true"},
+        {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "x"},
+    ],
+    ids=lambda odd: " ".join(odd),
+)
+def test_odd_variables_of_accelerate_are_named(odd: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for state in (AcceleratorState, PartialState, GradientState):
+        monkeypatch.setattr(state, "_shared_state", {})
+    for name, value in odd.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"Accelerate refuses what the environment says .*{', '.join(odd)}") as refused:
+        make_accelerator(TrainSpec(), torch.device("cpu"))
+    check_sentence(str(refused.value))

@@ -292,7 +292,7 @@ def lengths_at_hand(
     those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
     spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
     if (answer := _answer_tokens(recipe)) is not None:
-        found["answer"] = answer
+        found["answer"] = min(answer, longest - longest // 4)
     if conversations is None:
         return found
     try:

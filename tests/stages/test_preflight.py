@@ -176,6 +176,22 @@ def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
     assert (said in capsys.readouterr().err) == (kind == "longrope") == bool(session.warnings), "config.json names 120"
 
 
+@pytest.mark.parametrize(("asked", "said"), [(256, True), (128, False)])
+def test_a_max_length_past_the_targets_positions_is_said(
+    asked: int, said: bool, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    words = (f"--target.path={tmp_path / 'target'}", f"--data.max_length={asked}")
+    preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
+    told = (
+        "data.max_length is 256, but the target " in (err := capsys.readouterr().err)
+        and "set data.max_length to 128" in err
+    )
+    assert told == said
+
+
 def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for key in ("output_dir", "data_dir"):

@@ -15,7 +15,7 @@ import pytest
 from draftsmith.errors import StoppedError
 from draftsmith.eval.measure.result import read_result
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
-from draftsmith.train.dashboards import track_results
+from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.metrics import Tracker
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "smollm2" / "eagle3" / "t0" / "result.json"
@@ -272,3 +272,24 @@ def check_results(case: Case, found: Found) -> None:
             "head/export/flat/model.safetensors",
         }
         assert kept <= found.files
+
+
+@pytest.mark.parametrize(
+    ("spec", "runs", "told"),
+    [
+        (TrackingSpec(wandb="offline"), ("offline-run-1-a", "offline-run-2-a", "continued-run-0-a"), True),
+        (TrackingSpec(backends=["wandb"]), ("offline-run-2-a",), True),
+        (TrackingSpec(wandb="online"), ("offline-run-2-a",), False),
+        (TrackingSpec(backends=["tensorboard"]), ("offline-run-2-a",), False),
+        (TrackingSpec(wandb="offline"), (), False),
+    ],
+)
+def test_a_closing_line_names_the_offline_folder_that_holds_all(
+    spec: TrackingSpec, runs: tuple[str, ...], told: bool, tmp_path: Path
+) -> None:
+    recipe = Recipe(output_dir=str(tmp_path / "my run"), tracking=spec)
+    for name in runs:
+        (tmp_path / "my run" / "train" / "wandb" / name).mkdir(parents=True)
+    folder = tmp_path / "my run" / "train" / "wandb" / "offline-run-2-a"
+    line = f"W&B: offline, in {folder}; `wandb sync '{folder}'` sends it"
+    assert tell_offline(recipe) == ([line] if told else [])

@@ -121,7 +121,8 @@ def coverage_warnings(covered: Coverage, size: int, fix: str) -> list[str]:
     """Return a sentence, ending in the `fix`, for all held-out answers together and for each slice of them where a draft
     vocabulary of `size` tokens covers less than 95%."""
     shares = {"held-out answers": covered.heldout}
-    shares |= {f"held-out answers of slice {name}": share for name, share in covered.heldout_by_slice.items()}
+    if len(covered.heldout_by_slice) > 1:  # the same words again otherwise
+        shares |= {f"held-out answers of slice {name}": share for name, share in covered.heldout_by_slice.items()}
     return [
         f"The draft vocabulary of {size} tokens covers only {share:.1%} of the tokens in the {name}: every other token is a "
         f"certain rejection; {fix}."

@@ -20,12 +20,14 @@ CONVERTER_TYPES = ("f32", "f16", "bf16", "q8_0")
 @dataclass(frozen=True)
 class Command:
     """help: what it does, for the list of commands. function: of draftsmith.cli, "module:name", which gets the values of the
-    options and the words of the recipe. options: what it takes besides a recipe; takes_recipe: whether it takes one."""
+    options and the words of the recipe. options: what it takes besides a recipe; takes_recipe: whether it takes one. words:
+    what stands before the options, for the help."""
 
     help: str
     function: str
     options: tuple[Option, ...] = ()
     takes_recipe: bool = True
+    words: str = ""
 
     def run(self, own: Namespace, words: list[str]) -> int:
         """Carry the command out, and return its exit code."""
@@ -279,6 +281,7 @@ COMMANDS: dict[str, Command] = {
         "actions:compare",
         _COMPARE,
         takes_recipe=False,
+        words="OLD.json NEW.json ",
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
     "recipes": Command(
@@ -286,6 +289,7 @@ COMMANDS: dict[str, Command] = {
         "actions:recipes",
         (option("--output", type=Path, metavar="FILE", help="Write the one that is named there, into a new file."),),
         takes_recipe=False,
+        words="[NAME] ",
     ),
     "plan": Command(
         "hours, disk and memory that every stage of a recipe needs, here or on GPUs, and what would make it shorter",

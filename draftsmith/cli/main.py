@@ -66,7 +66,9 @@ def _help(name: str, words: list[str]) -> int:
         from draftsmith.recipe.parse import parse_recipe
 
         parse_recipe(words, f"draftsmith {name}", command.help, command.options)
-    parser = argparse.ArgumentParser(prog=f"draftsmith {name}", description=command.help)
+    parser = argparse.ArgumentParser(
+        prog=f"draftsmith {name}", description=command.help, usage=f"draftsmith {name} {command.words}[OPTIONS]"
+    )
     for one in command.options:
         parser.add_argument(one.name, **one.settings)
     print(parser.format_help(), end="")  # argparse itself would not say that it cannot print

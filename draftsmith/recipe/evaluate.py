@@ -100,7 +100,7 @@ class EvaluateSpec(FilterSpec):
     """Measuring a head."""
 
     prompts: list[str] = field(default_factory=list)
-    """Prompt sets (JSONL with id, slice, messages); empty takes the embedded default's."""
+    """Prompt sets (JSONL with id, slice, messages); empty takes those that come with the target `embedded`."""
     per_slice: int | None = field(default=None, metadata=within(1, 10**6))
     """Prompts per slice; None takes all."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata=TEMPERATURE)

@@ -72,7 +72,11 @@ def recipe_parser(
         conflict_handler="resolve",  # a command's own --head stands for the one that takes the whole section
     )
     own = parser.add_argument_group("Options of this command")
-    parser.add_argument("--recipe", metavar="FILE", help="Recipe in YAML; other options override its keys.")
+    parser.add_argument(
+        "--recipe",
+        metavar="FILE",
+        help="Recipe in YAML, or a name that `draftsmith recipes` lists; other options override its keys.",
+    )
     parser.add_class_arguments(Recipe, skip={*_SECTIONS, "method", "head"})
     parser.add_argument("--method", type=Literal[method_names()], default=method, help="The drafter.")
     for key, section in _SECTIONS.items():

@@ -28,7 +28,7 @@ from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.recipe.shipped import find_shipped, shipped_names
 from draftsmith.stages.chat import Chat, converse
-from draftsmith.stages.data import samples_at_hand
+from draftsmith.stages.data import look_at, samples_at_hand
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.evaluation import costs_table, served_costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
@@ -59,10 +59,11 @@ def run(own: Namespace, words: list[str]) -> int:
 
 def regenerate(own: Namespace, words: list[str]) -> int:
     """Let the target answer the prompts."""
-    path = make_stages(_session("regenerate", words, own.redo), "regenerate").answers
-    if path is None:
+    session = _session("regenerate", words, own.redo)
+    if not session.recipe.answers.regenerate:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
-    put(path)
+    look_at(session, session.conversations, learned=False)
+    put(make_stages(session, "regenerate").answers)
     return 0
 
 
@@ -244,6 +245,7 @@ def compare(own: Namespace, words: list[str]) -> int:
 def inspect(own: Namespace, words: list[str]) -> int:
     """Show what is learned from."""
     session, console = _session("inspect", words, own.redo), Console()
+    look_at(session, session.conversations, learned=not session.recipe.answers.regenerate)
     for sample in samples_at_hand(session, own.count):
         show_conversation(sample, session.tokenizer, console)
     return 0

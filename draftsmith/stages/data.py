@@ -2,7 +2,8 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from draftsmith.data.answers.generate import keep as keep_answers
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.answers.served import AnswerServer, Likeness, likeness
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.conversations.templates import prepare_prompts
+from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
+from draftsmith.data.conversations.templates import prepare_prompts, render_text, template_name
+from draftsmith.data.conversations.tools import lacks_schemas
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.kept import keep as keep_features
 from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index
@@ -21,6 +24,9 @@ from draftsmith.heads.base import layer_ids_of
 from draftsmith.progress import say
 from draftsmith.stages.session import Session
 from draftsmith.train.world import world
+
+_LOOKED_AT = 64
+"""Conversations that are rendered before the target is loaded."""
 
 
 def answer_inputs(session: Session) -> dict[str, Any]:
@@ -40,6 +46,26 @@ def answer_inputs(session: Session) -> dict[str, Any]:
         ),  # who answered changes no distribution
         "seed": recipe.seed,
     }
+
+
+def look_at(session: Session, conversations: Sequence[Conversation], *, learned: bool) -> None:
+    """Render the first conversations, before the target is loaded. learned: with their answers, else as prompts.
+
+    Raises UserError, naming the sample, for what the chat template refuses or leaves out.
+    """
+    try:
+        tokenizer = session.unchecked_tokenizer
+    except UserError:
+        return  # which loading the target explains
+    data = session.recipe.data
+    for conversation in conversations[:_LOOKED_AT]:
+        if learned:
+            tokenize_conversation(tokenizer, conversation, max_length=data.max_length, template_kwargs=data.template)
+        else:
+            render = partial(render_text, tokenizer, name=conversation.id, **data.template)
+            asked = replace(conversation, messages=conversation.prompt())
+            render(asked.messages, asked.tools, generation_prompt=True)
+            lacks_schemas(asked, render, template_name(tokenizer))
 
 
 def answers_stage(session: Session) -> Path | None:
@@ -62,6 +88,12 @@ def answers_stage(session: Session) -> Path | None:
         warn=session.warn,
     )
     say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
+    if len(prompts) < len(session.conversations):
+        kept = {prompt.conversation.id for prompt in prompts}
+        left = [conversation.id for conversation in session.conversations if conversation.id not in kept]
+        say(
+            f"answers: {', '.join(left[:3])}{', ...' * (len(left) > 3)} left out: no room for an answer within data.max_length"
+        )
     resumed = "the rest of them " if path.with_name(f"{path.name}.partial").exists() else ""
     started = time.perf_counter()
     regenerate(

@@ -12,6 +12,7 @@ from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts
 from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.data import look_at
 from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
 from draftsmith.stages.evaluation import evaluation_conversations, make_requests
 from draftsmith.stages.exporting import check_adapter, export_options
@@ -46,8 +47,9 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         )
     if making:
         warm_folder(recipe)
+        look_at(session, session.conversations, learned=not recipe.answers.regenerate)
     if evaluating:
-        evaluation_conversations(session)
+        look_at(session, evaluation_conversations(session), learned=False)
         check_named_drafters(recipe)
     untrained = _check_initial_head(session, exporting=command == "run") if making else None
     _warn_of_slow_dtypes(session, making, learning, evaluating)

@@ -135,14 +135,18 @@ class Session:
         return None
 
     @cached_property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer, checked against its vocabulary."""
+    def unchecked_tokenizer(self) -> Any:
+        """The target's tokenizer with the chat template, for which the target itself is not loaded."""
         refuse_head(self.target_path)  # which has no tokenizer
         recipe = self.recipe
-        tokenizer = load_tokenizer(self.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
-        check_tokenizer(tokenizer, self.target.vocab_size)
-        check_template_keys(tokenizer, recipe.data.template)
-        return tokenizer
+        return load_tokenizer(self.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The target's tokenizer, checked against its vocabulary."""
+        check_tokenizer(self.unchecked_tokenizer, self.target.vocab_size)
+        check_template_keys(self.unchecked_tokenizer, self.recipe.data.template)
+        return self.unchecked_tokenizer
 
     def sources(self, key: str, named: Sequence[str], what: str) -> list[str]:
         """Return the files that a recipe names under `key`, else those of the embedded default; `what` says what to name."""

@@ -76,6 +76,40 @@ def test_a_base_model_takes_a_chat_template_that_counts_by_what_it_says(workplac
         _ = session.tokenizer
 
 
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"role": "wizard", "content": "Four."}, "line 1: the role 'wizard' is unknown"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+            "the call of 'add' is not in",
+        ),
+    ],
+)
+@pytest.mark.parametrize("regenerate", ["true", "false"])
+def test_data_that_cannot_be_read_are_said_before_the_target_is_loaded(
+    turn: dict[str, Any], said: str, regenerate: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        turn,
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "4"},
+    ]
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for _ in range(40)))
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    words = [
+        f"--data.sources=[{rows}]",
+        f"--data.chat_template={tmp_path / 'plain.jinja'}",
+        f"--answers.regenerate={regenerate}",
+    ]
+    session = session_of(workplace, tmp_path, "medusa", {"num_heads": 2}, *words)
+    monkeypatch.setattr(Session, "load_target", lambda *_: pytest.fail("the target is loaded"))
+    with pytest.raises(UserError, match=said):
+        preflight(session, "train")
+
+
 def test_chains_shorter_than_asked_for_are_said(workplace: Path, tmp_path: Path) -> None:
     session = session_of(workplace, tmp_path, "medusa", {"num_heads": 2}, "--evaluate.drafts", "[{tree: chain}]")
     preflight(session, "run")

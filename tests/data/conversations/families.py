@@ -1,6 +1,6 @@
 """Chat templates in the manner of known families, small, each with its special tokens and the tokens that end its answers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -105,6 +105,8 @@ DEEPSEEK_R1 = Family(
     ("<User>", "<Bot>", "<Calls>", "<Out>", "</Out>"),
     ("</s>",),
 )
+# The same before the prompt opened it.
+DEEPSEEK_R1_CLOSED = replace(DEEPSEEK_R1, template=DEEPSEEK_R1.template.replace("<Bot><think>\n{%", "<Bot>{%"))
 # The prompt opens a thought or closes it at once; the template writes answers as if there had been none.
 DEEPSEEK_V31 = Family(
     "<s>{% for m in messages %}{% if m.role == 'user' %}<User>{{ m.content }}{% else %}<Bot></think>"

@@ -95,6 +95,16 @@ LEARNED: dict[str, tuple[Family, Row, list[list[str]]]] = {
         [['[TOOL_CALLS] [{"name": "add", "arguments": {"a": 2}}]</s>'], [" Four.</s>"]],
     ),
     "DeepSeek-R1, thoughts dropped": (families.DEEPSEEK_R1, THOUGHT, [["hm\n</think>\n\nFour.</s>"], ["so\n</think>\n\nFive.</s>"]]),
+    "DeepSeek-R1, thoughts dropped and not opened": (
+        families.DEEPSEEK_R1_CLOSED,
+        THOUGHT,
+        [["<think>\nhm\n</think>\n\nFour.</s>"], ["<think>\nso\n</think>\n\nFive.</s>"]],
+    ),
+    "DeepSeek-R1, the thought in the text": (
+        families.DEEPSEEK_R1_CLOSED,
+        {"messages": [ASK, {"role": "assistant", "content": "<think>hm</think> Four."}]},
+        [["<think>hm</think> Four.</s>"]],
+    ),
     "DeepSeek-V3.1, without thoughts": (families.DEEPSEEK_V31, PLAIN, [["Four.</s>", "Five.</s>"]]),
     "Llama 3.1": (families.LLAMA31, CALL, [['{"name": "add", "parameters": {"a": 2}}<|eom_id|>', "Four.<|eot_id|>"]]),
     "harmony": (

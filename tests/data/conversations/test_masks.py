@@ -56,6 +56,16 @@ def test_too_long_is_counted_and_never_silent():
     assert kept.ids.tolist() == whole.ids.tolist()
 
 
+def test_a_sample_of_which_only_the_beginning_was_read_is_named():
+    tokenizer, stats = tiny_tokenizer(), TokenizeStats()
+    long = talk("word " * 60_000, "One.", id="pasted")
+    assert tokenize_conversation(tokenizer, long, max_length=50, stats=stats) == []
+    assert (stats.dropped_too_long, stats.without_supervised) == (1, 0)
+    assert str(stats).endswith("of 1 far longer than max_length only the first tokens were read (pasted)")
+    with pytest.raises(UserError, match="Sample pasted has over "):
+        tokenize_conversation(tokenizer, long, max_length=50, on_too_long="error")
+
+
 def test_data_set_with_nothing_to_learn():
     tokenizer = tiny_tokenizer()
     prompts = [talk("a?", id="p1"), talk("b?", id="p2")]

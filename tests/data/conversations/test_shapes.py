@@ -63,9 +63,21 @@ def test_sharegpt_function_call_and_system_column(tmp_path):
             {"system": "Help.", "instruction": "Hi.", "output": "Ho."},
             [("system", "Help."), ("user", "Hi."), ("assistant", "Ho.")],
         ),
+        (
+            {"instruction": "b?", "history": [["a?", "One."]], "output": "Two."},
+            [("user", "a?"), ("assistant", "One."), ("user", "b?"), ("assistant", "Two.")],
+        ),
+        ({"prompt": "a?"}, [("user", "a?")]),
+        ({"prompt": "a?", "completion": "One."}, [("user", "a?"), ("assistant", "One.")]),
+        (
+            {"prompt": [Q], "completion": [A], "system": "Help."},
+            [("system", "Help."), ("user", "a?"), ("assistant", "One.")],
+        ),
+        ({"Prompt": [Q], "completion": None}, [("user", "a?")]),
+        ({"prompt": "ignored", "messages": [Q]}, [("user", "a?")]),
     ],
 )
-def test_alpaca(tmp_path, row, expected):
+def test_rows_without_a_list_of_turns(tmp_path, row, expected):
     assert [(m["role"], m["content"]) for m in load_one(tmp_path, row).messages] == expected
 
 
@@ -112,6 +124,16 @@ def test_tool_calls_as_openai_writes_them(tmp_path):
         ),
         ('{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}', "'tool_calls' must be a list of objects"),
         ('{"instruction": ""}', "'instruction' is empty"),
+        ('{"prompt": ""}', "'prompt' is empty"),
+        ('{"prompt": 3}', "'prompt' must be a list of objects"),
+        ('{"instruction": "x", "history": ["a", "b"]}', r"'history' must be a list of \[question, answer\] pairs"),
+        ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "the weight of a turn is 0.5"),
+        (
+            '{"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}',
+            "'user' holds a thought",
+        ),
+        ('{"messages": [{"role": "assistant", "content": null}]}', "neither 'content' nor 'tool_calls'"),
+        ('{"messages": [{"from": "Function_Call", "value": "{\\"a\\": 1}"}]}', "is JSON, but no call"),
     ],
 )
 def test_bad_line_is_one_sentence_with_file_and_line(tmp_path, line, message):
@@ -121,6 +143,53 @@ def test_bad_line_is_one_sentence_with_file_and_line(tmp_path, line, message):
         load_conversations([str(path)])
     assert str(error.value).startswith(f"{path}, line 2")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["function_call", "Function_Call", "function-call", "FunctionCall", "tool_call", "TOOL CALL"]
+)
+def test_roles_count_in_any_spelling(tmp_path, word):
+    text = json.dumps({"name": "add", "parameters": {"a": 2}})
+    called = load_one(tmp_path, {"conversations": [{"from": "Human", "value": "a?"}, {"from": word, "value": text}]})
+    assert called.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert called.messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "One."}]},
+        {"content": [{"type": "reasoning", "text": "hm"}, "One."]},
+        {"content": "One.", "reasoning": "hm"},
+        {"content": "One.", "thinking": "hm", "reasoning_content": ""},
+        {"content": "One.", "reasoningContent": "hm"},
+    ],
+)
+def test_thoughts_are_reasoning_content(tmp_path, turn):
+    conversation = load_one(tmp_path, {"messages": [Q, {"role": "assistant", **turn}]})
+    assert conversation.messages[1] == {**A, "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [({"weight": 0}, {"weight": 0}), ({"weight": 1}, {}), ({"train": False}, {"weight": 0}), ({"train": True}, {})],
+)
+def test_weights_of_turns(tmp_path, keys, kept):
+    conversation = load_one(tmp_path, {"messages": [{**Q, "weight": 0}, {**A, **keys}]})
+    assert conversation.messages == (Q, {**A, **kept})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"functions": [{"name": "add", "parameters": {}}]},
+        {"tools": [{"type": "function", "name": "add", "parameters": {}}]},
+        {"Tools": json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])},
+    ],
+)
+def test_schemas_are_as_engines_ask_for_them(tmp_path, row):
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert load_one(tmp_path, {"messages": [Q], **row}).tools == (schema,)
 
 
 def test_nulls_that_arrow_fills_in_are_dropped_at_every_depth():

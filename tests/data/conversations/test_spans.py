@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from draftsmith.data.conversations import spans, templates, turns
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_conversation
 from draftsmith.data.conversations.spans import render_conversation
@@ -290,3 +291,76 @@ def test_empty_think_block_that_is_one_token_is_not_learnt():
     tokenizer.add_tokens(["<think></think>"])
     (sample,) = tokenize_conversation(tokenizer, talk("a?", "One."))
     assert learnt(tokenizer, sample) == ["One.<|im_end|>"]
+
+
+def test_answers_of_weight_0_are_context():
+    tokenizer = tiny_tokenizer()
+    messages = list(THREE.messages)
+    messages[1] = {**messages[1], "weight": 0}
+    (sample,) = tokenize_conversation(tokenizer, Conversation("t", "chat", tuple(messages)))
+    assert learnt(tokenizer, sample) == ["Two.\n<|im_end|>", "Three<|im_end|>"]
+
+
+NOTED = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}(note)\n{% generation %}{{ m.content }}{% endgeneration %}"
+    "<|im_end|>\n{% else %}{% if loop.last %}Now: {% endif %}{{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_generation_marks_hold_where_every_turn_is_rendered_apart():
+    tokenizer = tiny_tokenizer(NOTED)
+    samples = tokenize_conversation(tokenizer, talk("a?", "One.", "b?", "Two."))
+    assert [learnt(tokenizer, sample) for sample in samples] == [["One.<|im_end|>"], ["Two.<|im_end|>"]]
+    assert runs(tokenizer, samples[0])[0][1] == "user: Now: a?\nassistant: (note)\n"
+
+
+@pytest.mark.parametrize("marked", ["m.role == 'user'", "m.role == 'nobody'"])
+def test_generation_marks_that_lie_in_no_answer_are_said(marked):
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% if " + marked + " %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    with pytest.raises(UserError, match=r"Sample talk: the \{% generation %\} marks .* lie in none of its answers"):
+        tokenize_conversation(tiny_tokenizer(template), talk("a?", "One."))
+
+
+def test_an_end_that_is_not_the_targets_is_learnt_where_it_closes_every_turn():
+    """The target's configuration names another end than its template writes."""
+    tokenizer = tiny_tokenizer(helpers.CHATML)
+    (sample,) = tokenize_conversation(tokenizer, THREE, eos_ids=[0])
+    assert learnt(tokenizer, sample) == ["One.<|im_end|>", "Two.\n<|im_end|>", "Three<|im_end|>"]
+
+
+LONG = ("word " * 60_000, "a?")
+
+
+@pytest.mark.parametrize("template", [helpers.CHATML, helpers.QWEN3, helpers.GPT_OSS, NOTED])
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("on_too_long", ["drop", "truncate"])
+def test_a_far_too_long_text_is_cut_before_it_is_tokenized(template, place, on_too_long, monkeypatch):
+    """What is kept is what is kept of all tokens."""
+    contents = ["a?", "One.", "b?", "Two."]
+    contents[place] = LONG[0] + contents[place]
+    sizes, tokenizer = [], tiny_tokenizer(template)
+    whole, short = (
+        tokenize_conversation(tokenizer, talk(*contents), max_length=100, on_too_long=on_too_long)
+        for _ in monkeypatched(monkeypatch, sizes)
+    )
+    assert [(s.sample_id, s.ids.tolist(), s.mask.tolist()) for s in short] == [
+        (s.sample_id, s.ids.tolist(), s.mask.tolist()) for s in whole
+    ]
+    assert max(sizes) < 100_000 < len(contents[place])
+
+
+def monkeypatched(monkeypatch, sizes):
+    """Yield with texts tokenized whole, then as they are, when the sizes of texts are kept."""
+    with monkeypatch.context() as patch:
+        for module in (spans, templates, turns):
+            patch.setattr(module, "shorten", lambda tokenizer, text, most: text)
+        yield
+    encode = templates.encode
+    with monkeypatch.context() as patch:
+        for module in (spans, templates, turns):
+            patch.setattr(module, "encode", lambda tokenizer, text: sizes.append(len(text)) or encode(tokenizer, text))
+        yield

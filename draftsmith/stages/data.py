@@ -62,7 +62,7 @@ def look_at(session: Session, conversations: Sequence[Conversation], *, learned:
         if learned:
             tokenize_conversation(tokenizer, conversation, max_length=data.max_length, template_kwargs=data.template)
         else:
-            render = partial(render_text, tokenizer, name=conversation.id, **data.template)
+            render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **data.template)
             asked = replace(conversation, messages=conversation.prompt())
             render(asked.messages, asked.tools, generation_prompt=True)
             lacks_schemas(asked, render, template_name(tokenizer))

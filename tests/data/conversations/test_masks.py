@@ -58,7 +58,7 @@ def test_too_long_is_counted_and_never_silent():
 
 def test_a_sample_of_which_only_the_beginning_was_read_is_named():
     tokenizer, stats = tiny_tokenizer(), TokenizeStats()
-    long = talk("word " * 60_000, "One.", id="pasted")
+    long = talk("word " * 15_000, "One.", id="pasted")
     assert tokenize_conversation(tokenizer, long, max_length=50, stats=stats) == []
     assert (stats.dropped_too_long, stats.without_supervised) == (1, 0)
     assert str(stats).endswith("of 1 far longer than max_length only the first tokens were read (pasted)")

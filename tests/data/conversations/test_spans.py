@@ -332,7 +332,7 @@ def test_an_end_that_is_not_the_targets_is_learnt_where_it_closes_every_turn():
     assert learnt(tokenizer, sample) == ["One.<|im_end|>", "Two.\n<|im_end|>", "Three<|im_end|>"]
 
 
-LONG = ("word " * 60_000, "a?")
+LONG = "word " * 15_000
 
 
 @pytest.mark.parametrize("template", [helpers.CHATML, helpers.QWEN3, helpers.GPT_OSS, NOTED])
@@ -341,7 +341,7 @@ LONG = ("word " * 60_000, "a?")
 def test_a_far_too_long_text_is_cut_before_it_is_tokenized(template, place, on_too_long, monkeypatch):
     """What is kept is what is kept of all tokens."""
     contents = ["a?", "One.", "b?", "Two."]
-    contents[place] = LONG[0] + contents[place]
+    contents[place] = LONG + contents[place]
     sizes, tokenizer = [], tiny_tokenizer(template)
     whole, short = (
         tokenize_conversation(tokenizer, talk(*contents), max_length=100, on_too_long=on_too_long)
@@ -350,7 +350,7 @@ def test_a_far_too_long_text_is_cut_before_it_is_tokenized(template, place, on_t
     assert [(s.sample_id, s.ids.tolist(), s.mask.tolist()) for s in short] == [
         (s.sample_id, s.ids.tolist(), s.mask.tolist()) for s in whole
     ]
-    assert max(sizes) < 100_000 < len(contents[place])
+    assert max(sizes) <= 2**16 < len(contents[place])
 
 
 def monkeypatched(monkeypatch, sizes):

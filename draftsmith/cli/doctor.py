@@ -22,7 +22,13 @@ CHECKOUT = PACKAGE.parent
 ROOMS = ("data", "heads", "train", "eval", "recipes")
 TESTED_TRANSFORMERS = ((5, 17), (5, 23))
 OLDEST_TORCH = (2, 11)
-INSTALL = 'bash scripts/quickstart.sh, or: pip install -e ".[dev]" -c constraints.txt'
+FROM_CHECKOUT = (CHECKOUT / "scripts" / "doctor.py").is_file()
+"""An installed package has neither scripts nor pinned versions."""
+INSTALL = (
+    'bash scripts/quickstart.sh, or: pip install -e ".[dev]" -c constraints.txt'
+    if FROM_CHECKOUT
+    else "pip install --upgrade draftsmith"
+)
 _OPTIONAL = (
     ("deepspeed", "deepspeed", "ZeRO"),
     ("torchao", "quant", "models quantized with it"),
@@ -119,7 +125,12 @@ def check_torch() -> Iterator[Check]:
         found = f"none that this CUDA {torch.version.cuda} build can use"
         yield Check("GPU", "note", found, "check the driver with nvidia-smi; everything also runs on the CPU")
     elif shutil.which("nvidia-smi"):
-        fix = "TORCH_INDEX=https://download.pytorch.org/whl/cu130 bash scripts/quickstart.sh"
+        index = "https://download.pytorch.org/whl/cu130"
+        fix = (
+            f"TORCH_INDEX={index} bash scripts/quickstart.sh"
+            if FROM_CHECKOUT
+            else f"pip install torch --index-url {index}"
+        )
         yield Check("GPU", "note", "there may be one, but this torch is a CPU build", fix)
     else:
         yield Check("GPU", "note", "none; everything runs on the CPU, slower")
@@ -210,14 +221,14 @@ def check_accelerate() -> Iterator[Check]:
     """The default configuration of `accelerate launch`, and the kinds that start one process where several are asked for."""
     file = caches()["Hub cache"] / "accelerate" / "default_config.yaml"
     if not file.is_file():
-        fix = "pass --config_file recipes/accelerate/cpu.yaml, one-gpu.yaml or ddp-8gpu.yaml"
+        fix = "pass --launch accelerate/cpu, accelerate/one-gpu or accelerate/ddp-8gpu"
         yield Check("Accelerate", "note", f"no {file}", fix)
         return
     values = dict(re.findall(r"^(\w+): *['\"]?(\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
     kind, processes = values.get("distributed_type", "NO"), values.get("num_processes", "1")
     if processes != "1" and kind in ("NO", "MULTI_CPU"):
         found = f"{file}: {processes} processes of {kind}, of which Accelerate starts one"
-        yield Check("Accelerate", "bad", found, "pass --config_file recipes/accelerate/ddp-2cpu.yaml or cpu.yaml")
+        yield Check("Accelerate", "bad", found, "pass --launch accelerate/ddp-2cpu or accelerate/cpu")
     else:
         yield Check("Accelerate", "ok", f"{file}: {kind}, {processes} process(es)")
 
@@ -226,7 +237,8 @@ def check_optional() -> Iterator[Check]:
     """Packages and programs that only some tasks need."""
     for name, extra, use in _OPTIONAL:
         version = installed(name)
-        fix = "" if version else f'for {use}: pip install -e ".[{extra}]" -c constraints.txt'
+        package = f'-e ".[{extra}]" -c constraints.txt' if FROM_CHECKOUT else f'"draftsmith[{extra}]"'
+        fix = "" if version else f"for {use}: pip install {package}"
         yield Check(name, "ok" if version else "note", version or "not installed", fix)
     if not shutil.which("git"):
         yield Check("git", "note", "not found", "without it result.json cannot name the commit")

@@ -1,5 +1,6 @@
 """The doctor sees what is wrong, says how to mend it, and works where nothing else does."""
 
+import runpy
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,14 @@ def test_folders_of_an_installed_package_are_fine(tmp_path: Path) -> None:
     for room in doctor.ROOMS:
         (tmp_path / "draftsmith" / room).mkdir(parents=True)
     assert next(doctor.check_rooms(tmp_path / "draftsmith")).state == "ok"
+
+
+def test_an_installed_package_is_told_nothing_of_scripts(tmp_path: Path) -> None:
+    (tmp_path / "draftsmith" / "cli").mkdir(parents=True)
+    file = shutil.copy(ROOT / "draftsmith" / "cli" / "doctor.py", tmp_path / "draftsmith" / "cli")
+    found = runpy.run_path(str(file))
+    assert found["INSTALL"] == "pip install --upgrade draftsmith"
+    assert doctor.INSTALL.startswith("bash scripts/quickstart.sh")
 
 
 def test_script_works_without_links_and_without_any_package(tmp_path: Path) -> None:

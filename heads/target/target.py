@@ -326,7 +326,7 @@ def load_target(
         path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
     )
     if opened.beside:
-        say(opened.beside)
+        say(f"warning: {opened.beside}.")
     directory = opened.directory
     target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     if odd := [one for one in target.eos_ids if not 0 <= one < target.vocab_size]:

@@ -158,17 +158,19 @@ def _check_split(layout: Layout, engines: list[str], files: ModelFiles, gpus: in
 def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target: Target) -> bool:
     """Return whether both heads give the same logits on random input, `head` with its weights rounded to the files' dtype.
 
-    All steps or heads of training are compared, as far as the head drafts. Both use the target's embedding, if they have
-    one, unless the files hold it.
+    All steps or heads of training are compared, as far as the head drafts. An embedding that is the target's is not rounded, where
+    the files leave it out: whatever a layout calls it, `reloaded` has it from one of the two.
     """
     stored = dict(reloaded.named_parameters())
     rounded = {
-        name: stored[name]
-        if name == EMBEDDING and EMBEDDING not in files.tensors
-        else value.to(files.dtype).to(stored[name])
+        name: value.to(files.dtype).to(stored[name])
         for name, value in head.named_parameters()
         if name in stored  # a bias of zeros is none when it is read again
     }
+    if EMBEDDING in rounded and torch.equal(
+        own := head.get_parameter(EMBEDDING).to(stored[EMBEDDING]), stored[EMBEDDING]
+    ):
+        rounded[EMBEDDING] = own
     steps = head.clamp_draft_length(head.trains.steps)
     window = flatten(files.config).get("sliding_window") or 0  # a window that is lost shows on longer texts only
     batch = _random_batch(reloaded, target, length=window + steps + 8)

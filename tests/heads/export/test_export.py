@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.eagle.formats import to_flat_eagle3
+from draftsmith.heads.eagle.formats import EAGLE3, to_flat_eagle3
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import convert_head, export_head
@@ -248,6 +249,33 @@ def test_embeddings_that_are_there_anyway_may_be_asked_for():
     target = make_target()
     files = convert_head(make_draft_model(target), target, layout="draft_model", include_embeddings=True)
     assert "model.embed_tokens.weight" in files.tensors
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("spoiled", [False, True])
+def test_embeddings_are_compared_whatever_a_layout_calls_them(trained, spoiled, tmp_path, monkeypatch):
+    target, name = make_target(), "model.embed_tokens.weight"
+    head = make_head(target, train_embeddings=trained)
+    with torch.no_grad():
+        head.embed_tokens.weight += 1.0 * trained
+
+    def convert(head: Eagle3Head, target: Target, request: ExportRequest) -> ModelFiles:
+        files = to_flat_eagle3(head, target, request)
+        files.tensors[name] = files.tensors.pop("embed_tokens.weight") + 0.5 * spoiled
+        return files
+
+    rules = [replace(rule, name=name if rule.name == "embed_tokens.weight" else rule.name) for rule in EAGLE3.tensors]
+    replace_layout(monkeypatch, "eagle3", contract=replace(EAGLE3, tensors=tuple(rules)), convert=convert)
+    if spoiled:
+        with pytest.raises(AssertionError, match="the export gives other logits"):
+            export_head(head, target, tmp_path / "out", dtype="float32")
+        assert not list(tmp_path.iterdir())
+        return
+    export_head(head, target, tmp_path / "out", dtype="float32")
+    assert (
+        "takes the target's in silence (input embeddings that were trained)"
+        in (tmp_path / "out" / "README.md").read_text()
+    ) == trained
 
 
 def test_the_targets_embeddings_in_another_dtype_are_not_a_heads_own():

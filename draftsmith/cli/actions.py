@@ -204,8 +204,9 @@ def report(own: Namespace, words: list[str]) -> int:
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
         )
     place = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
-    own_run = place if (place / "train").is_dir() else None
-    own_head = own_run is not None and not any("--head" in result.command.split() for result in results)
+    trained = (place / "train").is_dir()
+    own_run = place if trained or again is not None else None
+    own_head = trained and not any("--head" in result.command.split() for result in results)
     past = read_history(place) if own_head else None
     with writing:
         decision = plan_stage(

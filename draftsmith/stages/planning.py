@@ -94,7 +94,14 @@ def costs_of_run(
         machine = environment()
         names = [c.name for c in grid.systems]
         asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
-        if asked == (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters):
+        others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
+        if not others and asked == (
+            table.target.fingerprint,
+            table.dtype,
+            table.hardware,
+            table.versions,
+            table.drafters,
+        ):
             if table.lacks(grid.places):
                 return measure_and_keep(session, target, requests, drafters, path, table)
             return _trim(session, table, grid.places, path)

@@ -40,7 +40,8 @@ class DraftInfo:
     target's layers that the head reads; num_heads: of Medusa; both are what engines are told. trained_length: tokens of the
     longest text that the head learned from, null where that is not recorded. weights: what a head's are rounded to, null for
     as they are; weight_bytes: of its trained weights, so rounded, or of the draft model's. cache_bytes: of a token in the KV cache of
-    its own, 0 without one; cache_slots: what a row of it holds beyond its text.
+    its own, 0 without one; cache_slots: what a row of it holds beyond its text. vocabulary: the tokens that a head drafts among, 0 for
+    all of the target's.
     """
 
     method: str
@@ -57,6 +58,17 @@ class DraftInfo:
     weight_bytes: int | None = None
     cache_bytes: int | None = None
     cache_slots: int | None = None
+    vocabulary: int | None = None
+
+    def unlike(self, other: "DraftInfo") -> str:
+        """Return what makes it another drafter than `other`, as far as both say, in words that follow "has"; empty for the same."""
+        kinds = {"method": "the method {}", "parameters": "{} parameters", "vocabulary": "{} tokens to draft among"}
+        pairs = ((words, getattr(self, name), getattr(other, name)) for name, words in kinds.items())
+        return ", ".join(
+            f"{words.format(one or 'all')} and not {two or 'all'}"
+            for words, one, two in pairs
+            if None not in (one, two) and one != two
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +155,11 @@ class SystemUnderTest:
             weight_bytes=self.weight_bytes,
             cache_bytes=0 if cache is None else entry_bytes(cache.shapes),
             cache_slots=0 if cache is None else cache.capacity - 1,
+            vocabulary=None
+            if self.head is None
+            else 0
+            if self.head.draft_vocab is None
+            else len(self.head.draft_vocab),
         )
 
 

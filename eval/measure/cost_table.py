@@ -5,13 +5,14 @@ served (`draftsmith costs`) decides together with acceptance that was measured e
 running servers (`draftsmith costs --server`) only whole rounds can be timed.
 """
 
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.measure.machine import Hardware
 from draftsmith.eval.measure.result import TargetInfo
 from draftsmith.eval.measure.upgrade import with_sizes
@@ -19,7 +20,7 @@ from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 ALONE = ""
 """The name of the target alone among drafters."""
 
@@ -96,7 +97,7 @@ class CostTable:
     weights_bytes: of the target, read in every pass. bandwidth: bytes per second that this machine reads memory with, measured.
     too_large: the (batch, context) that did not fit in memory, which nobody need try again.
     command, commit, date, hardware, versions: as in result.json. servers: that whole rounds were measured from, none where steps were
-    timed here; dtype, weights_bytes and hardware of servers are not known.
+    timed here; dtype, weights_bytes and hardware of servers are not known. drafts: {drafter: how it drafts}, as far as that is known.
     """
 
     target: TargetInfo
@@ -112,6 +113,7 @@ class CostTable:
     date: str
     servers: tuple[Served, ...] = ()
     too_large: tuple[tuple[int, int], ...] = ()
+    drafts: dict[str, DraftInfo] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -174,7 +176,9 @@ def read_cost_table(path: str | Path) -> CostTable:
     if isinstance(value, dict) and value.get("schema_version") == 1 and isinstance(value.get("points"), list):
         # Before costs were measured from servers, and before it was kept what did not fit.
         points = [point | {"round_ms": {}} if isinstance(point, dict) else point for point in value["points"]]
-        value |= {"schema_version": SCHEMA_VERSION, "points": points, "servers": [], "too_large": []}
+        value |= {"schema_version": 2, "points": points, "servers": [], "too_large": []}
+    if isinstance(value, dict) and value.get("schema_version") == 2:
+        value |= {"schema_version": SCHEMA_VERSION, "drafts": {}}  # names alone were kept
     if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
         raise UserError(
             f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
@@ -231,6 +235,16 @@ def write_cost_table(path: Path, table: CostTable) -> None:
     """Write the table atomically."""
     values = asdict(table)
     write_json(path, {"schema_version": values.pop("schema_version"), **values})
+
+
+def check_drafts(table: CostTable, source: str, drafts: Mapping[str, DraftInfo | None]) -> None:
+    """Raise UserError where a table is of another drafter than a result under the same name."""
+    for name, timed in table.drafts.items():
+        if (draft := drafts.get(name)) is not None and (apart := timed.unlike(draft)):
+            raise UserError(
+                f"{source} holds the costs of another {name} than the result's: it has {apart}. Measure the costs with the head of "
+                "the result (`draftsmith costs`, with its recipe), or evaluate the other head."
+            )
 
 
 def check_fits(table: CostTable, source: str, target: TargetInfo, dtype: str, drafters: Collection[str]) -> None:

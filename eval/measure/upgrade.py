@@ -26,17 +26,18 @@ _ADDED_SETTINGS = {3: ("min_p", "repetition_penalty"), 6: ("prompts",), 8: ("lon
 
 
 def upgrade(value: Any) -> Any:
-    """Return the JSON of a result of an earlier schema version as version 9 has it; anything else as it is.
+    """Return the JSON of a result of an earlier schema version as version 10 has it; anything else as it is.
 
     Version 2 adds how each drafter drafts, the tokens of a tree's pass, perplexities and peak memory; version 3 min-p and
     the repetition penalty, which were off; version 4 how a tuned target differs, of which there was none; version 5 the
     target alone over transformers' `generate`; version 6 the interval of simulated tau, which prompts they were, what was timed
     to check a plan, the clocks, and which layers a head reads; version 7 acceptance by context, the
     wait for each token, right answers, and what a head's weights are rounded to; version 8 the sizes of weights and caches, acceptance
-    in thought, and valid JSON; version 9 what each prompt adds to tau. What is malformed stays so, for the reader to name.
+    in thought, and valid JSON; version 9 what each prompt adds to tau; version 10 the vocabulary that a head
+    drafts among. What is malformed stays so, for the reader to name.
     """
     version = value.get("schema_version") if isinstance(value, dict) else None
-    if type(version) is not int or version not in range(1, 9):
+    if type(version) is not int or version not in range(1, 10):
         return value
     value = deepcopy(value)
     if version == 1 and isinstance(value.get("costs"), dict):
@@ -59,11 +60,12 @@ def upgrade(value: Any) -> Any:
                 "weight_bytes": None,
                 "cache_bytes": None,
                 "cache_slots": None,
+                "vocabulary": None,
                 **drafter["draft"],
             }
         for one in measures:
             one.update({**missing, **one})
-    return {"picks": [], "clocks": None, **value, "schema_version": 9}
+    return {"picks": [], "clocks": None, **value, "schema_version": 10}
 
 
 def with_sizes(value: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.measure.cost_table import CostTable, check_fits
+from draftsmith.eval.measure.cost_table import CostTable, check_drafts, check_fits
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.result import Result
 from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation, same_draft
@@ -106,6 +106,7 @@ def make_decision(
     export = export or Export.of((first.recipe or {}).get("export") or {})
     for result in results:
         check_fits(table, source, result.target, result.settings.dtype, result.drafters)
+        check_drafts(table, source, {name: drafter.draft for name, drafter in result.drafters.items()})
     plan = Plan(tuple(results), table)
     # A result whose answers all end at once has nothing to plan with.
     plan = Plan(tuple(result for result in results if plan.cell(result) is not None), table)

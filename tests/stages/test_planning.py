@@ -68,6 +68,10 @@ def test_an_evaluation_ends_in_a_decision(evaluated: Path) -> None:
         assert set(point.draft_ms) == set(point.admit_ms) == {"eagle3"}
         assert set(point.overhead_ms) == {"", "eagle3"}
         assert {"1", "4"} <= point.draft_ms["eagle3"].keys()
+    drafted = read_result(evaluated / "t0" / "result.json").drafters["eagle3"].draft
+    assert table.drafts == {"eagle3": drafted}, "so that another head's table is noticed"
+    assert drafted is not None
+    assert drafted.vocabulary == 0
     plan = json.loads((evaluated / "plan.json").read_text())
     assert plan["verdict"]["action"] in ("train on more data", "measure again"), "the head is untrained"
     assert len(plan["places"]) == 3 * 2 * 3, "overall and two slices, two batches, three contexts"
@@ -138,11 +142,17 @@ def test_results_are_planned_for_another_machine(
     place = plan["places"][0]
     assert place["target_alone_per_million"] == pytest.approx(3.6 / 3600 / place["target_alone_tok_s"] * 1e6)
     assert "per million" in (tmp_path / "report.md").read_text()
-    value["target"]["fingerprint"] = "f"
-    (tmp_path / "h200.json").write_text(json.dumps(value))
     before = (tmp_path / "plan.json").read_bytes()
-    assert main(command) == 2
-    assert "costs of another target" in capsys.readouterr().err
+    for spoiled, said in (
+        (
+            {"drafts": {"eagle3": value["drafts"]["eagle3"] | {"vocabulary": 9}}},
+            "another eagle3 than the result's: it has 9 tokens",
+        ),
+        ({"target": value["target"] | {"fingerprint": "f"}}, "costs of another target"),
+    ):
+        (tmp_path / "h200.json").write_text(json.dumps(value | spoiled))
+        assert main(command) == 2
+        assert said in capsys.readouterr().err
     assert (tmp_path / "plan.json").read_bytes() == before
     write_cost_table(tmp_path / "h200.json", table)
     assert main([*command, "--price-per-hour", "cheap"]) == 2

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.cost_table import CostTable, check_fits, read_cost_table, write_cost_table
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.measure.cost_table import CostTable, check_drafts, check_fits, read_cost_table, write_cost_table
 from draftsmith.eval.measure.result import TargetInfo
-from tests.eval.planner.plans import TARGET, served_table, table
+from draftsmith.eval.planner.decision import make_decision
+from tests.eval.planner.plans import TARGET, result, served_table, table
 
 
 @pytest.mark.parametrize("made", [table(), served_table({3: 14.0})], ids=["here", "servers"])
@@ -26,6 +28,16 @@ def test_a_table_from_before_servers_were_measured_is_read(tmp_path: Path) -> No
     del value["servers"]
     for point in value["points"]:
         del point["round_ms"]
+    path.write_text(json.dumps(value))
+    assert read_cost_table(path) == table()
+
+
+def test_a_table_from_before_drafters_were_described_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, replace(table(), drafts={"eagle3": EAGLE3}))
+    assert read_cost_table(path).drafts == {"eagle3": EAGLE3}
+    value = json.loads(path.read_text()) | {"schema_version": 2}
+    del value["drafts"]
     path.write_text(json.dumps(value))
     assert read_cost_table(path) == table()
 
@@ -104,6 +116,35 @@ def test_what_no_server_costs_is_one_sentence(change: Any, message: str, tmp_pat
     path.write_text(json.dumps(value))
     with pytest.raises(UserError, match=message):
         read_cost_table(path)
+
+
+EAGLE3 = DraftInfo("eagle3", 4, 4, parameters=1000, vocabulary=2048)
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        (EAGLE3, None),
+        (replace(EAGLE3, num_speculative_tokens=2, nodes=2), None),
+        (replace(EAGLE3, parameters=None, vocabulary=None), None),
+        (None, None),
+        (replace(EAGLE3, vocabulary=6144), "2048 tokens to draft among and not 6144"),
+        (replace(EAGLE3, vocabulary=0), "2048 tokens to draft among and not all"),
+        (replace(EAGLE3, parameters=3000), "1000 parameters and not 3000"),
+        (replace(EAGLE3, method="peagle", parameters=9), "the method eagle3 and not peagle, 1000 parameters and not 9"),
+    ],
+)
+def test_costs_of_another_drafter_of_the_same_name_are_refused(draft: DraftInfo | None, said: str | None) -> None:
+    timed = replace(table(), drafts={"eagle3": EAGLE3})
+    found = result(0, {"overall": 0.8})
+    results = [replace(found, drafters={"eagle3": replace(found.drafters["eagle3"], draft=draft)})]
+    if said is None:
+        check_drafts(timed, "h.json", {"eagle3": draft})
+        return
+    with pytest.raises(
+        UserError, match=f"h.json holds the costs of another eagle3 than the result's: it has {said}. Measure"
+    ):
+        make_decision(results, timed, "h.json")
 
 
 def test_costs_of_another_target_dtype_or_drafter_are_refused() -> None:

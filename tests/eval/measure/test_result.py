@@ -112,7 +112,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_the_names_of_the_schema() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    assert value["schema_version"] == 9
+    assert value["schema_version"] == 10
     top = "command commit date hardware versions recipe target settings drafters"
     assert set(top.split()) <= set(value)
     settings = "temperature top_k top_p min_p repetition_penalty num_speculative_tokens batch dtype seed repeats prompts longest_text"
@@ -345,7 +345,7 @@ def test_integers_count_as_numbers_and_become_floats() -> None:
         ("{", "is not JSON"),
         ("[]", "must be an object"),
         ("{}", "schema_version"),
-        ('{"schema_version": 10}', "schema_version"),
+        ('{"schema_version": 11}', "schema_version"),
         ('{"schema_version": NaN}', "holds the number nan"),
         ("[" * 100_000, "nested deeper"),
     ],

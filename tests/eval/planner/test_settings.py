@@ -1,7 +1,10 @@
 """What starts engines after a plan."""
 
 import json
+import re
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.planner.decision import Decision, Export, make_decision
-from draftsmith.eval.planner.settings import engine_settings
+from draftsmith.eval.planner.settings import engine_settings, write_settings
 from draftsmith.heads.formats.engines import ENGINES, Again
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.splits import one_gpu
@@ -25,6 +28,10 @@ def decision(target: str = "models/my-model", method: str = "draft_model", **exp
     )
     place = {"exports": "export", "settings": "", "again": Again()}
     return SimpleNamespace(served=rules, plan=SimpleNamespace(results=[found]), export=Export(**export), **place)
+
+
+def replace_in(found: Any, **changes: Any) -> Any:
+    return SimpleNamespace(**{**vars(found), **changes})
 
 
 def planned(section: dict[str, Any], export: Export | None = None) -> Decision:
@@ -85,6 +92,73 @@ def test_engines_are_started_on_as_many_gpus_as_the_recipe_exports_for(name: str
             assert f"{flags[engine]} 4" in several
         else:
             assert several == alone
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "target"),
+    [
+        ("eagle3", "eagle3", "target"),
+        ("eagle3", "eagle3_llama_cpp", "target"),
+        ("eagle3", "eagle3_llama_cpp", "target.gguf"),
+        ("medusa", "medusa", "target"),
+        ("medusa", "medusa_tgi", "my-org/my-model"),
+    ],
+)
+def test_start_scripts_run_from_any_folder(method: str, layout: str, target: str, tmp_path: Path) -> None:
+    """The commands are stubs that write down where they were called with what."""
+    programs, run, elsewhere = tmp_path / "bin", tmp_path / "the run", tmp_path / "elsewhere"
+    for folder in (programs, run, elsewhere, tmp_path / "target"):
+        folder.mkdir()
+    for name in ("vllm", "python", "trtllm-serve", "llama-server", "text-generation-launcher", "draftsmith"):
+        (programs / name).write_text(f'#!/bin/sh\npwd >>"$LOG"\nprintf "%s\\n" {name} "$@" "" >>"$LOG"\n')
+        (programs / name).chmod(0o755)
+    path = target if "/" in target else str(tmp_path / target)
+    made = decision(path, method, layout=layout)
+    made.served.by_batch = ((1, 4, 5), (5, 64, 3))
+    again = Again(str(run), ("--recipe", "my recipe.yaml", "--output_dir", "runs/a"))
+    write_settings(
+        tmp_path / "settings",
+        replace_in(made, exports=str(run / "export"), settings=str(tmp_path / "settings"), again=again),
+    )
+    scripts = list((tmp_path / "settings").glob("*/start.sh"))
+    assert {script.parent.name for script in scripts} == layouts()[layout].engines.keys()
+    for script in scripts:
+        log = script.with_suffix(".log")
+        environment = {"PATH": f"{programs}:/usr/bin:/bin", "LOG": str(log)}
+        trees = {"LLAMA_CPP": str(tmp_path / "a tree"), "TENSORRT_LLM": str(tmp_path / "a tree")}
+        names = [name for name in trees if f"${name}" in script.read_text() or f"${{{name}:" in script.read_text()]
+        for named in names:
+            alone = subprocess.run(["bash", script], cwd=elsewhere, env=environment, capture_output=True, text=True)
+            assert alone.returncode
+            assert f"{named}: set it to the folder with its sources" in alone.stderr
+            assert not log.exists()
+        done = subprocess.run(["bash", script], cwd=elsewhere, env=environment | trees, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        words = log.read_text().split("\n")
+        words += [json.loads(word)["model"] for word in words if word.startswith("{")]  # of vLLM
+        files = [w for w in words if re.search(r"\.(json|ya?ml|py|gguf)$|export/", w) and not w.startswith("{")]
+        assert files
+        assert all(Path(word).is_absolute() for word in files if word != "my recipe.yaml")
+        assert all(Path(word).is_file() for word in files if word.endswith(("adaptive.json", "trtllm.yaml")))
+        if "my recipe.yaml" in words:
+            at = words.index("draftsmith")
+            assert words[at - 1 : at + 6] == [
+                str(run),
+                "draftsmith",
+                "export",
+                "--recipe",
+                "my recipe.yaml",
+                "--output_dir",
+                "runs/a",
+            ]
+            assert words[words.index("--gguf") + 1] == str(tmp_path / "a tree")
+
+
+def test_a_target_whose_class_gets_no_drafts_starts_no_such_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Gemma3ForCausalLM"]}))
+    assert engine_settings(decision(str(tmp_path), "eagle3")).keys() == {"sglang"}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    assert engine_settings(decision(str(tmp_path), "eagle3")).keys() == {"vllm", "sglang", "tensorrt_llm"}
 
 
 def test_the_converter_is_told_the_dtype_of_the_export() -> None:

@@ -202,6 +202,45 @@ def words(tmp_path: Path) -> list[str]:
     return ["--target.path", str(tmp_path / "target"), "--data.limit", "1000", "--device", "h100"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "said"),
+    [
+        ("LlamaForCausalLM", (), None),
+        (
+            "MixtralForCausalLM",
+            (),
+            "no engine that reads the layout eagle3 drafts with such heads for a target of the class Mixtral",
+        ),
+        ("MixtralForCausalLM", ("--export.layout", "eagle3_llama_cpp"), None),
+        (
+            "Gemma3ForCausalLM",
+            (),
+            r"such heads draft for no target of the class Gemma3ForCausalLM in vLLM .*: serve it with SGLang\.",
+        ),
+        ("Gemma3ForCausalLM", ("--method", "medusa"), None),
+        (
+            "Gemma3ForCausalLM",
+            ("--method", "peagle", "--head.mask_token_id", "5"),
+            "no engine .*: train the method draft_model",
+        ),
+    ],
+)
+def test_engines_that_will_not_draft_for_the_target_are_named(
+    kind: str,
+    more: tuple[str, ...],
+    said: str | None,
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "target" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [kind]}))
+    assert main(["plan", *words, *more]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engines: ")]
+    assert len(found) == (said is not None)
+    assert said is None or re.search(said, found[0])
+
+
 def test_the_command_reads_a_config_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words]) == 0
     lines = capsys.readouterr().out.splitlines()

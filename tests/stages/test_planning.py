@@ -327,6 +327,21 @@ def test_an_export_starts_engines_with_the_planned_draft_length(
     assert '"num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 0]]' in text
 
 
+def test_the_readme_of_an_export_says_first_that_the_head_does_not_pay(evaluated: Path, words: list[str]) -> None:
+    """Without --redo, as the verdict came after the export."""
+    plan, readme = evaluated / "plan.json", evaluated.parent / "export" / "eagle3" / "README.md"
+    found = plan.read_text()
+    try:
+        for action, said in (("deploy", False), ("do not deploy", True), ("measure again", False)):
+            plan.write_text(json.dumps({"verdict": {"action": action, "headline": "It reaches 0.7x.", "reasons": []}}))
+            assert main(["export", *words]) == 0
+            title, second = readme.read_text().split("\n\n")[:2]
+            assert title == "# eagle3 head, layout eagle3"
+            assert second.startswith("**It reaches 0.7x.** So says the evaluation") == said
+    finally:
+        plan.write_text(found)
+
+
 @pytest.mark.parametrize("how", [(), ("--no-decode",)], ids=["decoded", "simulated"])
 def test_an_interrupted_evaluation_goes_on_where_it_was(
     how: tuple[str, ...], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

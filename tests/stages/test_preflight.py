@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,46 @@ def test_a_head_that_no_engine_serves_is_trained_but_not_run(
     assert "warning: such heads can be trained and measured, but not exported: The layout" in capsys.readouterr().err
     preflight(session_of(workplace, tmp_path, "hydra", head | {"tie_blocks": True}), "train")
     assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        ("LlamaForCausalLM", (), None),
+        (
+            "MixtralForCausalLM",
+            (),
+            "warning: no engine that reads the layout eagle3 drafts .*: export the layout eagle3_llama_cpp",
+        ),
+        ("MixtralForCausalLM", ("--export.layout=eagle3_llama_cpp",), None),
+        ("Qwen2ForCausalLM", ("--export.layout=eagle3_llama_cpp",), "warning: no engine .* eagle3 for vLLM or SGLang"),
+        (
+            "Gemma3ForCausalLM",
+            (),
+            "warning: in the layout eagle3 such heads draft for no target of the class Gemma3ForCausalLM in vLLM",
+        ),
+    ],
+)
+def test_engines_that_will_not_draft_for_the_target_are_named(
+    kind: str,
+    words: tuple[str, ...],
+    said: str | None,
+    workplace: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before any training, by the class that config.json names."""
+    shutil.copytree(workplace / "target", tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"architectures": [kind]}))
+    for command in ("run", "train"):
+        head = {"layer_ids": [2, 4, 6]}
+        preflight(
+            session_of(workplace, tmp_path, "eagle3", head, f"--target.path={tmp_path / 'target'}", *words), command
+        )
+        found = capsys.readouterr().err
+        assert ("such heads" in found) == (said is not None)
+        assert said is None or re.search(said, found)
 
 
 def test_layers_to_store_and_a_draft_vocabulary_that_cannot_be(workplace: Path, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from draftsmith.errors import UserError
 from draftsmith.eval.planner.routing import read_rules
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.fields import fingerprint_fields
+from draftsmith.files import write_text
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
+from draftsmith.heads.export.readme import README, open_with
 from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
 from draftsmith.heads.formats.contracts import target_reference
 from draftsmith.heads.formats.engines import ENGINES, Adapter
@@ -88,14 +90,17 @@ def export_stage(session: Session) -> Path:
         "export": fingerprint_fields(spec, ["layout"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
-    if verdict := _against(session):  # found after an earlier export, whose README does not say so
-        inputs["verdict"] = verdict
     files = convert_head(head, target, **options)  # refuses before an old export is removed
     if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
         check_replaceable(destination, replaced_files(destination, files))
         if tuned_folder is not None:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
+    verdict = _against(session)
     if session.begin("export", inputs, [one for one in (destination, tuned_folder) if one is not None]):
+        # What an evaluation found since.
+        text = (readme := destination / README).read_text(encoding="utf-8") if (destination / README).is_file() else ""
+        if text and (now := open_with(verdict, text)) != text:
+            write_text(readme, now)
         return destination
     if tuned_folder is None:
         # What the head's checkpoint does not record of its target is taken from the one at hand.

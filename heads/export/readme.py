@@ -31,6 +31,9 @@ or drafting is too slow there; measure with and without.
 """
 
 
+_SAYS = "So says the evaluation of the run that it is from."
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was exported, and how it is served. target_note: text about the target, where that was exported too. verdict: why the
@@ -48,21 +51,22 @@ class Exported:
 def write_readme(exported: Exported) -> str:
     """Return the text of README.md. It has no front matter: converters that read model cards find none."""
     layout = exported.layout
-    warned = (
-        [f"**{exported.verdict}** So says the evaluation of the run that it is from.\n"] if exported.verdict else []
-    )
-    parts = [
-        f"# {exported.head.method} head, layout {layout.name}\n",
-        *warned,
-        _facts(exported),
-        "## Start an engine\n",
-    ]
+    title = open_with(exported.verdict, f"# {exported.head.method} head, layout {layout.name}\n")
+    parts = [title, _facts(exported), "## Start an engine\n"]
     if not layout.engines:
         return "\n".join([*parts, "No engine that draftsmith knows reads this layout.\n"])
     parts += [_section(exported, engine) for engine in layout.engines]
     served = [engine for engine in layout.engines if _why_not(exported, engine) is None]
     counters = "\n".join(f"- {ENGINES[engine].title}: {ENGINES[engine].counters}." for engine in served)
     return "\n".join([*parts, _CHECK.format(counters=counters)])
+
+
+def open_with(verdict: str, text: str) -> str:
+    """Return the text of a README with this verdict behind its title, in place of an earlier one; with none where it is empty."""
+    title, _, rest = text.partition("\n")
+    first, _, others = rest.lstrip("\n").partition("\n")
+    rest = others if first.endswith(_SAYS) else rest
+    return f"{title}\n\n**{verdict}** {_SAYS}\n{rest}" if verdict else f"{title}\n{rest}"
 
 
 def _facts(exported: Exported) -> str:

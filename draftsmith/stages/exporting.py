@@ -97,10 +97,8 @@ def export_stage(session: Session) -> Path:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
     verdict = _against(session)
     if session.begin("export", inputs, [one for one in (destination, tuned_folder) if one is not None]):
-        # What an evaluation found since.
-        text = (readme := destination / README).read_text(encoding="utf-8") if (destination / README).is_file() else ""
-        if text and (now := open_with(verdict, text)) != text:
-            write_text(readme, now)
+        if (readme := destination / README).is_file():  # it says what an evaluation found since
+            write_text(readme, open_with(verdict, readme.read_text(encoding="utf-8")))
         return destination
     if tuned_folder is None:
         # What the head's checkpoint does not record of its target is taken from the one at hand.

@@ -28,7 +28,7 @@ from draftsmith.files import write_json
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / "scripts" / "gpu_wheels.txt"
 HEADS = ("eagle3",)
-PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.12, "sources": 0.16, "long": 0.1}
+PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.1, "sources": 0.16, "long": 0.08}
 """What `scripts.bench.gpu.shapes` measures, and the share of the time that it may take."""
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
@@ -120,7 +120,7 @@ class GpuCheck:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
         tests = ("pytest", "-qm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider")
         tests = (*tests, "-p", "scripts.bench.gpu.lines", f"--lines={self._at('tests')}")
-        self._step(Step("machine", 0.05, self._part("machine", "machine")))
+        self._step(Step("machine", 0.03, self._part("machine", "machine")))
         if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
         self._step(Step("tests", 0.19, (sys.executable, "-m", *tests)))
@@ -131,7 +131,7 @@ class GpuCheck:
             words = self._recipe(head)
             self._step(Step(f"{head} train", 0.08, self._part(f"{head}-train", "stage", "train", *words)))
             # What is trained already is reused: this evaluates, exports and reports.
-            self._step(Step(f"{head} evaluate", 0.1, self._part(f"{head}-evaluate", "stage", "run", *words)))
+            self._step(Step(f"{head} evaluate", 0.16, self._part(f"{head}-evaluate", "stage", "run", *words)))
 
     def _at(self, name: str) -> Path:
         return self.work / f"{name}.facts"
@@ -153,7 +153,12 @@ class GpuCheck:
             keys |= {"data.limit": 40, "data.heldout": 8, "answers.max_new_tokens": 12, "train.epochs": 1}
             keys |= {"evaluate.per_slice": 1, "evaluate.repeats": 1, "evaluate.max_new_tokens": 8}
         else:
-            keys |= {"answers.batch": 256, "evaluate.per_slice": 3, "evaluate.repeats": 2}
+            keys |= {
+                "answers.batch": 256,
+                "evaluate.per_slice": 3,
+                "evaluate.repeats": 2,
+                "evaluate.plan_batches": "[1]",
+            }
         words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         return ["--recipe", str(ROOT / "recipes" / head / "tiny.yaml"), *words]
 

@@ -1,6 +1,6 @@
 """What a GPU does with a target of 8 billion parameters, made of random numbers where it runs: no weights are read.
 
-Each part returns facts for gpu_check.json: milliseconds (`ms`), bytes, tokens per second, and what they are next to the
+Each part yields facts for gpu_check.json: milliseconds (`ms`), bytes, tokens per second, and what they are next to the
 machine's own floor. Acceptance is known or zero here, since random weights can be drafted by nobody; see the embedded
 target's part of the check for a trained head.
 """
@@ -76,119 +76,126 @@ SMALL = Shape(64, 8, 96, 4, 2, 512, 128, (32, 64), 8, 64, 128)
 """To try the parts anywhere."""
 
 
-def machine_limits(device: torch.device, shape: Shape) -> dict[str, Any]:
+Facts = Iterator[tuple[str, Any]]
+"""The pieces of a part, each as soon as it is known."""
+
+
+def machine_limits(device: torch.device, shape: Shape) -> Facts:
     """Measure what the device can do at best: products, memory, copies."""
     n = 8192 if shape is EIGHT_BILLION else 256
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    found = {"bf16_flops": 2 * n**3 / (_best(device, lambda: a @ b) / 1e3), "read_bandwidth": read_bandwidth(device)}
+    yield "bf16_flops", 2 * n**3 / (_best(device, lambda: a @ b) / 1e3)
+    yield "read_bandwidth", read_bandwidth(device)
     size = 2**28 if shape is EIGHT_BILLION else 2**16
     there = torch.empty(size, dtype=torch.uint8, device=device)
     for name in ("pageable", *(["pinned"] if device.type == "cuda" else [])):
         here = torch.empty(size, dtype=torch.uint8, pin_memory=name == "pinned")
-        found[f"to_device_{name}"] = size / (_best(device, lambda here=here: there.copy_(here)) / 1e3)
-        found[f"to_host_{name}"] = size / (_best(device, lambda here=here: here.copy_(there)) / 1e3)
-    return found
+        yield f"to_device_{name}", size / (_best(device, lambda here=here: there.copy_(here)) / 1e3)
+        yield f"to_host_{name}", size / (_best(device, lambda here=here: here.copy_(there)) / 1e3)
 
 
-def decoding(device: torch.device, shape: Shape) -> dict[str, Any]:
-    """Time target passes and an EAGLE-3 head's drafts by batch and context, then whole answers beside transformers' `generate`."""
+def decoding(device: torch.device, shape: Shape) -> Facts:
+    """Time answers of the target alone, with drafts of known acceptance and with an untrained head, beside transformers'
+    `generate`; then target passes and drafts by batch and context."""
     target = make_target(device, shape)
-    head = make_head(target, shape).to(target.dtype).eval()
-    bandwidth = read_bandwidth(device)
+    yield "weights_bytes", target.weight_bytes
+    # Of the embedding a pass reads a row.
+    yield "floor_ms", 1e3 * (target.weight_bytes - target.embedding.nbytes) / read_bandwidth(device)
+    system = head_system("eagle3", make_head(target, shape).to(target.dtype).eval(), K, K)
     ids = [7 + i % 400 for i in range(shape.contexts[0])]
-    info = TargetInfo("random", "0")
-    places = {(rows, context) for rows in (1, 8) for context in shape.contexts}
-    system = head_system("eagle3", head, K, K)
-    table = measure_table(target, info, [system], ids, Sampling(), places=places, command="gpu_check", seconds=2.0)
-    floor = 1e3 * (target.weight_bytes - target.embedding.nbytes) / bandwidth
-    found: dict[str, Any] = {
-        "weights_bytes": target.weight_bytes,
-        "floor_ms": floor,
-        "points": [asdict(point) for point in table.points],
-        "too_large": table.too_large,
-    }
     request = Request("p", "random", tuple(ids), shape.answer, ignore_eos=True)
-    target.model.generation_config.eos_token_id = None
-    generate = GenerateSystem("generate", target)
     alone = decode_batch(target, TargetAlone(), [request], Sampling()).generations[0]
     known = {tuple(ids): alone.output_ids}
+    few = replace(request, max_new_tokens=shape.answer // 8)
     drafters: dict[str, Callable[[], Drafter]] = {
         "alone": TargetAlone,
         "known": lambda: KnownAcceptance(known, ALPHA, K, target.vocab_size),
         "eagle3": lambda: system.make(K),
     }
     for name, make in drafters.items():
-        decode_batch(target, make(), [request], Sampling())
-        waits, seconds = waits_of(device, lambda make=make: decode_batch(target, make(), [request], Sampling()))
-        done = decode_batch(target, make(), [request], Sampling())
-        answer = done.generations[0]
-        found[name] = {
+        decode_batch(target, make(), [few], Sampling())
+        done, seconds = _timed(device, lambda make=make: decode_batch(target, make(), [request], Sampling()))
+        (answer,) = done.generations
+        facts = {
             "tokens_per_second": len(answer.output_ids) / seconds,
             "rounds": len(answer.rounds),
             "seconds": dict(done.seconds),
-            "waits_by_line": waits,
             "same_text": answer.output_ids == alone.output_ids,
         }
-    generate.answer(request, Sampling())
+        yield (
+            name,
+            facts
+            | {"waits_by_line": waits_of(device, lambda make=make: decode_batch(target, make(), [few], Sampling()))},
+        )
+    target.model.generation_config.eos_token_id = None
+    generate = GenerateSystem("generate", target)
+    generate.answer(few, Sampling())
     timed = generate.answer(request, Sampling())
-    found["generate"] = {"tokens_per_second": len(timed.output_ids) / (timed.ttft_s + timed.decode_s)}
-    found["profile"] = _profile(
-        device, lambda: decode_batch(target, TargetAlone(), [replace(request, max_new_tokens=4)], Sampling())
-    )
-    return found
+    yield "generate", {"tokens_per_second": len(timed.output_ids) / (timed.ttft_s + timed.decode_s)}
+    yield "profile", _profile(device, lambda: decode_batch(target, TargetAlone(), [few], Sampling()))
+    info = TargetInfo("random", "0")
+    for rows, context in (
+        (1, shape.contexts[0]),
+        (8, shape.contexts[0]),
+        (1, shape.contexts[1]),
+        (8, shape.contexts[1]),
+    ):
+        places = {(rows, context)}
+        table = measure_table(target, info, [system], ids, Sampling(), places=places, command="gpu_check", seconds=0.5)
+        yield f"batch {rows}, context {context}", asdict(table.points[0]) if table.points else "out of memory"
 
 
-def training(device: torch.device, shape: Shape) -> dict[str, Any]:
+def training(device: torch.device, shape: Shape) -> Facts:
     """Time a training step of an EAGLE-3 head on a batch that is at hand, with its FLOPs, its waits and its peak of memory."""
     target = make_target(device, replace(shape, layers=8))
-    found: dict[str, Any] = {}
     for rows in (2, 8):
-        with _until_memory_ends(found, f"{rows} x {shape.row}") as facts:
-            batch = make_batch(target, shape, rows, shape.row).to(device)
+        with _until_memory_ends() as facts:
+            batch = make_batch(target, rows, shape.row).to(device)
             facts |= time_step(target, make_head(target, shape).to(device), batch)
-    return found
+        yield f"{rows} x {shape.row}", facts
 
 
-def sources(device: torch.device, shape: Shape) -> dict[str, Any]:
+def sources(device: torch.device, shape: Shape) -> Facts:
     """Train from states computed online and from a store, through the whole training loop; time the extraction too."""
     target = make_target(device, shape)
     length = shape.row // 2
     samples = make_samples(target, 66, length)
     layers = target.default_layer_ids()
     spec = TrainSpec(epochs=1, row_tokens=shape.row, rows=4, precision="bf16", evaluations=1, loss=LossSpec(decay=0.8))
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        store = extract(target, samples, Path(folder) / "features", layer_ids=layers, batch_tokens=4 * shape.row)
-        seconds = time.perf_counter() - started
-        found["extract"] = {"tokens_per_second": len(samples) * length / seconds, "seconds": seconds}
-        online = OnlineSource(target, samples, layers, batch_tokens=4 * shape.row)
+        tokens = 4 * shape.row
+        store, seconds = _timed(
+            device, lambda: extract(target, samples, Path(folder) / "features", layer_ids=layers, batch_tokens=tokens)
+        )
+        yield "extract", {"tokens_per_second": len(samples) * length / seconds, "seconds": seconds}
+        online = OnlineSource(target, samples, layers, batch_tokens=tokens)
         for name, source in (("online", online), ("store", store), ("store again", store)):
-            data = TrainData(source, list(range(64)), [64, 65])
-            where = Path(folder) / name
-            torch.manual_seed(0)
-            train(Recipe(train=spec), target, make_head(target, shape), data, where)
+            data, where = TrainData(source, list(range(64)), [64, 65]), Path(folder) / name
+            head = make_head(target, shape)
+            _, seconds = _timed(
+                device, lambda head=head, data=data, to=where: train(Recipe(train=spec), target, head, data, to)
+            )
             summary = json.loads((where / "summary.json").read_text(encoding="utf-8"))
-            found[name] = {key: summary[key] for key in ("tokens", "train_seconds", "tokens_per_second")}
-    return found
+            kept = {key: summary[key] for key in ("tokens", "train_seconds", "tokens_per_second")}
+            yield name, kept | {"seconds_with_evaluation_and_checkpoints": seconds}
 
 
-def long_document(device: torch.device, shape: Shape) -> dict[str, Any]:
+def long_document(device: torch.device, shape: Shape) -> Facts:
     """Take one long document through extraction, through the reading of a prompt and through a training step."""
     target = make_target(device, replace(shape, layers=8))
     (sample,) = make_samples(target, 1, shape.long)
-    found: dict[str, Any] = {}
-    with _until_memory_ends(found, "extraction") as facts:
-        facts["ms"] = _best(
-            device, lambda: compute_features(target, [sample], target.default_layer_ids(), target.dtype), 2
-        )
-    with _until_memory_ends(found, "prompt") as facts:
+    with _until_memory_ends() as facts:
+        layers = target.default_layer_ids()
+        facts["ms"] = _best(device, lambda: compute_features(target, [sample], layers, target.dtype), 2)
+    yield "extraction", facts
+    with _until_memory_ends() as facts:
         request = Request("long", "random", tuple(sample.ids.tolist()), 4, ignore_eos=True)
         facts["ms"] = _best(device, lambda: decode_batch(target, TargetAlone(), [request], Sampling()), 2)
-    with _until_memory_ends(found, "training step") as facts:
-        batch = make_batch(target, shape, 1, shape.long).to(device)
+    yield "prompt", facts
+    with _until_memory_ends() as facts:
+        batch = make_batch(target, 1, shape.long).to(device)
         facts |= time_step(target, make_head(target, shape).to(device), batch)
-    return found
+    yield "training step", facts
 
 
 def make_target(device: torch.device, shape: Shape) -> Target:
@@ -226,7 +233,7 @@ def make_samples(target: Target, count: int, length: int) -> list[Tokenized]:
     return [Tokenized(ids[i], torch.arange(length) >= length // 2, f"s{i}", "random") for i in range(count)]
 
 
-def make_batch(target: Target, shape: Shape, rows: int, length: int) -> TrainBatch:
+def make_batch(target: Target, rows: int, length: int) -> TrainBatch:
     """Return packed rows of two documents each, all of whose tokens but the first half of a document are learned."""
     samples = make_samples(target, 2 * rows, length // 2)
     features = compute_features(target, samples, target.default_layer_ids(), target.dtype)
@@ -253,27 +260,23 @@ def time_step(target: Target, head: DraftHead, batch: TrainBatch) -> dict[str, A
         torch.cuda.reset_peak_memory_stats()
     ms = _best(device, step, 5)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
-    with FlopCounterMode(display=False) as counter:
+    # Without attention over packed documents, whose operation torch does not count; a small part at these lengths.
+    packed = (torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
+    with FlopCounterMode(display=False, custom_mapping={name: lambda *_, **__: 0 for name in packed}) as counter:
         step()
-    waits, _ = waits_of(device, step)
     flops = counter.get_total_flops()
     tokens = int((batch.document >= 0).sum())
     return {"ms": ms, "tokens_per_second": 1e3 * tokens / ms, "flops": flops, "flops_per_second": flops / ms * 1e3} | {
         "peak_memory_bytes": peak,
-        "waits_by_line": waits,
+        "waits_by_line": waits_of(device, step),
         "profile": _profile(device, step),
     }
 
 
-def waits_of(device: torch.device, job: Callable[[], object]) -> tuple[dict[str, int], float]:
-    """Run a job once; return how often each of its lines waited for the GPU, and its seconds, timed in a run of its own."""
-    _wait(device)
-    started = time.perf_counter()
-    job()
-    _wait(device)
-    seconds = time.perf_counter() - started
+def waits_of(device: torch.device, job: Callable[[], object]) -> dict[str, int]:
+    """Run a job and return how often each line of ours, or of transformers, waited for the GPU."""
     if device.type != "cuda":
-        return {}, seconds
+        return {}
     counts: Counter[str] = Counter()
 
     def note(*_arguments: object, **_options: object) -> None:
@@ -292,7 +295,7 @@ def waits_of(device: torch.device, job: Callable[[], object]) -> tuple[dict[str,
             job()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return dict(counts.most_common()), seconds
+    return dict(counts.most_common())
 
 
 def _profile(device: torch.device, job: Callable[[], object], most: int = 20) -> dict[str, Any]:
@@ -311,15 +314,20 @@ def _profile(device: torch.device, job: Callable[[], object], most: int = 20) ->
     }
 
 
+def _timed(device: torch.device, job: Callable[[], Any]) -> tuple[Any, float]:
+    """Run a job once; return its value and its seconds."""
+    _wait(device)
+    started = time.perf_counter()
+    value = job()
+    _wait(device)
+    return value, time.perf_counter() - started
+
+
 def _best(device: torch.device, job: Callable[[], object], repeats: int = 5) -> float:
     """Return the milliseconds of the fastest of a few runs, after one that warms up."""
     best = float("inf")
     for _ in range(repeats + 1):
-        _wait(device)
-        started = time.perf_counter()
-        job()
-        _wait(device)
-        best = min(best, 1e3 * (time.perf_counter() - started))
+        best = min(best, 1e3 * _timed(device, job)[1])
     return best
 
 
@@ -329,9 +337,9 @@ def _wait(device: torch.device) -> None:
 
 
 @contextmanager
-def _until_memory_ends(found: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
+def _until_memory_ends() -> Iterator[dict[str, Any]]:
     """Yield the facts of a piece of a part; where it takes more memory than there is, they say so, and the part goes on."""
-    facts: dict[str, Any] = found.setdefault(name, {})
+    facts: dict[str, Any] = {}
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

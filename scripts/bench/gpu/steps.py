@@ -46,25 +46,32 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run one part and write its facts, its seconds and its peak GPU memory."""
+    """Run one part and write what it finds as it finds it, with the seconds so far and the peak of GPU memory."""
     facts, what, *rest = sys.argv[1:]
-    started = time.perf_counter()
+    started, found = time.perf_counter(), {}
+
+    def keep(**more: Any) -> None:
+        found.update(more, seconds=time.perf_counter() - started)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        write_json(Path(facts), found)
+
     if what == "machine":
-        found = machine()
+        keep(**machine())
     elif what == "part":
         from scripts.bench.gpu import shapes
 
         name, device, *small = rest
-        found = shapes.PARTS[name](torch.device(device), shapes.SMALL if small else shapes.EIGHT_BILLION)
+        shape = shapes.SMALL if small else shapes.EIGHT_BILLION
+        for piece, value in shapes.PARTS[name](torch.device(device), shape):
+            print(f"{piece}: {time.perf_counter() - started:.1f} s", flush=True)
+            keep(**{piece: value})
     else:
         from draftsmith.cli.main import main as run_command
 
-        found = {}
-        if code := run_command(rest):
-            raise SystemExit(code)
-    seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    write_json(Path(facts), found | {"seconds": seconds, "peak_memory_bytes": peak})
+        code = run_command(rest)
+        keep()
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Dyna
 from draftsmith.errors import UserError
 from draftsmith.heads.target import pretrained
 from draftsmith.heads.target.files import TOKENIZER_FILES, fingerprint_directory
+from draftsmith.heads.target.probe import probe_ids
 from draftsmith.heads.target.target import Target, TargetHead, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
 
@@ -324,3 +325,10 @@ def test_shared_target() -> None:
     ids = torch.arange(10, 30)[None]
     truth = target.model(ids).logits
     assert torch.equal(target.head.logits(target.forward(ids).last), truth.float())
+
+
+def test_the_tokens_of_the_probe_are_the_same_while_something_is_built_on_another_device() -> None:
+    target = memory_target()
+    with torch.device("meta"):
+        found = probe_ids(target)
+    assert torch.equal(found, probe_ids(target))

@@ -148,7 +148,7 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
         [turn.pop(key, None) for key in ("reasoning_content", "reasoning", "thinking")] if role == "assistant" else []
     )
     thought = next((value for value in thoughts if value), _thought(content, role))
-    message = {"role": role, "content": _text(content), **_weight(turn, role)}
+    message = {"role": role, "content": ""} | _weight(turn, role) | {"role": role, "content": _text(content)}
     if thought:
         message["reasoning_content"] = _text(thought)
     if calls := _calls(message):
@@ -160,7 +160,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 def _weight(turn: dict[str, Any], role: str) -> dict[str, Any]:
     """Return a turn without the keys that say whether it is learned (OpenAI's `weight`, Axolotl's `train`), but weight 0."""
-    weight = turn.pop("weight", 1)
+    weight = turn.pop("weight", None)
+    weight = 1 if weight is None else weight
     if isinstance(turn.get("train"), bool):
         weight = weight and turn.pop("train")
     if weight not in (0, 1):

@@ -44,10 +44,8 @@ class _Marked:
         if message["role"] != "tool" or not message["content"].strip():
             return message
         mark = self.mark(f"turn {turn}: the tool's result", message["content"])
-        own = message.get("tool_call_id")
-        return {**message, "content": message["content"] + mark} | (
-            {"tool_call_id": self.ids[own]} if own in self.ids else {}
-        )
+        found, own = {**message, "content": message["content"] + mark}, message.get("tool_call_id")
+        return {**found, "tool_call_id": self.ids[own]} if isinstance(own, str) and own in self.ids else found
 
     def schema(self, tool: dict[str, Any]) -> dict[str, Any]:
         function = tool.get("function")

@@ -96,10 +96,10 @@ def check_folder(key: str, path: Path) -> None:
         raise UserError(f"{key} is {str(path)!r}, but you may not write to {there}: name another folder.")
 
 
-def check_file(option: str, path: Path, endings: Sequence[str]) -> None:
+def check_file(option: str, path: Path, endings: Sequence[str], mark: str = r"\A\Z") -> None:
     """Raise UserError where `path`, the value of an option, is no place for a file with one of `endings`; creates nothing.
 
-    The ending keeps an option from replacing a file of another kind, such as the result that it is about.
+    mark: as of `check_ours`; only an empty file is replaced where it is left out.
     """
     try:
         odd = not stat.S_ISREG(path.stat().st_mode)
@@ -116,6 +116,20 @@ def check_file(option: str, path: Path, endings: Sequence[str]) -> None:
         raise UserError(f"There is no folder {path.parent} for {option} {path}: make it, or name another file.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UserError(f"{option} is {shown_path(path)}, but you may not write to {path.parent}: name another file.")
+    check_ours(option, path, mark)
+
+
+def check_ours(option: str, path: Path, mark: str) -> None:
+    """Raise UserError where a file is there that is neither empty nor what `option` writes. mark: a pattern that the text of those has
+    in its first MiB."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(2**20)
+    if start and not re.search(mark.encode(), start, re.DOTALL):
+        raise UserError(
+            f"{option} would replace {shown_path(path)}, which draftsmith did not write: move it away, or name another place."
+        )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ warnings.
 """
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +35,10 @@ _ANY_SIZE = 4096
 
 
 def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write `head` to the folder `path`, all or nothing; an older checkpoint there is replaced.
+    """Write `head` to the folder `path`, all or nothing; an older checkpoint there is replaced, other files stay.
 
     tensors: the whole state dict where the head itself holds only a shard of it; None: the head's own.
-    Raises UserError where `path` holds anything else, the disk is full or the folder is not writable.
+    Raises UserError where the disk is full or the folder is not writable.
     """
     config = {
         "schema_version": SCHEMA_VERSION,
@@ -51,6 +52,9 @@ def save_head(head: DraftHead, path: Path, target: Target, tensors: Mapping[str,
         del tensors[EMBEDDING]
     with atomic_directory(Path(path)) as temporary:
         write_model_files(temporary, config, tensors)
+        for other in Path(path).iterdir() if Path(path).is_dir() else ():
+            if not (temporary / other.name).exists():
+                (shutil.copytree if other.is_dir() else shutil.copy2)(other, temporary / other.name)
 
 
 def load_checkpoint(path: Path, target: Target) -> DraftHead:

@@ -16,9 +16,10 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.compare import compare_results
 from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.result import read_result
-from draftsmith.eval.report.comparison import comparison_json, comparison_markdown, comparison_text
-from draftsmith.eval.report.report import headline_table, write_report
-from draftsmith.files import check_file, write_json, write_text
+from draftsmith.eval.planner.decision import DECISION_MARKS
+from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, comparison_markdown, comparison_text
+from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_report
+from draftsmith.files import check_file, check_ours, write_json, write_text
 from draftsmith.plan import plan as planning
 from draftsmith.plan.figures import device_here, find_device
 from draftsmith.plan.planner import Planner
@@ -150,7 +151,7 @@ def quality(own: Namespace, words: list[str]) -> int:
     if not names:
         raise UserError("quality needs tasks of lm-eval: add --tasks gsm8k, or several with commas between them.")
     session = _session("quality", words, [], own.head)
-    check_file("--output", own.output, (".json",))
+    check_file("--output", own.output, (".json",), r'\A\{\n  "schema_version": .*"scores": ')
     try:
         from draftsmith.cli.quality import measure_quality
     except ImportError as error:
@@ -208,6 +209,12 @@ def report(own: Namespace, words: list[str]) -> int:
     own_run = place if trained or again is not None else None
     own_head = trained and not any("--head" in result.command.split() for result in results)
     past = read_history(place) if own_head else None
+    for name, mark in (REPORT_MARKS | DECISION_MARKS).items():
+        check_ours("report", folder / name, mark)
+    if (folder / "settings").exists() and not (folder / "plan.json").exists():
+        raise UserError(
+            f"report would write into {folder / 'settings'}, which no plan of draftsmith is beside: name another folder with --output."
+        )
     with writing:
         decision = plan_stage(
             results, table, folder, export=export, price_per_hour=price, history=past, run=own_run, again=again
@@ -227,9 +234,9 @@ def compare(own: Namespace, words: list[str]) -> int:
         )
     old, new = (Path(word) for word in words)
     if own.output is not None:
-        check_file("--output", own.output, (".md", ".json"))
         if own.output.exists() and any(path.exists() and own.output.samefile(path) for path in (old, new)):
             raise UserError(f"--output {own.output} is one of the results: name another file.")
+        check_file("--output", own.output, (".md", ".json"), COMPARISON_MARK)
     found = compare_results(read_result(old), read_result(new), (words[0], words[1]), own.drafter)
     if own.fail_if_worse:
         found.require_intervals()

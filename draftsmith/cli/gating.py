@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.compare import Comparison
 from draftsmith.eval.measure.gate import Threshold, check_names, check_results, parse_thresholds
-from draftsmith.eval.measure.junit import write_junit
+from draftsmith.eval.measure.junit import JUNIT_MARK, write_junit
 from draftsmith.eval.measure.result import read_result
 from draftsmith.files import check_file
 from draftsmith.stages.evaluation import evaluation_conversations
@@ -63,7 +63,7 @@ def read_gate(own: Namespace) -> Gate:
     if own.junit is not None:
         if not thresholds:
             raise UserError(f"--junit {own.junit} holds the checks of --fail-under: give a threshold, or leave it out.")
-        check_file("--junit", own.junit, (".xml",))
+        check_file("--junit", own.junit, (".xml",), JUNIT_MARK)
     return Gate(thresholds, own.junit)
 
 

@@ -15,7 +15,7 @@ from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.engines.server import Server
 from draftsmith.eval.engines.server_costs import TOKENS, measure_served
-from draftsmith.eval.measure.cost_table import write_cost_table
+from draftsmith.eval.measure.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.machine import environment
@@ -174,7 +174,7 @@ def _inputs(
 def costs_table(session: Session, path: Path) -> Path:
     """Write the costs of the recipe's drafters on this machine, for `draftsmith report --costs`. Raises UserError for a file that
     cannot be written."""
-    check_file("--output", path, (".json",))
+    check_file("--output", path, (".json",), TABLE_MARK)
     target = session.target_in(session.recipe.evaluate.dtype)
     requests, _ = make_requests(session, target)
     original, heads = session.original, load_heads(session, target)
@@ -187,7 +187,7 @@ def costs_table(session: Session, path: Path) -> Path:
 def served_costs_table(session: Session, path: Path, urls: Sequence[str], names: Sequence[str]) -> Path:
     """Write the costs of the servers at `urls`, which draft with the recipe's head, for `draftsmith report --costs`; no model is
     loaded. names: that they serve the target by, where these are not its own. Raises UserError for a file that cannot be written."""
-    check_file("--output", path, (".json",))
+    check_file("--output", path, (".json",), TABLE_MARK)
     recipe, spec = session.recipe, session.recipe.evaluate
     alone = session.original or TargetIdentity(recipe.target.path)
     servers = [Server(url, names or [session.target_path]) for url in urls]

@@ -24,6 +24,9 @@ SCHEMA_VERSION = 3
 ALONE = ""
 """The name of the target alone among drafters."""
 
+TABLE_MARK = r'\A\{\n  "schema_version": .*"points": '
+"""How a table's text is known."""
+
 
 @dataclass(frozen=True)
 class CostPoint:

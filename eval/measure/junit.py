@@ -12,6 +12,9 @@ from draftsmith.files import write_text
 # Outside the characters of XML 1.0 (its production 2), which cannot be escaped either.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
+JUNIT_MARK = '<testsuites name="draftsmith"'
+"""How a text of ours is known."""
+
 
 def to_junit(checks: Sequence[ThresholdCheck]) -> str:
     """Return the checks as JUnit XML: a suite per result, in it a case per threshold and drafter, named as a threshold is

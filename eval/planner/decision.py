@@ -24,6 +24,13 @@ _FAR = 0.1
 """A prediction that misses by more says that the costs or the turns were held up."""
 
 
+DECISION_MARKS = {
+    "plan.json": r'\A\{\n  "schema_version": .*"verdict": ',
+    "routing.json": r'\A\{\n.*"by_batch": ',
+}
+"""How the texts that `write_decision` leaves are known."""
+
+
 @dataclass(frozen=True)
 class Check:
     """A draft that was planned and then timed. predicted, measured: speedups on the same prompts; spread: of the repeats."""

@@ -30,6 +30,9 @@ _LABELS = {
 """The names of metrics in print, and their digits after the point."""
 _STYLES = {BETTER: "green", WORSE: "bold red", CHANGED: "yellow"}
 
+COMPARISON_MARK = r'\A(# Comparison\n\n- old: |\{\n  "old": )'
+"""How a comparison's text is known, Markdown or JSON."""
+
 
 def comparison_text(comparison: Comparison) -> Group:
     """Return what a terminal shows: everything over all slices; of a slice tau, the speedup and what is beyond noise."""

@@ -73,6 +73,8 @@ def write_report(
     write_text(Path(folder) / "report.md", render_markdown(results, decision, history))
 
 
+REPORT_MARKS = {"report.html": "<title>draftsmith report: ", "report.md": r"\A# draftsmith report: "}
+"""How the texts of a report are known."""
 HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/s", "target alone tok/s")
 
 

@@ -31,6 +31,8 @@ def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
             try:
                 code = command(*args, **kwargs)
             except SystemExit as stop:  # processes whose failure another one has said
+                if isinstance(stop.__context__, BrokenPipeError):  # as rich ends
+                    return CLOSED_PIPE
                 code = int(stop.code or 0)
             sys.stdout.flush()
             return code

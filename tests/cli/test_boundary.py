@@ -100,3 +100,18 @@ def test_a_terminal_of_ascii_alone_shows_everything() -> None:
         done = subprocess.run([*DRAFTSMITH.split(), *command.split()], capture_output=True, env=environment)
         assert done.stdout.isascii()
         assert b"Error" not in done.stderr
+
+
+def test_a_table_that_nobody_reads_ends_like_any_output() -> None:
+    """Rich, which prints tables and conversations, would end with 1."""
+    program = (
+        "import sys; from rich.console import Console; from draftsmith.cli.boundary import at_boundary\n"
+        "sys.exit(at_boundary(lambda: Console().print('x' * 10**6) or 0)())"
+    )
+    done = subprocess.run(
+        ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | true', sys.executable, program],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (141, "")

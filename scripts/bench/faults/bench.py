@@ -7,6 +7,7 @@ every tau must equal those of a run that nothing happened to; a refusal in one s
 import argparse
 import hashlib
 import json
+import os
 import random
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.cli.main import main as draftsmith
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.eval.measure.machine import environment
-from draftsmith.files import write_json
+from draftsmith.files import EARLIER, write_json
 from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
 
@@ -68,6 +70,8 @@ PRELOADED = ("draftsmith.stages.pipeline", "draftsmith.train.loop", "deepspeed")
 """What is imported once, before children are forked; the last is what Accelerate imports where it is installed."""
 REDOS = ("", "answers", "features", "train", "evaluate", "export")
 """What the killed command makes again, "" for a first run."""
+FOREIGN = ("train/best/mine.md", "evaluation/t0/mine.md", "export/eagle3/mine.md")
+"""Files of the user's, in folders that stages make as a whole."""
 LAYERS = 4
 """Of the target that ships with us, which has four times as many and takes four times as long."""
 
@@ -101,7 +105,14 @@ def outcome(run: Path) -> dict[str, Any]:
         for path in sorted(run.glob("evaluation/*/result.json"))
         for name, drafter in json.loads(path.read_text())["drafters"].items()
     }
-    return {"digests": digests, "taus": taus, "left over": [str(p) for p in files if ".draftsmith-" in str(p)]}
+    left = [str(path) for path in files if ".draftsmith-" in str(path) or EARLIER in path.parts]
+    return {"digests": digests, "taus": taus, "left over": left}
+
+
+def missing(run: Path, good: dict[str, str]) -> list[str]:
+    """Return the files of a finished run that are nowhere in it any more, after the end of a command that makes some again."""
+    there = {hashlib.sha256(path.read_bytes()).hexdigest() for path in run.rglob("*") if path.is_file()}
+    return [name for name, digest in good.items() if digest not in there]
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,8 @@ class Bench:
         self.whole = folder / "whole"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
+        (folder / "link").symlink_to("run")
+        self._ways = cycle((Path.absolute, lambda run: Path(os.path.relpath(run)), lambda run: run.with_name("link")))
         if in_a_child(lambda: save_target(folder / "target"), self.log):
             raise SystemExit(f"the target cannot be written: {self.log} says why")
         if in_a_child(command(self.whole), self.log):
@@ -150,6 +163,8 @@ class Bench:
         run = self._copy(one.redo)
         killed = in_a_child(one.wrapped(run, command(run, one.redo)), self.log) == -9
         self.counts["kills" if killed else "too late to kill"] += 1
+        if one.redo and (lost := missing(run, self.good["digests"])):
+            self._note(str(one), "missing", ", ".join(lost))
         self._judge(run, str(one))
 
     def damage(self, file: str, way: str) -> None:
@@ -158,6 +173,24 @@ class Bench:
         WAYS[way](run / file)
         self.counts["damages"] += 1
         self._judge(run, f"{file}: {way}", spoilt=file)
+
+    def foreign(self, file: str) -> None:
+        """Put a file of the user's into a folder that is made as a whole; --redo must name it and change nothing."""
+        run = self._copy("foreign")
+        (run / file).write_text("mine")
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+        code, said = self._finish(run, "train")
+        same = before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+        self.counts["files of others"] += 1
+        if code == 2 and same and file in said:
+            self.counts["named"] += 1
+        else:
+            self._note(f"{file} of the user's", f"exit code {code}, {'nothing' if same else 'something'} changed", said)
+
+    def _note(self, what: str, verdict: str, said: str) -> None:
+        self.counts[verdict] += 1
+        self.findings.append({"what": what, "verdict": verdict, "said": said})
+        tqdm.write(f"{what}: {verdict}: {said[:300]}")
 
     def _copy(self, redo: str) -> Path:
         run = self.folder / "run"
@@ -179,15 +212,14 @@ class Bench:
             if spoilt and now == self.good | {"digests": self.good["digests"] | {spoilt: now["digests"].get(spoilt)}}:
                 code, said = (0, said) if verdict == "equal" else self._finish(run, "train")
                 verdict = "named when it is read" if code == 2 else verdict
-        self.counts[verdict] += 1
-        if verdict != "equal":
-            said = said.replace(f"{run}/", "")
-            self.findings.append({"what": what, "verdict": verdict, "said": said})
-            tqdm.write(f"{what}: {verdict}: {said[:300]}")
+        if verdict == "equal":
+            self.counts[verdict] += 1
+        else:
+            self._note(what, verdict, said.replace(f"{run}/", ""))
 
     def _finish(self, run: Path, redo: str = "") -> tuple[int, str]:
-        """Run the command again; return its exit code and last line."""
-        code = in_a_child(command(run, redo), self.log)
+        """Run the command again, with each way to name the folder in turn; return its exit code and last line."""
+        code = in_a_child(command(next(self._ways)(run), redo), self.log)
         return code, (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
 
 
@@ -227,6 +259,8 @@ def main(argv: list[str]) -> int:
     ]
     for file, way in tqdm([(file, way) for file in files for way in WAYS], desc="damage", unit="file"):
         bench.damage(file, way)
+    for file in FOREIGN:
+        bench.foreign(file)
     facts = environment()
     facts |= {
         "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.faults.bench import outcome
+from scripts.bench.faults.bench import missing, outcome
 from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
 
@@ -56,3 +56,14 @@ def test_damage_is_seen(way: str, tmp_path: Path) -> None:
     assert outcome(tmp_path) != before
     (tmp_path / ".a.draftsmith-0123456789ab.tmp").touch()
     assert outcome(tmp_path)["left over"]
+
+
+def test_what_is_set_aside_is_not_missing_but_left_over(tmp_path: Path) -> None:
+    (tmp_path / "answers.jsonl").write_text("{}")
+    good = outcome(tmp_path)["digests"]
+    (tmp_path / ".earlier").mkdir()
+    (tmp_path / "answers.jsonl").rename(tmp_path / ".earlier" / "answers.jsonl")
+    assert not missing(tmp_path, good)
+    assert outcome(tmp_path)["left over"]
+    (tmp_path / ".earlier" / "answers.jsonl").unlink()
+    assert missing(tmp_path, good) == ["answers.jsonl"]

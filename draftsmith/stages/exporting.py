@@ -97,8 +97,9 @@ def export_stage(session: Session) -> Path:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
     verdict = _against(session)
     if session.begin("export", inputs, [one for one in (destination, tuned_folder) if one is not None]):
-        if (readme := destination / README).is_file():  # it says what an evaluation found since
-            write_text(readme, open_with(verdict, readme.read_text(encoding="utf-8")))
+        said = (readme := destination / README).read_text(encoding="utf-8") if (destination / README).is_file() else ""
+        if said and (renewed := open_with(verdict, said)) != said:  # by an evaluation since
+            write_text(readme, renewed)
         return destination
     if tuned_folder is None:
         # What the head's checkpoint does not record of its target is taken from the one at hand.

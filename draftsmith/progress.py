@@ -23,8 +23,9 @@ _warned: set[str] = set()
 
 
 def say(text: str) -> None:
-    """Print a line of progress; results go to standard output. A warning is printed once, and with `--quiet` warnings alone."""
-    if text in _warned or (os.environ.get(QUIET) and not text.startswith(_WARNING)):
+    """Print a line of progress; results go to standard output. A warning is printed once, and with `--quiet` nothing but warnings and
+    the verdict."""
+    if text in _warned or (os.environ.get(QUIET) and not text.startswith((_WARNING, "verdict: "))):
         return
     if text.startswith(_WARNING):
         _warned.add(text)

@@ -114,7 +114,8 @@ def test_quiet_keeps_warnings(capsys: pytest.CaptureFixture) -> None:
     choose_progress(quiet=True)
     say("answers: 3")
     say("warning: few answers")
-    assert capsys.readouterr().err == "warning: few answers\n"
+    say("verdict: Deploy eagle3.")
+    assert capsys.readouterr().err == "warning: few answers\nverdict: Deploy eagle3.\n"
 
 
 def test_a_warning_is_said_once_in_a_command(capsys: pytest.CaptureFixture) -> None:

@@ -57,7 +57,7 @@ REDO = option(
     metavar="STAGE",
     help="Remove a stage (answers, features, train, evaluate, simulate, export) and make it again.",
 )
-_QUIET = option("--quiet", action="store_true", help="Print results and warnings, but no progress.")
+_QUIET = option("--quiet", action="store_true", help="Print results, warnings and the verdict, but no progress.")
 _LAUNCH = option(
     "--launch",
     metavar="FILE",
@@ -235,7 +235,7 @@ _PLAN = (
 )
 _FIT = (
     option("--head", type=Path, metavar="FOLDER", help="A checkpoint, a run, an export or a published head."),
-    option("--target", metavar="PATH", help="Folder, Hub name or GGUF file of the target."),
+    option("--target", metavar="PATH", help="Folder, Hub name or GGUF file of the target, or embedded."),
 )
 
 COMMANDS: dict[str, Command] = {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from draftsmith.cli.boundary import put
 from draftsmith.cli.doctor import Check, table
+from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.tensors import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
@@ -69,8 +70,8 @@ def find_head_folder(folder: Path) -> Path:
 
 
 def find_target_folder(target: str) -> Path:
-    """Return a local folder, or that of a Hub name in the cache. Raises UserError where no model is."""
-    folder = local_folder(target)
+    """Return a local folder, that of a Hub name in the cache, or the embedded target's. Raises UserError where no model is."""
+    folder = SHIPPED if target == "embedded" else local_folder(target)
     if folder is None:
         raise UserError(
             f"--target {target} is neither a folder nor a Hub name in this machine's cache: check it, or fetch it first "

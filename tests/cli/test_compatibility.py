@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.cli.compatibility import find_target_folder
 from draftsmith.cli.main import main
+from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.report import render_html, render_markdown
 from draftsmith.heads.checkpoint import save_head
@@ -273,3 +275,7 @@ def test_an_export_never_lies_about_its_target(place: Path, tmp_path: Path, caps
     assert "another chat template" in capsys.readouterr().err
     recorded = read_record(tmp_path / "run" / "export" / "eagle3")
     assert recorded == read_record(place / "run" / "train" / "best")
+
+
+def test_the_embedded_target_is_named_as_in_recipes() -> None:
+    assert find_target_folder("embedded") == SHIPPED

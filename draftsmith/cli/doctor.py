@@ -125,11 +125,11 @@ def check_torch() -> Iterator[Check]:
         found = f"none that this CUDA {torch.version.cuda} build can use"
         yield Check("GPU", "note", found, "check the driver with nvidia-smi; everything also runs on the CPU")
     elif shutil.which("nvidia-smi"):
-        index = "https://download.pytorch.org/whl/cu130"
+        wheels = "https://download.pytorch.org/whl/cu130"
         fix = (
-            f"TORCH_INDEX={index} bash scripts/quickstart.sh"
+            f"TORCH_INDEX={wheels} bash scripts/quickstart.sh"
             if FROM_CHECKOUT
-            else f"pip install torch --index-url {index}"
+            else f"pip install torch --index-url {wheels}"
         )
         yield Check("GPU", "note", "there may be one, but this torch is a CPU build", fix)
     else:

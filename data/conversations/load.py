@@ -12,6 +12,7 @@ from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_t
 from draftsmith.errors import UserError, why_not
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.files import open_file
+from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.json import kind_of, read_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -201,6 +202,7 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
 
 
 def _hub_rows(name: str, config: str | None, split: str, streaming: bool) -> Iterator[_Row]:
+    why_offline()
     import datasets  # here, as it is slow to import and most data is JSONL
 
     label = f"{name}:{config}" if config else name

@@ -20,6 +20,7 @@ from draftsmith.data.conversations.tools import lacks_schemas, schemas_left_out
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
 from draftsmith.foreign.files import read_text
+from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.json import is_text, read_object
 from draftsmith.foreign.limits import try_out
 from draftsmith.heads.target.gguf_file import is_gguf, model_folder
@@ -92,6 +93,8 @@ def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     path, remedy = (
         (str(folder), "fetch the whole model") if folder.is_dir() else (path, "check the name and the network")
     )
+    if not folder.is_dir():
+        why_offline()
     for file in (folder / name for name in _TOKENIZER_JSON if folder.is_dir()):
         if file.exists() or file.is_symlink():
             read_object(file, f"fetch the tokenizer of {path} again")

@@ -206,15 +206,26 @@ def check_hardware() -> Iterator[Check]:
 
 
 def check_hub() -> Iterator[Check]:
-    """Whether the Hugging Face libraries may use the network, and what W&B would do with a run."""
+    """Whether the Hub answers, where the Hugging Face libraries may ask it, and what W&B would do with a run."""
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
     on = [name for name in names if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE")]
     if on:
         yield Check("Hub", "note", f"offline ({', '.join(on)})", "unset it to fetch models or data sets by name")
     else:
-        yield Check("Hub", "ok", "online; set HF_HUB_OFFLINE=1 to forbid the network")
+        yield _ask_hub()
     mode = os.environ.get("WANDB_MODE")
     yield Check("W&B", "ok", f"WANDB_MODE={mode}" if mode else "WANDB_MODE is not set; the recipe decides")
+
+
+def _ask_hub() -> Check:
+    """Ask the Hub, through the libraries that a run would ask it with."""
+    try:
+        why = importlib.import_module("draftsmith.foreign.hub").why_offline()
+    except (ImportError, OSError, AttributeError):  # another check says what is missing or broken
+        return Check("Hub", "note", "not asked, as its library cannot be loaded", INSTALL)
+    fix = "mend the network or the proxy to fetch models or data sets by name; HF_HUB_OFFLINE=1 forbids it"
+    found = "online; set HF_HUB_OFFLINE=1 to forbid the network" if why is None else f"does not answer ({why})"
+    return Check("Hub", "note" if why else "ok", found, fix if why else "")
 
 
 def check_accelerate() -> Iterator[Check]:

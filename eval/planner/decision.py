@@ -63,10 +63,11 @@ class Export:
     tensor_parallel: int = 1
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "Export":
+    def of(cls, section: Any) -> "Export":
         """Return it from a recipe that a result holds, which may be of an earlier version. Raises UserError for what is no such
         section."""
-        named = {name: section.get(name, default) for name, default in asdict(cls()).items()}
+        known = asdict(cls())
+        named = {name: section.get(name, known[name]) for name in known} if isinstance(section, Mapping) else section
         return read_dataclass(cls, named, "the result's recipe, export")
 
 

@@ -106,7 +106,7 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
         overall = rows.pop(OVERALL)
         # Decoded, else simulated.
         cells = {name: next((cell for cell in both[:2] if cell[:1].isdigit()), None) for name, both in rows.items()}
-        taus = sorted((float(cell), name) for name, cell in cells.items() if cell)
+        taus = sorted((float(cell.replace(",", "")), name) for name, cell in cells.items() if cell)
         spread = " to ".join(f"{tau:.2f} {name}" for tau, name in (taus[0], taus[-1])) if len(taus) > 1 else ""
         table.add_row(*map(terminal_cell, (label, *overall[:-1], spread)))
     return table

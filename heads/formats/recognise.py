@@ -129,7 +129,7 @@ def _of_record(path: Path) -> Format | None:
     method, name = str(record.get("method")), record.get("layout")
     if name in (None, TUNED):
         return None
-    found = layouts_of(method).get(name)
+    found = layouts_of(method).get(str(name))
     if found is not None:
         rank = _WHOLE if found.whole else 0
         return Format(f"a {method} head in the layout {name}", rank, lambda folder: True, found.load)

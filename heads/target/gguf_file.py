@@ -28,6 +28,7 @@ from draftsmith.fields import shown
 from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.gguf import GgufHeader, read_gguf
+from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.tensors import TensorSpan
 from draftsmith.heads.target.architecture import check_causal
 from draftsmith.heads.target.config import MOST_SIZE, check_config_values, check_weights
@@ -191,6 +192,7 @@ def _find(path: str) -> Path:
     file = Path(path).expanduser()
     if os.path.lexists(file) or path.startswith((".", "/", "~")) or path.count("/") < 2:
         return file
+    why_offline()
     owner, model, name = path.split("/", 2)
     remedy = "check its path, or for a Hub name (owner/model/file.gguf) its spelling and the network"
     with foreign_code(f"The target {shown_path(path)} is neither a file here nor could be fetched", remedy):

@@ -11,6 +11,7 @@ from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
+from draftsmith.foreign.hub import why_offline
 from draftsmith.heads.target.architecture import attention_of, check_causal, check_layer_types
 from draftsmith.heads.target.attention import GROUPED
 from draftsmith.heads.target.config import check_weights, read_model_config
@@ -98,6 +99,8 @@ def load_config(path: str, trust_remote_code: bool = False, what: str = "the tar
     remedy = (
         "check its path" if Path(path).exists() else "check its path, or for a Hub name its spelling and the network"
     )
+    if not Path(path).exists():
+        why_offline()
     remote = "; it may need --target.trust_remote_code true, which runs code from its repository"
     with foreign_code(f"The config of {what} {path} cannot be read", remedy, {"trust_remote_code": remote}):
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -119,11 +122,17 @@ def weights_directory(path: str) -> Path:
     be)."""
     folder = model_folder(path)
     if not folder.is_dir():
+        why = why_offline()
         with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if found := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
                     _fetch_tokenizer(path)
                     return Path(found).parent
+        if why is not None:
+            raise UserError(
+                f"The weights of the target {path} are not in this machine's cache, and the Hub does not answer ({why}): mend the "
+                "network, or fetch them first."
+            )
         raise UserError(f"The target {path} has no safetensors weights on the Hub: choose one that does.")
     files = weight_files(folder)
     if not files:

@@ -42,6 +42,7 @@ def reason_of(error: BaseException) -> str:
         return why_not(error)
     if isinstance(error, KeyError | IndexError):
         return f"{first_line(error)} is missing"
-    text = " ".join(str(error).split()).rstrip(".: ") or type(error).__name__
+    said, _, _ = str(error).partition("Exception raised from")  # behind which torch names its own source
+    text = " ".join(said.split()).rstrip(".: ") or type(error).__name__
     line = _CLASS.sub(r"\1", text).replace("NoneType", "null")
     return line if len(line) <= _MOST else f"{line[:_MOST]}..."

@@ -18,7 +18,7 @@ from draftsmith.eval.measure.lossless import Lossless as Lossless
 from draftsmith.eval.measure.machine import Clocks
 from draftsmith.eval.measure.machine import Hardware as Hardware
 from draftsmith.eval.measure.machine import environment as environment
-from draftsmith.eval.measure.upgrade import upgrade
+from draftsmith.eval.measure.upgrade import check_figures, upgrade
 from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
@@ -27,8 +27,6 @@ SCHEMA_VERSION = 10
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
-_MOST = 1e15
-"""More than any count, time or number of bytes that is measured."""
 # From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
 _BUSY, _DRIFT, _ROUNDING, _TTFT = 0.15, 0.15, 0.05, 0.25
 
@@ -382,22 +380,8 @@ def from_json(value: Any, source: str = "result.json") -> Result:
                 f"{source}: 'drafters.{name}.slices' has a slice named overall; that name is kept for the sum of all."
             )
         for place, measures in {"overall": drafter.overall, **drafter.slices}.items():
-            _check_signs(measures, f"{source}: 'drafters.{name}' says of {place} that")
+            check_figures(measures, f"{source}: 'drafters.{name}' says of {place} that")
     return result
-
-
-def _check_signs(measures: Measures, where: str) -> None:
-    """Raise UserError for counts, shares and times that nothing can have, and for an accepted length that no pass could have."""
-    again = "evaluate again, or restore the file"
-    for key, value in vars(measures).items():
-        numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, int | float)]
-        if key != "kl" and numbers and min(numbers) < 0:  # which rounding may bring below
-            raise UserError(f"{where} {key} is {min(numbers):g}, below zero: {again}.")
-        if numbers and max(numbers) > _MOST:
-            raise UserError(f"{where} {key} is {max(numbers):g}, more than can be measured: {again}.")
-    taus = [measures.tau, measures.tau_simulated, *(point.tau_simulated for point in measures.k_sweep or ())]
-    if any(tau is not None and tau <= 0 for tau in taus):
-        raise UserError(f"{where} an accepted length is zero or less, where every pass brings a token: {again}.")
 
 
 def read_result(path: str | Path) -> Result:

@@ -1,9 +1,13 @@
-"""Read result.json files of earlier versions: what they did not measure becomes null."""
+"""Read result.json files of earlier versions: what they did not measure becomes null; and refuse figures that nothing can have."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from draftsmith.errors import UserError
+
+_MOST = 1e15
+"""More than any count, time or number of bytes that is measured."""
 _ADDED = {
     2: ("perplexity", "perplexity_baseline", "peak_memory_bytes", "peak_memory_baseline_bytes"),
     4: ("agreement", "kl"),
@@ -87,3 +91,20 @@ def _drafters(value: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[dict
             slices = drafter.get("slices")
             found = (drafter.get("overall"), *(slices.values() if isinstance(slices, dict) else ()))
             yield drafter, [measures for measures in found if isinstance(measures, dict)]
+
+
+def check_figures(measures: Any, where: str) -> None:
+    """Raise UserError for counts, shares and times that nothing can have, and for an accepted length that no pass could have.
+
+    measures: `Measures` of a result. where: names it, up to "says that".
+    """
+    again = "evaluate again, or restore the file"
+    for key, value in vars(measures).items():
+        numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, int | float)]
+        if key != "kl" and numbers and min(numbers) < 0:  # which rounding may bring below
+            raise UserError(f"{where} {key} is {min(numbers):g}, below zero: {again}.")
+        if numbers and max(numbers) > _MOST:
+            raise UserError(f"{where} {key} is {max(numbers):g}, more than can be measured: {again}.")
+    taus = [measures.tau, measures.tau_simulated, *(point.tau_simulated for point in measures.k_sweep or ())]
+    if any(tau is not None and tau <= 0 for tau in taus):
+        raise UserError(f"{where} an accepted length is zero or less, where every pass brings a token: {again}.")

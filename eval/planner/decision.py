@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.errors import UserError
 from draftsmith.eval.measure.cost_table import CostTable, check_drafts, check_fits
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.result import Result
@@ -17,6 +18,7 @@ from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.formats.engines import Again
+from draftsmith.heads.target.pretrained import DTYPES
 
 HOUR = 3600
 MILLION = 10**6
@@ -68,7 +70,12 @@ class Export:
         section."""
         known = asdict(cls())
         named = {name: section.get(name, known[name]) for name in known} if isinstance(section, Mapping) else section
-        return read_dataclass(cls, named, "the result's recipe, export")
+        found = read_dataclass(cls, named, "the result's recipe, export")
+        if found.dtype not in ("auto", *DTYPES):
+            raise UserError(
+                f"The result's recipe has {found.dtype!r} as export.dtype: evaluate again, or restore the file."
+            )
+        return found
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ _RENAMED = {"token_scale": "embedding_scale"}
 class Progress:
     """The progress of a training. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
     is still the head that training started from; stale: evaluations since then. window: micro-batches per step over all
-    processes."""
+    processes. train_seconds: that these steps took, without evaluations and checkpoints; None where an earlier version, which did not
+    note them, took some."""
 
     step: int = 0
     tokens: int = 0
@@ -44,6 +45,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0
     window: int = 0
+    train_seconds: float | None = 0.0
 
 
 def save_training_state(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:
@@ -171,7 +173,7 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
         # Measured again, on another device say, it may round to another number than the weights were trained with.
         for name, value in record.pop("measured", {}).items():
             setattr(head, _RENAMED.get(name, name), value)
-        progress = Progress(**record)
+        progress = Progress(**{"train_seconds": None} | record)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return progress

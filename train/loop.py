@@ -172,7 +172,7 @@ class _Run:
                 tracker.log(record)
         held = HeldMemory()
         bar = Bar(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
-        self.pace = Pace(progress.tokens)
+        self.pace, earlier = Pace(progress.tokens), progress.train_seconds
         foreseen: Forecast | None = None
         stopping = 0  # the signal, as all processes agreed, so that none leaves another waiting
         with bar, Interrupt() as interrupt:
@@ -182,6 +182,8 @@ class _Run:
                     record, progress = self._step(window, progress)
                     held.step_ended()
                     self.pace.seconds += time.perf_counter() - before
+                    if earlier is not None:
+                        progress = replace(progress, train_seconds=earlier + self.pace.seconds)
                     if progress.step in self.eval_steps:
                         progress = self._evaluate(record, progress)
                         foreseen = tracker.foresee(record, self.total, self.draft_length) if tracker else None
@@ -203,10 +205,11 @@ class _Run:
             )
         if tracker:
             warn_at_start(self.spec.warm_start, progress.best_step, progress.best_tau)
-            pace = {"train_seconds": self.pace.seconds, "tokens_per_second": self.pace.speed(progress.tokens)}
+            seconds = progress.train_seconds
+            pace = {"tokens_per_second": progress.tokens / seconds if seconds else None}
             write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
             best = {"best/tau": progress.best_tau, "best/step": progress.best_step}
-            tracker.summarise(best | {"train/seconds": self.pace.seconds})
+            tracker.summarise(best | ({} if seconds is None else {"train/seconds": seconds}))
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
 
@@ -272,6 +275,7 @@ class _Run:
     def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
         """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
+        self.pace.beside = {}  # what the step before had
         divisor, rows = torch.zeros((), device=device), torch.zeros((), device=device)
         for batch, counts in window:
             bare = batch.without_states().to(device)
@@ -285,7 +289,8 @@ class _Run:
         sums = StepSums.zeros(self.train_steps, device)
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
-        self.pace.beside = {"muon_lr": factor * self.spec.muon_lr} if self.spec.optimizer == "muon" else {}
+        if self.spec.optimizer == "muon":
+            self.pace.beside["muon_lr"] = factor * self.spec.muon_lr
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for batch, counts in window:
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short

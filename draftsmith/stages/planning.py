@@ -156,6 +156,10 @@ def measure_and_keep(
         kept=kept,
     )
     write_cost_table(path, _not_empty(table))
+    for one in table.contradictions:
+        say(
+            f"warning: costs contradict each other: {one.text}, also when measured again: let nothing else run, and measure again"
+        )
     if (share := table.share_of_bandwidth) is not None:
         say(
             f"costs: {path}; the target's own pass reaches {100 * share:.0f}% of the speed at which its weights could be read"

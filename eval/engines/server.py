@@ -175,14 +175,18 @@ class Server(ModelServer):
 
     def _counters(self, generated: float) -> _Counters:
         """Return the counters once no request is at work and they show as many `generated` tokens, or nearly. Raises UserError where
-        a request stays."""
+        they never do."""
         deadline = time.monotonic() + _SETTLES
         while (counted := self._read_counters()).requests or counted.generated * (1 + 1e-5) < generated:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
-        if counted.requests:
-            self._busy(f"works on {counted.requests:.0f} requests of others")
+            if time.monotonic() <= deadline:
+                time.sleep(0.05)
+            elif counted.requests:
+                self._busy(f"works on {counted.requests:.0f} requests of others")
+            else:
+                raise UserError(
+                    f"{self.url} counts {counted.generated:.0f} generated tokens at /metrics {_SETTLES:g} seconds after it sent "
+                    f"{generated:.0f}, so its rounds are not known: name the address of one engine itself, not of a proxy before several."
+                )
         return counted
 
     def _read_counters(self) -> _Counters:

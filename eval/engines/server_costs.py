@@ -87,7 +87,7 @@ def measure_served(
                 points.insert(0, _point(by_length, drafter, prompts, temperature, rows, context))
                 bar.update()
     made = environment()
-    return CostTable(
+    table = CostTable(
         target=target,
         dtype=None,
         points=tuple(points),
@@ -101,6 +101,7 @@ def measure_served(
         date=made["date"],
         servers=tuple(Served(one.url, one.engine, one.model, k) for k, one in by_length.items()),
     )
+    return table.settled(lambda rows, context: _point(by_length, drafter, prompts, temperature, rows, context))
 
 
 def _by_draft_length(

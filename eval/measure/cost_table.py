@@ -5,8 +5,9 @@ served (`draftsmith costs`) decides together with acceptance that was measured e
 running servers (`draftsmith costs --server`) only whole rounds can be timed.
 """
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ from draftsmith.foreign.typed import read_dataclass
 SCHEMA_VERSION = 3
 ALONE = ""
 """The name of the target alone among drafters."""
+_APART = 0.25
+"""The share of a round from which on two costs that cannot both be right contradict each other: smaller ones are noise."""
 
 TABLE_MARK = r'\A\{\n  "schema_version": .*"points": '
 """How a table's text is known."""
@@ -75,6 +78,12 @@ class CostPoint:
         """The most tokens of a measured pass."""
         return max(map(int, self.verify_ms))
 
+    @property
+    def total_ms(self) -> float:
+        """All costs together, to compare with those of another measurement of the same place."""
+        kinds = (self.verify_ms, self.admit_ms, self.overhead_ms, *self.draft_ms.values(), *self.round_ms.values())
+        return sum(ms for costs in kinds for ms in costs.values())
+
 
 def _between(costs: dict[str, float], size: int) -> float:
     sizes = sorted(map(int, costs))
@@ -90,6 +99,14 @@ class Served:
     engine: str
     model: str
     num_speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A (batch, context) whose costs those of another context contradict, and how, a clause."""
+
+    place: tuple[int, int]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -141,6 +158,36 @@ class CostTable:
         """The drafters that were timed at every point."""
         return [name for name in self.points[0].drafters if all(name in point.drafters for point in self.points)]
 
+    @property
+    def contradictions(self) -> list[Contradiction]:
+        """The places that were held up while they were timed, as a place of the same batch with another context shows: a pass and a
+        draft take no less behind more tokens, and what a round spends besides grows no faster than these do. What else runs only
+        ever adds to a time, so that the dearer place is wrong."""
+        found: dict[tuple[int, int], str] = {}
+        for batch, name in product(self.batches, (ALONE, *self.drafters)):
+            points = [point for point in self.points if point.batch == batch]
+            costs = [(point, *self._parts(points, point, name)) for point in points]
+            for (one, parts, rest), (other, fewer, less) in permutations(costs, 2):
+                whose = f"{name}'s" if name else "the target alone's"
+                if one.context < other.context and parts > (1 + _APART) * fewer:
+                    what, ms = f"{whose} round", (parts, fewer)
+                elif rest - less > _APART * (fewer + less) + max(0.0, parts - fewer):
+                    what, ms = f"{whose} overhead", (rest, less)
+                else:
+                    continue
+                text = f"{what} takes {ms[0]:.3g} ms behind {one.context} tokens and {ms[1]:.3g} behind {other.context}"
+                found.setdefault((batch, one.context), f"at batch {batch} {text}")
+        return [Contradiction(place, text) for place, text in sorted(found.items())]
+
+    def _parts(self, points: Sequence[CostPoint], point: CostPoint, name: str) -> tuple[float, float]:
+        """Return what the steps of a round take at a point, of the longest draft that all `points` have, and what the rest does."""
+        if point.round_ms:
+            return point.round_ms[name][max(point.round_ms[name], key=int)], 0.0
+        if name == ALONE:
+            return point.verify(1), point.overhead_ms[name]
+        k = min(max(map(int, one.draft_ms[name])) for one in points)
+        return point.verify(self.tokens(name, k)) + point.draft(name, k), point.overhead_ms[name]
+
     def at(self, batch: int, context: int) -> CostPoint | None:
         """Return the costs at a measured batch and context, None where these did not fit."""
         return next((p for p in self.points if (p.batch, p.context) == (batch, context)), None)
@@ -148,6 +195,12 @@ class CostTable:
     def lacks(self, places: Set[tuple[int, int]]) -> bool:
         """Return whether a (batch, context) of `places` was never tried."""
         return bool(places - {(p.batch, p.context) for p in self.points} - set(self.too_large))
+
+    def settled(self, measure: Callable[[int, int], CostPoint]) -> "CostTable":
+        """Return the table with the places that contradict others measured again, where that found them cheaper."""
+        again = {one.place: measure(*one.place) for one in self.contradictions}
+        points = (min(p, again.get((p.batch, p.context), p), key=lambda p: p.total_ms) for p in self.points)
+        return replace(self, points=tuple(points))
 
     def only(self, places: Set[tuple[int, int]]) -> "CostTable":
         """Return the table without what it holds of other (batch, context)."""

@@ -76,22 +76,27 @@ def measure_table(
 ) -> CostTable:
     """Time target passes and drafts at every (batch, context) of `places` that fits in memory; the text is `context_ids`, repeated.
 
-    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again. seconds: for the repeats of
+    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again, unless something new
+    contradicts it. seconds: for the repeats of
     a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them verifies cost as the untuned
     one does, whose sizes are the same.
     """
     found = {} if kept is None else {(point.batch, point.context): point for point in kept.points}
     too_large = set() if kept is None else set(kept.too_large)
+
+    def measure(rows: int, context: int) -> CostPoint:
+        ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
+        return _point(target, systems, ids, rows, sampling, seconds)
+
     missing = sorted(places - found.keys() - too_large)
     with Bar(total=len(missing), desc="costs", unit="point") as bar:
         for rows, context in missing:
             bar.set_postfix_str(f"batch {rows}, context {context}")
-            ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
             too_large.add((rows, context))
             # The target alone and every drafter have an answer under way while passes are timed.
             if not found or fits_in_memory(target, rows, context, caches=3 + len(systems)):
                 try:
-                    found[rows, context] = _point(target, systems, ids, rows, sampling, seconds)
+                    found[rows, context] = measure(rows, context)
                     too_large.remove((rows, context))
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
@@ -108,7 +113,9 @@ def measure_table(
         too_large=tuple(sorted(too_large)),
         drafts={c.name: c.info for c in systems},
     )
-    return table.only(places)
+    table = table.only(places)
+    # What was held up shows against the other places, and may no longer be.
+    return table.settled(measure) if missing else table
 
 
 def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:

@@ -28,7 +28,9 @@ WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
 # From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
-_BUSY, _DRIFT, _ROUNDING, _TTFT = 0.15, 0.15, 0.05, 0.25
+_BUSY, _DRIFT, _IDEAL, _TTFT = 0.15, 0.15, 0.05, 0.25
+ROUNDING = 0.02
+"""A speedup may be above tau by so much: a round that costs no more than a token alone, and the clock's noise."""
 
 
 @dataclass(frozen=True)
@@ -334,9 +336,23 @@ class Result:
         return found
 
     @property
+    def impossible(self) -> list[str]:
+        """Which speedups were measured above tau, a clause each: a round takes no less than a token of the target alone."""
+        found = []
+        for name, drafter in self.drafters.items():
+            m = drafter.overall
+            found.append((name, m.speedup, m.tau if m.tau is not None else m.tau_simulated))
+        found += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
+        return [
+            f"{name} was faster than its tau allows ({speedup:.2f}x at tau {tau:.2f})"
+            for name, speedup, tau in found
+            if speedup and tau and speedup > (1 + ROUNDING) * tau
+        ]
+
+    @property
     def doubts(self) -> list[str]:
         """Why the times of this result should not be quoted, a clause each; empty where nothing is known against them."""
-        found = []
+        found = self.impossible
         if self.clocks is not None and (busy := self.clocks.others) is not None and busy > _BUSY:
             found.append(f"other programs used {100 * busy:.0f}% of the cores while it was timed")
         for name, drafter in self.drafters.items():
@@ -345,7 +361,7 @@ class Result:
                 low, high = m.baseline_tok_s_spread
                 if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
                     found.append(f"the target alone varied by {100 * drift:.0f}% between repeats")
-            if m.speedup and m.ideal_speedup and m.speedup > (1 + _ROUNDING) * m.ideal_speedup:
+            if m.speedup and m.ideal_speedup and m.speedup > (1 + _IDEAL) * m.ideal_speedup:
                 found.append(
                     f"{name} was faster than its costs allow ({100 * m.speedup / m.ideal_speedup:.0f}% of the ideal)"
                 )

@@ -12,7 +12,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.measure.cost_table import CostTable, check_drafts, check_fits
 from draftsmith.eval.measure.gate import OVERALL
 from draftsmith.eval.measure.result import Result
-from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation, same_draft
+from draftsmith.eval.planner.checks import Check, make_checks
+from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.files import write_json
@@ -22,38 +23,11 @@ from draftsmith.heads.target.pretrained import DTYPES
 
 HOUR = 3600
 MILLION = 10**6
-_FAR = 0.1
-"""A prediction that misses by more says that the costs or the turns were held up."""
-
-
 DECISION_MARKS = {
     "plan.json": r'\A\{\n  "schema_version": .*"verdict": ',
     "routing.json": r'\A\{\n.*"by_batch": ',
 }
 """How the texts that `write_decision` leaves are known."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """A draft that was planned and then timed. predicted, measured: speedups on the same prompts; spread: of the repeats."""
-
-    temperature: float
-    drafter: str
-    num_speculative_tokens: int
-    predicted: float
-    measured: float
-    spread: tuple[float, float]
-
-    @property
-    def difference(self) -> float:
-        """Predicted over measured, minus 1."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def holds(self) -> bool:
-        """Whether the prediction is within 5%, or within the spread of the repeats where that is wider."""
-        low, high = self.spread
-        return abs(self.difference) <= 0.05 or low <= self.predicted <= high
 
 
 @dataclass(frozen=True)
@@ -127,15 +101,9 @@ def make_decision(
     plan = Plan(tuple(result for result in results if plan.cell(result) is not None), table)
     if not plan.results:
         return None
-    doubts = doubts_of(results)
     here = table.hardware == first.hardware
-    checks = tuple(make_checks(plan)) if here else ()
-    missed = [check for check in checks if not check.holds and abs(check.difference) > _FAR]
-    if missed:
-        one = max(missed, key=lambda check: abs(check.difference))
-        off = f"the plan is off by {100 * one.difference:+.0f}% for {one.drafter} with K = {one.num_speculative_tokens}"
-        doubts.append(off)
-    verdict = decide(plan, doubts=doubts if here else (), rising=rising)
+    checks = tuple(make_checks(plan))
+    verdict = decide(plan, checks=checks, doubts=doubts_of(results) if here else (), rising=rising)
     if verdict is None:
         return None
     if (gpus := export.tensor_parallel) > 1:
@@ -179,25 +147,6 @@ def doubts_of(results: Sequence[Result]) -> list[str]:
     if len(results) == 1:
         return results[0].doubts
     return [f"at T={result.settings.temperature:g} {doubt}" for result in results for doubt in result.doubts]
-
-
-def make_checks(plan: Plan) -> list[Check]:
-    """Return predicted against measured speedup for every draft that was timed to check the plan."""
-    found = []
-    for result in plan.results:
-        cell = plan.cell(result, batch=result.settings.batch)
-        for pick in result.picks:
-            option = next((o for o in (cell.options if cell else ()) if same_draft(o, pick)), None)
-            if (
-                option is not None
-                and pick.speedup is not None
-                and pick.tau_simulated is not None
-                and pick.spread is not None
-            ):
-                predicted = plan.predict(result, option, pick.tau_simulated)
-                key = (result.settings.temperature, pick.drafter, pick.num_speculative_tokens)
-                found.append(Check(*key, predicted, pick.speedup, pick.spread))
-    return found
 
 
 def write_decision(folder: Path, decision: Decision) -> None:

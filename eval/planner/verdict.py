@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from draftsmith.eval.measure.history import UNTAUGHT
+from draftsmith.eval.planner.checks import QUIET, Check, Flaw, find_flaws
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, same_draft
 
 _CLOSE = 0.15
@@ -38,23 +39,37 @@ class Verdict:
     option: Option
 
 
-def decide(plan: Plan, *, doubts: Sequence[str] = (), rising: float | None = None) -> Verdict | None:
+def decide(
+    plan: Plan, *, checks: Sequence[Check] = (), doubts: Sequence[str] = (), rising: float | None = None
+) -> Verdict | None:
     """Return the verdict at the plan's batch and context; None where no draft was both simulated and timed.
 
-    doubts: why the clocks of the results cannot be trusted. rising: by how much tau is forecast to grow with twice the data, None
-    where nobody knows.
+    checks: predicted against measured. doubts: why the clocks of the results cannot be trusted. rising: by how much tau is forecast to
+    grow with twice the data, None where nobody knows.
     """
     options = plan.over_temperatures(plan.batch)
     if not options:
         return None
     best = options[0]
     gains, timed = plan.gains(best)
+    flaws = list(find_flaws(plan, best, checks, timed=timed))
+    said = {flaw.what for flaw in flaws}
+    off = max((c for c in checks if c.far and c.text not in said), key=lambda c: abs(c.difference), default=None)
+    doubts = [*(doubt for doubt in doubts if not doubt.endswith(tuple(said))), *([off.text] if off else [])]
     reasons = [*_figures(plan, best), *(f"The clock: {doubt}." for doubt in doubts)]
+    if others := [one.text for one in plan.table.contradictions if one.text not in said]:
+        more = f", and {len(others) - 1} more" if len(others) > 1 else ""
+        reasons.append(f"Costs contradict each other: {others[0]}{more}.")
     if doubts and any(abs(gain / PAYS - 1) < _CLOSE for gain in gains):
         # Far from the threshold a busy machine decides nothing.
-        return Verdict(
-            Action.MEASURE_AGAIN, "Measure again on a quiet machine before you decide.", tuple(reasons), best
-        )
+        flaws.append(Flaw("the clock cannot be trusted, and the speedup is near to what pays", QUIET))
+    # A head that learned next to nothing pays by no clock.
+    taus = [o.tau for r in plan.results if (cell := plan.cell(r)) for o in cell.options]
+    if flaws and (max(taus) >= UNTAUGHT or max(gains) >= PAYS):
+        whats = {flaw.remedy: [f.what for f in flaws if f.remedy == flaw.remedy] for flaw in flaws}
+        causes = "; ".join(f"{', '.join(found)} ({remedy})" for remedy, found in whats.items())
+        return Verdict(Action.MEASURE_AGAIN, f"Measure again before you decide: {causes}.", tuple(reasons), best)
+    reasons += [f"{flaw.what[0].upper()}{flaw.what[1:]}: {flaw.remedy}." for flaw in flaws]
     if max(gains) >= PAYS:
         return _deploy(plan, best, options, gains, "measured" if timed else "predicted", reasons)
     return _keep_off(plan, best, max(gains), rising, reasons)

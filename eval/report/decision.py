@@ -77,7 +77,16 @@ def banner(view: View) -> Banner:
         for engine, snippets in engine_settings(decision).items()
         for snippet in snippets
     )
-    return Banner(kind, str(verdict.action), verdict.headline, figure, settings, reasons, tuple(warnings))
+    # What must not be quoted is no headline.
+    return Banner(
+        kind,
+        str(verdict.action),
+        verdict.headline,
+        None if verdict.action is Action.MEASURE_AGAIN else figure,
+        settings,
+        reasons,
+        tuple(warnings),
+    )
 
 
 def _unplanned(view: View, warnings: tuple[str, ...]) -> Banner:
@@ -115,6 +124,12 @@ def section(view: View) -> Section:
         else "What was timed counts before what was predicted; the last table compares both."
     )
     tables = [_by_length(decision), _by_batch(decision), _by_slice(decision)]
+    again = decision.verdict.action is Action.MEASURE_AGAIN
+    rules = (
+        ["No rule for requests follows from it until it is measured again."]
+        if again
+        else describe_rules(decision.rules)
+    )
     if decision.checks:
         tables.append(_checks(decision))
     return Section(
@@ -122,7 +137,7 @@ def section(view: View) -> Section:
         "What to deploy",
         about,
         tables=tuple(tables),
-        notes=tuple(describe_rules(decision.rules)),
+        notes=tuple(rules),
     )
 
 

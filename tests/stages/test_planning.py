@@ -116,15 +116,27 @@ def test_the_report_opens_with_the_verdict(evaluated: Path) -> None:
 def test_results_are_planned_for_another_machine(
     evaluated: Path, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine on which a pass and a draft cost next to nothing, a token of the target alone much."""
+    """A machine on which a pass over a draft costs what a token does, drafting next to nothing; of a head whose every second token is
+    accepted, on enough prompts."""
+    copied = tmp_path / "run"
+    copytree(evaluated.parent, copied)
     own = [*words[: words.index("--head")], "--export.layout", "eagle3_llama_cpp", "--export.tensor_parallel", "2"]
+    own += ["--output_dir", str(copied)]
     table = read_cost_table(evaluated / "costs.json")
     value = json.loads((evaluated / "costs.json").read_text())
     for point in value["points"]:
-        point["overhead_ms"] |= {"": 90.0}
+        point["verify_ms"] = dict.fromkeys(point["verify_ms"], 10.0)
+        point["draft_ms"] = {name: dict.fromkeys(costs, 0.1) for name, costs in point["draft_ms"].items()}
+        point["overhead_ms"] = dict.fromkeys(point["overhead_ms"], 0.0)
     value["hardware"]["gpu"] = "another GPU"
     (tmp_path / "h200.json").write_text(json.dumps(value))
-    result = str(evaluated / "t0" / "result.json")
+    result = str(copied / "evaluation" / "t0" / "result.json")
+    found = json.loads(Path(result).read_text())
+    measures = found["drafters"]["eagle3"]["overall"]
+    measures["prompts"] = 12
+    for sweep in measures["k_sweep"]:
+        sweep["tau_simulated"] = 2 - 0.5 ** sweep["num_speculative_tokens"]
+    Path(result).write_text(json.dumps(found))
     command = ["report", result, "--costs", str(tmp_path / "h200.json"), "--output", str(tmp_path)]
     assert main([*command, "--price-per-hour", "3.6"]) == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -180,6 +192,29 @@ def made_up(_: Target, systems: Any, ids: Any, rows: int, *__: Any) -> CostPoint
     draft = {c.name: {str(k): 1.0 + k for k in c.lengths} for c in systems}
     passes = {str(n): 10.0 + n for n in range(1, 10)}
     return CostPoint(rows, len(ids), passes, draft, dict.fromkeys(draft, 1.0), dict.fromkeys(["", *draft], 0.0))
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_costs_that_contradict_each_other_are_timed_again_at_once(
+    stays: bool, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def held_up(target: Target, systems: Any, ids: Any, rows: int, *more: Any) -> CostPoint:
+        point = made_up(target, systems, ids, rows, *more)
+        asked.append(len(ids))
+        if len(ids) != 12 or (asked.count(12) > 1 and not stays):
+            return point
+        return replace(point, overhead_ms={name: 63.0 if name else 0.0 for name in point.overhead_ms})
+
+    monkeypatch.setattr("draftsmith.eval.measure.costs._point", held_up)
+    few = [*words, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[10, 12, 14]"]
+    assert main(["costs", *few, "--output", str(tmp_path / "costs.json")]) == 0
+    assert asked == [10, 12, 14, 12]
+    table, said = read_cost_table(tmp_path / "costs.json"), capsys.readouterr().err
+    assert {p.context: p.overhead_ms["eagle3"] for p in table.points} == {10: 0.0, 12: 63.0 if stays else 0.0, 14: 0.0}
+    warning = "costs contradict each other: at batch 1 eagle3's overhead takes 63 ms behind 12 tokens and 0 behind 10"
+    assert (warning in said) is stays
 
 
 @pytest.fixture

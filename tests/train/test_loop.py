@@ -20,7 +20,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrackingSpec, TrainSpec
 from draftsmith.train import loop
-from draftsmith.train.checkpoints import Progress, latest_checkpoint
+from draftsmith.train.checkpoints import Progress, latest_checkpoint, load_training_state, save_training_state
 from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
@@ -236,6 +236,30 @@ def test_a_step_without_a_supervised_row_changes_nothing(target: Target, tmp_pat
     )
 
 
+def test_a_step_without_a_supervised_row_has_no_gradient_to_tell(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the norm of the step before."""
+    data = make_data(target)
+    texts = [data.source.get_many([place], LAYERS)[0] for place in range(24)]
+    cut = [
+        Tokenized(x.ids, x.mask & (torch.arange(len(x.ids)) == 3) if i % 2 else x.mask, x.sample_id, x.slice)
+        for i, x in enumerate(texts)
+    ]
+    told: list[tuple[bool, bool, bool]] = []
+    log = loop.Tracker.log
+
+    def spy(self, values, extra=None):
+        told.append(("loss" in values, "grad_norm" in extra, "muon_lr" in extra))
+        return log(self, values, extra)
+
+    monkeypatch.setattr(loop.Tracker, "log", spy)
+    some = TrainData(OnlineSource(target, cut, LAYERS), data.train, data.heldout)
+    recipe = make_recipe(rows=1, row_tokens=24, epochs=1, optimizer="muon", muon_lr=0.02)
+    train(recipe, target, make_head(target), some, tmp_path)
+    assert sorted(set(told)) == [(False, False, False), (True, True, True)]
+
+
 def test_a_step_whose_rows_all_weigh_nothing_changes_nothing(target: Target, tmp_path: Path) -> None:
     """An answer of two tokens has a row at the first step alone, which weighs nothing here."""
     data = make_data(target)
@@ -259,10 +283,12 @@ def test_acceptance_at_chance_is_warned_of(target: Target, tmp_path: Path, capsy
     assert "guessing the most common token" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "resumed"])
 def test_the_clock_counts_reading_and_no_evaluation(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cut: bool, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock that batches move by 1 and evaluations by 1000: a head that reads what must be computed first pays for it."""
+    """A clock that batches move by 1 and evaluations by 1000: a head that reads what must be computed first pays for it. After an
+    interruption the seconds and the tokens per second are still those of the whole training."""
     now = [0.0]
     read, evaluate = loop.MicroBatches.__getitem__, loop.evaluate_heldout
 
@@ -277,6 +303,33 @@ def test_the_clock_counts_reading_and_no_evaluation(
     monkeypatch.setattr(loop.MicroBatches, "__getitem__", slow_read)
     monkeypatch.setattr(loop, "evaluate_heldout", slow_evaluation)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    if cut:
+        set_lr, calls = loop.set_lr, [0]
+
+        def interrupted(*given):
+            calls[0] += 1
+            if calls[0] == 2:
+                signal.raise_signal(signal.SIGINT)
+            return set_lr(*given)
+
+        monkeypatch.setattr(loop, "set_lr", interrupted)
+        with pytest.raises(UserError, match="interrupted at step 2 of 3"):
+            train(make_recipe(max_steps=3), target, make_head(target), make_data(target), tmp_path)
+        now[0] += 500.0
     train(make_recipe(max_steps=3), target, make_head(target), make_data(target), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["train_seconds"] == summary["step"] == 3
+    assert summary["tokens_per_second"] == summary["tokens"] / 3
+    assert "seconds" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_seconds_that_an_earlier_version_did_not_note_are_not_guessed(target: Target, tmp_path: Path) -> None:
+    accelerator = loop.make_accelerator(make_recipe().train, target.device)
+    save_training_state(accelerator, tmp_path, Progress(step=2, tokens=9), make_head(target))
+    found = tmp_path / "step_2"
+    record = json.loads((found / "progress.json").read_text())
+    del record["train_seconds"]
+    (found / "progress.json").write_text(json.dumps(record))
+    (found / "DONE").write_text("{}")
+    resumed = load_training_state(accelerator, tmp_path, make_head(target))
+    assert resumed == Progress(step=2, tokens=9, train_seconds=None)

@@ -58,6 +58,10 @@ def test_rounds_that_were_sent_together_are_counted_by_the_engine() -> None:
         ({"joining": 2}, "works on 2 requests of others, which its times would show"),
         ({"usage": False}, r"sends its answers in other chunks than .* does: name the address of the engine itself"),
         ({"others": 7}, "generated 14 tokens for others meanwhile"),
+        (
+            {"others": -7},
+            "counts 66 generated tokens at /metrics 0.1 seconds after it sent 80, so its rounds are not known",
+        ),
         ({"longest": 20}, "ended an answer after 17 of 40 tokens behind a prompt of 3: give it a longer context"),
         ({"longest": 3}, r"refuses /v1/completions \(status 400\): it says .*longer than max_model_len"),
     ],

@@ -94,6 +94,28 @@ def test_a_table_holds_whole_rounds_and_nothing_that_was_not_measured() -> None:
     assert servers[1].asked[1] == (4, 20, TOKENS), "the largest first, where there may be no room"
 
 
+def test_a_round_that_was_held_up_is_timed_again() -> None:
+    """The server is slow while it is first asked behind 7 tokens, and no longer afterwards."""
+    server, answer = Clocked(2, accepts=1), Clocked.answer
+    slow = [server_costs.REPEATS + 1]
+
+    def held_up(prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> Batch:
+        batch = answer(server, prompts, tokens, temperature)
+        if len(prompts[0]) != 7 or not slow[0] or len(server.asked) < 3:
+            return batch
+        slow[0] -= 1
+        first = batch.answers[0][0].at
+        late = tuple(
+            tuple(Event(first + 3 * (e.at - first), e.tokens, e.rounds) for e in rows) for rows in batch.answers
+        )
+        return Batch(batch.started, late, batch.draft_length)
+
+    server.answer = held_up  # type: ignore[method-assign]
+    table = measure(Clocked(0), server, batches=[1])
+    assert not slow[0]
+    assert [point.round_ms["eagle3"]["2"] for point in table.points] == [pytest.approx(18), pytest.approx(18)]
+
+
 def test_answers_grow_until_they_have_enough_rounds() -> None:
     """With K + 1 tokens a round they end sooner."""
     server = Clocked(7, accepts=7)

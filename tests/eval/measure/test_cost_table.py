@@ -9,7 +9,14 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.cost_table import CostTable, check_drafts, check_fits, read_cost_table, write_cost_table
+from draftsmith.eval.measure.cost_table import (
+    CostPoint,
+    CostTable,
+    check_drafts,
+    check_fits,
+    read_cost_table,
+    write_cost_table,
+)
 from draftsmith.eval.measure.result import TargetInfo
 from draftsmith.eval.planner.decision import make_decision
 from tests.eval.planner.plans import TARGET, result, served_table, table
@@ -55,6 +62,60 @@ def test_a_table_that_was_written_without_the_targets_sizes_is_read(tmp_path: Pa
     del value["target"]["weight_bytes"], value["target"]["cache_bytes"]
     path.write_text(json.dumps(value))
     assert read_cost_table(path).target == TARGET
+
+
+def at_context(made: CostTable, context: int, **changes: Any) -> CostTable:
+    """A table with other costs at batch 1 and one context."""
+    points = tuple(replace(p, **changes) if (p.batch, p.context) == (1, context) else p for p in made.points)
+    return replace(made, points=points)
+
+
+def served_at(context: int, ms: float) -> CostTable:
+    one = served_table({4: 15.0}, batches=(1,))
+    slow = replace(one.points[0], context=context, round_ms={"": {"0": 10.0}, "eagle3": {"4": ms}})
+    return replace(one, points=(*one.points, slow))
+
+
+SLOW = {str(n): 14.0 for n in range(1, 9)}
+
+
+@pytest.mark.parametrize(
+    ("made", "contradicted"),
+    [
+        (table(), []),
+        (at_context(table(), 64, overhead_ms={"": 11.0, "eagle3": 63.0}), [(1, 64)]),
+        (at_context(table(), 128, overhead_ms={"": 0.5, "eagle3": 63.0}), [(1, 128)]),
+        (at_context(table(), 256, overhead_ms={"": 0.5, "eagle3": 63.0}), [(1, 256)]),
+        (at_context(table(), 256, overhead_ms={"": 0.5, "eagle3": 3.0}), []),
+        (at_context(table(), 64, verify_ms=SLOW), [(1, 64)]),
+        (at_context(table(), 128, verify_ms=SLOW), [(1, 128)]),
+        (at_context(table(), 256, verify_ms=SLOW), []),
+        (at_context(table(), 256, verify_ms=SLOW, overhead_ms={"": 0.5, "eagle3": 5.0}), []),
+        (at_context(table(), 64, draft_ms={"eagle3": {str(k): 6.0 * k for k in range(1, 5)}}), [(1, 64)]),
+        (served_at(64, 20.0), [(1, 64)]),
+        (served_at(64, 18.0), []),
+        (served_at(256, 40.0), []),
+    ],
+)
+def test_costs_of_two_contexts_that_cannot_both_be_right(made: CostTable, contradicted: list[tuple[int, int]]) -> None:
+    """The dearer one was held up: more tokens take no less, and what a round spends besides does not grow on its own."""
+    assert [one.place for one in made.contradictions] == contradicted
+
+
+def test_what_contradicts_is_measured_again_and_the_cheaper_one_kept() -> None:
+    made = at_context(table(), 64, verify_ms=SLOW)
+    right = next(point for point in table().points if (point.batch, point.context) == (1, 64))
+    asked = []
+
+    def measure(batch: int, context: int) -> CostPoint:
+        asked.append((batch, context))
+        return right
+
+    assert made.settled(measure) == table()
+    assert asked == [(1, 64)]
+    dearer = replace(right, verify_ms=dict.fromkeys(SLOW, 99.0))
+    assert made.settled(lambda *_: dearer) == made
+    table().settled(lambda *_: pytest.fail("nothing contradicts"))
 
 
 def test_between_two_sizes_costs_are_straight_lines() -> None:

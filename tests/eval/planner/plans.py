@@ -22,7 +22,7 @@ def result(temperature: float, alphas: dict[str, float], k: int = 4, name: str =
     """alphas: by slice; "overall" among them."""
     slices = {slice_name: measures(alpha) for slice_name, alpha in alphas.items() if slice_name != "overall"}
     draft = DraftInfo("eagle3", k, k)
-    settings = Settings(temperature, None, None, k, 1, "float32", 0, 1)
+    settings = Settings(temperature, None, None, k, 1, "float32", 0, 3)
     drafters = {name: DrafterResult(measures(alphas["overall"]), slices, draft)}
     return Result("c", None, "2026-01-01", HARDWARE, {}, None, TARGET, settings, drafters)
 

@@ -5,9 +5,13 @@ from dataclasses import replace
 
 import pytest
 
+from draftsmith.eval.measure.cost_table import CostTable
+from draftsmith.eval.measure.result import Result, SweepPoint
+from draftsmith.eval.planner.decision import make_decision
 from draftsmith.eval.planner.plan import PAYS
+from draftsmith.eval.planner.settings import engine_settings
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
-from tests.eval.planner.plans import plan, result, served_table, table
+from tests.eval.planner.plans import HARDWARE, plan, result, served_table, table
 
 
 def verdict(alpha: float, k: int = 4, draft_ms: float = 1.0, **more: object) -> Verdict:
@@ -119,3 +123,94 @@ def test_what_was_measured_counts_where_it_was() -> None:
     measured = decide(plan(fast))
     assert measured is not None
     assert measured.headline == "Deploy eagle3 with 4 drafted tokens: 2.50x at temperature 0 (measured)."
+
+
+def timed_at(speedup: float, alpha: float = 0.8, repeats: int = 3, **overall: object) -> Result:
+    """A result that was decoded with K = 4, on the machine of the table."""
+    one = result(0, {"overall": alpha})
+    drafter = one.drafters["eagle3"]
+    measured = replace(drafter.overall, speedup=speedup, speedup_spread=(speedup, speedup), **overall)  # type: ignore[arg-type]
+    drafters = {"eagle3": replace(drafter, overall=measured)}
+    return replace(one, drafters=drafters, settings=replace(one.settings, repeats=repeats))
+
+
+def held_up(context: int, **costs: float) -> CostTable:
+    """The table, with other costs of a round besides at batch 1 and one context."""
+    made = table()
+    points = tuple(
+        replace(p, overhead_ms=p.overhead_ms | costs) if (p.batch, p.context) == (1, context) else p
+        for p in made.points
+    )
+    return replace(made, points=points)
+
+
+def decided(one: Result, costs: CostTable | None = None) -> Verdict:
+    made = make_decision([one], costs or table(), "costs.json")
+    assert made is not None
+    if made.verdict.action == Action.MEASURE_AGAIN:
+        assert engine_settings(made) == {}
+        assert made.rules.largest_batch == 0
+    return made.verdict
+
+
+@pytest.mark.parametrize(
+    ("one", "costs", "words"),
+    [
+        # 3.36 * 10.5 / 15 = 2.35 is predicted at K = 4, the best, where no token was counted that a prompt is read for.
+        (timed_at(2.35, prompts=9), None, ["9 prompts are too few", "evaluate.per_slice"]),
+        (timed_at(0.7, 0.1, prompts=3, k_sweep=(SweepPoint(4, 1.16),)), None, ["3 prompts are too few"]),
+        (timed_at(2.35, repeats=1), None, ["every system was timed once (set evaluate.repeats to 3)"]),
+        (timed_at(0.8, 0.11, repeats=1), None, ["every system was timed once"]),
+        (
+            timed_at(3.6, tau=3.3616),
+            None,
+            ["eagle3 was faster than its tau allows (3.60x at tau 3.36)", "--redo evaluate"],
+        ),
+        (timed_at(2.35, ideal_speedup=1.836), None, ["eagle3 was faster than its costs allow (128% of the ideal)"]),
+        (timed_at(2.8), None, ["the plan is off by -16% for eagle3 with K = 4, predicted 2.35x, measured 2.80x"]),
+        (timed_at(2.1), None, ["the plan is off by +12%"]),
+        # At K = 2, which is the best here, nothing was timed: it rests on a plan that is wrong at K = 4.
+        (timed_at(1.6, 0.4), None, ["the plan is off by -28% for eagle3 with K = 4, predicted 1.15x, measured 1.60x"]),
+        (
+            result(0, {"overall": 0.5}),
+            replace(held_up(128, **{"": 6.0}), hardware=replace(HARDWARE, gpu="another")),
+            ["would be faster than its tau allows", "draftsmith costs"],
+        ),
+        (
+            result(0, {"overall": 0.8}),
+            held_up(128, eagle3=6.0),
+            ["at batch 1 eagle3's overhead takes 6 ms behind 128 tokens and 1 behind 64", "remove costs.json"],
+        ),
+    ],
+)
+def test_what_contradicts_itself_or_rests_on_too_little_is_measured_again(
+    one: Result, costs: CostTable | None, words: list[str]
+) -> None:
+    found = decided(one, costs)
+    assert found.action == Action.MEASURE_AGAIN
+    assert found.headline.startswith("Measure again before you decide: ")
+    for word in words:
+        assert word in found.headline
+        assert word not in " ".join(found.reasons), "said once"
+
+
+def test_what_is_well_measured_is_decided() -> None:
+    assert decided(timed_at(2.35)).action == Action.DEPLOY
+    assert decided(timed_at(2.2)).action == Action.DEPLOY, "within the plan's limit"
+    assert decided(timed_at(2.35, ideal_speedup=2.217)).action == Action.DEPLOY, "106% of the ideal is a doubt, no more"
+    assert decided(result(0, {"overall": 0.8})).action == Action.DEPLOY
+    untimed = result(0, {"overall": 0.8})
+    once = replace(untimed, settings=replace(untimed.settings, repeats=1))
+    assert decided(once).action == Action.DEPLOY, "a simulation is exact, and nothing of it was timed"
+    elsewhere = decided(result(0, {"overall": 0.8}), held_up(64, eagle3=6.0))
+    assert elsewhere.action == Action.DEPLOY
+    (reason,) = [reason for reason in elsewhere.reasons if "contradict" in reason]
+    assert reason.startswith(
+        "Costs contradict each other: at batch 1 eagle3's overhead takes 6 ms behind 64 tokens and 1 "
+    )
+
+
+def test_a_head_that_learned_nothing_is_said_whatever_the_clock() -> None:
+    found = decided(timed_at(0.7, 0.02, repeats=1, prompts=3))
+    assert found.action == Action.MORE_DATA
+    assert any(reason.startswith("3 prompts are too few: ") for reason in found.reasons)

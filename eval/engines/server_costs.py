@@ -6,6 +6,7 @@ does not depend on what is accepted, so that any text will do. K: num_speculativ
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import median
 
@@ -101,7 +102,8 @@ def measure_served(
         date=made["date"],
         servers=tuple(Served(one.url, one.engine, one.model, k) for k, one in by_length.items()),
     )
-    return table.settled(lambda rows, context: _point(by_length, drafter, prompts, temperature, rows, context))
+    places = [(point.batch, point.context) for point in points]
+    return table.settled(partial(_point, by_length, drafter, prompts, temperature), places)
 
 
 def _by_draft_length(

@@ -196,9 +196,9 @@ class CostTable:
         """Return whether a (batch, context) of `places` was never tried."""
         return bool(places - {(p.batch, p.context) for p in self.points} - set(self.too_large))
 
-    def settled(self, measure: Callable[[int, int], CostPoint]) -> "CostTable":
-        """Return the table with the places that contradict others measured again, where that found them cheaper."""
-        again = {one.place: measure(*one.place) for one in self.contradictions}
+    def settled(self, measure: Callable[[int, int], CostPoint], places: Collection[tuple[int, int]]) -> "CostTable":
+        """Return the table with those of `places` that contradict others measured again, where that found them cheaper."""
+        again = {one.place: measure(*one.place) for one in self.contradictions if one.place in places}
         points = (min(p, again.get((p.batch, p.context), p), key=lambda p: p.total_ms) for p in self.points)
         return replace(self, points=tuple(points))
 

@@ -76,8 +76,7 @@ def measure_table(
 ) -> CostTable:
     """Time target passes and drafts at every (batch, context) of `places` that fits in memory; the text is `context_ids`, repeated.
 
-    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again, unless something new
-    contradicts it. seconds: for the repeats of
+    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again. seconds: for the repeats of
     a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them verifies cost as the untuned
     one does, whose sizes are the same.
     """
@@ -115,7 +114,7 @@ def measure_table(
     )
     table = table.only(places)
     # What was held up shows against the other places, and may no longer be.
-    return table.settled(measure) if missing else table
+    return table.settled(measure, missing)
 
 
 def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:

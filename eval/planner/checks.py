@@ -59,8 +59,8 @@ class Flaw:
 
 
 def make_checks(plan: Plan) -> list[Check]:
-    """Return predicted against measured speedup for every draft that was timed on the plan's machine, at its batch: those that
-    check the plan, and the decoded ones, where these are not among them."""
+    """Return predicted against measured speedup for every draft that was timed on the plan's machine to check the plan; where none
+    was, for the decoded ones."""
     found = []
     for result in plan.results:
         cell, settings = plan.cell(result, batch=result.settings.batch), result.settings
@@ -71,7 +71,7 @@ def make_checks(plan: Plan) -> list[Check]:
             picks = [pick for pick in result.picks if same_draft(pick, option)]
             timed = [(pick.tau_simulated, pick.speedup, pick.spread) for pick in picks]
             overall, draft = (getattr(result.drafters[option.drafter], name) for name in ("overall", "draft"))
-            if not picks and draft is not None and draft.num_speculative_tokens == option.num_speculative_tokens:
+            if not result.picks and draft is not None and draft.num_speculative_tokens == option.num_speculative_tokens:
                 timed = [(option.tau, overall.speedup, overall.speedup_spread)]
             for tau, speedup, spread in timed:
                 if tau is not None and speedup is not None and spread is not None:

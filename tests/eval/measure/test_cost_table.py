@@ -111,11 +111,12 @@ def test_what_contradicts_is_measured_again_and_the_cheaper_one_kept() -> None:
         asked.append((batch, context))
         return right
 
-    assert made.settled(measure) == table()
+    assert made.settled(measure, [(1, 128)]) == made
+    assert made.settled(measure, [(1, 64), (1, 128)]) == table()
     assert asked == [(1, 64)]
     dearer = replace(right, verify_ms=dict.fromkeys(SLOW, 99.0))
-    assert made.settled(lambda *_: dearer) == made
-    table().settled(lambda *_: pytest.fail("nothing contradicts"))
+    assert made.settled(lambda *_: dearer, [(1, 64)]) == made
+    table().settled(lambda *_: pytest.fail("nothing contradicts"), [(1, 64)])
 
 
 def test_between_two_sizes_costs_are_straight_lines() -> None:

@@ -29,8 +29,7 @@ WARNING = "warning"
 
 # From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
 _BUSY, _DRIFT, _IDEAL, _TTFT = 0.15, 0.15, 0.05, 0.25
-ROUNDING = 0.02
-"""A speedup may be above tau by so much: a round that costs no more than a token alone, and the clock's noise."""
+ROUNDING = 0.02  # so much above tau a speedup may be
 
 
 @dataclass(frozen=True)
@@ -264,11 +263,6 @@ class Settings:
     longest_text: int | None = None
 
     @property
-    def answers_per_prompt(self) -> int:
-        """Answers to each prompt that acceptance is counted on: one where they are greedy, and so all alike, else every repeat's."""
-        return self.repeats if self.temperature else 1
-
-    @property
     def filters(self) -> dict[str, float | None]:
         """The filters of the target's distribution besides the temperature, by the name a report gives them."""
         return {
@@ -338,16 +332,10 @@ class Result:
     @property
     def impossible(self) -> list[str]:
         """Which speedups were measured above tau, a clause each: a round takes no less than a token of the target alone."""
-        found = []
-        for name, drafter in self.drafters.items():
-            m = drafter.overall
-            found.append((name, m.speedup, m.tau if m.tau is not None else m.tau_simulated))
+        found = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in self.drafters.items()]
         found += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
-        return [
-            f"{name} was faster than its tau allows ({speedup:.2f}x at tau {tau:.2f})"
-            for name, speedup, tau in found
-            if speedup and tau and speedup > (1 + ROUNDING) * tau
-        ]
+        above = [(name, gain, tau) for name, gain, tau in found if gain and tau and gain > (1 + ROUNDING) * tau]
+        return [f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})" for name, gain, tau in above]
 
     @property
     def doubts(self) -> list[str]:

@@ -171,7 +171,9 @@ class Plan:
         also reads every prompt, which the target alone has done with its first token."""
         point, overall = self.table.at(self.batch, self.context), result.drafters[option.drafter].overall
         assert point is not None
-        tokens = (overall.tokens or 0) / (overall.prompts * result.settings.answers_per_prompt)
+        # Greedy repeats are all alike, and acceptance is counted on one.
+        answers = overall.prompts * (result.settings.repeats if result.settings.temperature else 1)
+        tokens = (overall.tokens or 0) / answers
         # All rows of a batch read their prompts together.
         admitted = point.admit_ms[option.drafter] * tau / tokens if tokens else 0.0
         return replace(option.cost, overhead=option.cost.overhead + admitted).speedup(tau)

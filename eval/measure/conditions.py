@@ -122,7 +122,7 @@ def explain_past(trained_length: int, groups: Sequence[Group]) -> str:
     text = f"{share:.0%} of its rounds past the {trained_length:,} tokens of the longest text that it learned from"
     if not before:
         return f"{text}, with a tau of {after:.2f}"
-    if after >= before:
+    if 1 - after / before < 0.005:  # which would be a fall by 0%
         return f"{text}; tau does not fall there ({before:.2f} before, {after:.2f} past it)"
     advice = "train on texts as long as those that you serve (data.max_length)"
     return f"{text}, where tau falls by {1 - after / before:.0%}, from {before:.2f} to {after:.2f}: {advice}"

@@ -170,3 +170,9 @@ def test_groups_of_thought_and_answer_add_up_and_split_at_the_mark() -> None:
     assert {group.name: group.rounds for group in found} == rounds
     assert min(rounds.values()) > 0
     assert acceptance_by_condition(None, lambda g: 0, decoded, expected)["thinking"] is None
+
+
+def test_a_fall_by_nothing_is_none() -> None:
+    groups = (Group("within", 100, 2.0), Group("past", 100, 1.995))
+    assert "tau does not fall there (2.00 before, 2.00 past it)" in explain_past(10, groups)
+    assert "tau falls by 2%" in explain_past(10, (groups[0], Group("past", 100, 1.96)))

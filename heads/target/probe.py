@@ -84,8 +84,8 @@ def probe_ids(target: "Target") -> Tensor:
     """Return ids [2, n] away from both ends of the vocabulary, where special tokens are; rows differ in the last one."""
     vocab = target.embedding.shape[0]
     # On the CPU also where a head is being built on another device.
-    draw = {"generator": torch.Generator().manual_seed(0), "device": "cpu"}
-    row = torch.randint(vocab // 4, max(vocab // 2, vocab // 4 + 2), (PROBE_TOKENS,), **draw)
+    generator, most = torch.Generator().manual_seed(0), max(vocab // 2, vocab // 4 + 2)
+    row = torch.randint(vocab // 4, most, (PROBE_TOKENS,), generator=generator, device="cpu")
     other = row.clone()
     other[-1] = vocab // 4 + (row[-1] - vocab // 4 + 1) % max(vocab // 4, 2)
     return torch.stack((row, other)).to(target.device)

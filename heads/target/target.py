@@ -127,6 +127,10 @@ class Target:
         self.head = TargetHead(*_output_projection(model))
         self.vocab_size: int = self.head.vocab_size
         self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
+        if self.device.type == "cuda":
+            # For the whole process: cuDNN's attention is planned anew for every length of the keys, which takes several times
+            # as long as a pass, and its bits in bf16 differ from call to call (docs/results/gpu).
+            torch.backends.cuda.enable_cudnn_sdp(False)
 
     @property
     def model_type(self) -> str:

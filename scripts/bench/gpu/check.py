@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--minutes", type=float, default=9.0, help="most minutes that the whole may take (9)")
     add("--device", default="cuda", help="cuda, cuda:1, ... or cpu (cuda)")
+    add("--only", nargs="+", choices=("tests", *PARTS, *HEADS), help="parts to run (all), which then share the minutes")
     add("--small", action="store_true", help="a few steps of everything: tries the check itself")
     add("--work", type=Path, help="folder to keep models and hidden states in (else a temporary one)")
     return parser.parse_args(argv)
@@ -118,20 +119,23 @@ class GpuCheck:
 
     def run(self) -> None:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
-        tests = ("pytest", "-qm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider")
-        tests = (*tests, "-p", "scripts.bench.gpu.lines", f"--lines={self._at('tests')}")
+        tests = ["pytest", "-qm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider"]
+        tests += ["-p", "scripts.bench.gpu.lines", f"--lines={self._at('tests')}"]
         self._step(Step("machine", 0.03, self._part("machine", "machine")))
         if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
-        self._step(Step("tests", 0.19, (sys.executable, "-m", *tests)))
-        for name, share in PARTS.items():
-            size = ["--small"] if self.options.small else []
-            self._step(Step(name, share, self._part(name, "part", name, self.options.device, *size)))
+        size = ["--small"] if self.options.small else []
+        steps = [Step("tests", 0.19, (sys.executable, "-m", *tests))]
+        steps += [Step(n, s, self._part(n, "part", n, self.options.device, *size)) for n, s in PARTS.items()]
         for head in HEADS:
             words = self._recipe(head)
-            self._step(Step(f"{head} train", 0.08, self._part(f"{head}-train", "stage", "train", *words)))
+            steps.append(Step(f"{head} train", 0.08, self._part(f"{head}-train", "stage", "train", *words)))
             # What is trained already is reused: this evaluates, exports and reports.
-            self._step(Step(f"{head} evaluate", 0.16, self._part(f"{head}-evaluate", "stage", "run", *words)))
+            steps.append(Step(f"{head} evaluate", 0.16, self._part(f"{head}-evaluate", "stage", "run", *words)))
+        wanted = [step for step in steps if step.name.split()[0] in (self.options.only or [step.name.split()[0]])]
+        whole = sum(step.share for step in wanted)
+        for step in wanted:
+            self._step(replace(step, share=0.97 * step.share / whole))
 
     def _at(self, name: str) -> Path:
         return self.work / f"{name}.facts"

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import OnlineSource, compute_features, extract
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.decode.answers import Decoded, Request
 from draftsmith.eval.decode.decode import decode_batch
 from draftsmith.eval.decode.draft import Drafter, TargetAlone
 from draftsmith.eval.decode.sampling import Sampling
@@ -90,8 +91,8 @@ def machine_limits(device: torch.device, shape: Shape) -> Facts:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     for name in ("pageable", *(["pinned"] if device.type == "cuda" else [])):
         here = torch.empty(size, dtype=torch.uint8, pin_memory=name == "pinned")
-        yield f"to_device_{name}", size / (_best(device, lambda here=here: there.copy_(here)) / 1e3)
-        yield f"to_host_{name}", size / (_best(device, lambda here=here: here.copy_(there)) / 1e3)
+        yield f"to_device_{name}", size / (_best(device, partial(there.copy_, here)) / 1e3)
+        yield f"to_host_{name}", size / (_best(device, partial(here.copy_, there)) / 1e3)
 
 
 def decoding(device: torch.device, shape: Shape) -> Facts:
@@ -104,7 +105,7 @@ def decoding(device: torch.device, shape: Shape) -> Facts:
     system = head_system("eagle3", make_head(target, shape).to(target.dtype).eval(), K, K)
     ids = [7 + i % 400 for i in range(shape.contexts[0])]
     request = Request("p", "random", tuple(ids), shape.answer, ignore_eos=True)
-    alone = decode_batch(target, TargetAlone(), [request], Sampling()).generations[0]
+    (alone,) = _answer(target, TargetAlone, request).generations
     known = {tuple(ids): alone.output_ids}
     few = replace(request, max_new_tokens=shape.answer // 8)
     drafters: dict[str, Callable[[], Drafter]] = {
@@ -113,26 +114,23 @@ def decoding(device: torch.device, shape: Shape) -> Facts:
         "eagle3": lambda: system.make(K),
     }
     for name, make in drafters.items():
-        decode_batch(target, make(), [few], Sampling())
-        done, seconds = _timed(device, lambda make=make: decode_batch(target, make(), [request], Sampling()))
-        (answer,) = done.generations
+        answer = partial(_answer, target, make)
+        answer(few)
+        done, seconds = _timed(device, partial(answer, request))
+        (found,) = done.generations
         facts = {
-            "tokens_per_second": len(answer.output_ids) / seconds,
-            "rounds": len(answer.rounds),
+            "tokens_per_second": len(found.output_ids) / seconds,
+            "rounds": len(found.rounds),
             "seconds": dict(done.seconds),
-            "same_text": answer.output_ids == alone.output_ids,
+            "same_text": found.output_ids == alone.output_ids,
         }
-        yield (
-            name,
-            facts
-            | {"waits_by_line": waits_of(device, lambda make=make: decode_batch(target, make(), [few], Sampling()))},
-        )
+        yield name, facts | {"waits_by_line": waits_of(device, partial(answer, few))}
     target.model.generation_config.eos_token_id = None
     generate = GenerateSystem("generate", target)
     generate.answer(few, Sampling())
     timed = generate.answer(request, Sampling())
     yield "generate", {"tokens_per_second": len(timed.output_ids) / (timed.ttft_s + timed.decode_s)}
-    yield "profile", _profile(device, lambda: decode_batch(target, TargetAlone(), [few], Sampling()))
+    yield "profile", _profile(device, partial(_answer, target, TargetAlone, few))
     info = TargetInfo("random", "0")
     for rows, context in (
         (1, shape.contexts[0]),
@@ -172,9 +170,7 @@ def sources(device: torch.device, shape: Shape) -> Facts:
         for name, source in (("online", online), ("store", store), ("store again", store)):
             data, where = TrainData(source, list(range(64)), [64, 65]), Path(folder) / name
             head = make_head(target, shape)
-            _, seconds = _timed(
-                device, lambda head=head, data=data, to=where: train(Recipe(train=spec), target, head, data, to)
-            )
+            _, seconds = _timed(device, partial(train, Recipe(train=spec), target, head, data, where))
             summary = json.loads((where / "summary.json").read_text(encoding="utf-8"))
             kept = {key: summary[key] for key in ("tokens", "train_seconds", "tokens_per_second")}
             yield name, kept | {"seconds_with_evaluation_and_checkpoints": seconds}
@@ -190,12 +186,16 @@ def long_document(device: torch.device, shape: Shape) -> Facts:
     yield "extraction", facts
     with _until_memory_ends() as facts:
         request = Request("long", "random", tuple(sample.ids.tolist()), 4, ignore_eos=True)
-        facts["ms"] = _best(device, lambda: decode_batch(target, TargetAlone(), [request], Sampling()), 2)
+        facts["ms"] = _best(device, partial(_answer, target, TargetAlone, request), 2)
     yield "prompt", facts
     with _until_memory_ends() as facts:
         batch = make_batch(target, 1, shape.long).to(device)
         facts |= time_step(target, make_head(target, shape).to(device), batch)
     yield "training step", facts
+
+
+def _answer(target: Target, make: Callable[[], Drafter], request: Request) -> Decoded:
+    return decode_batch(target, make(), [request], Sampling())
 
 
 def make_target(device: torch.device, shape: Shape) -> Target:

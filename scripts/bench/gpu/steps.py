@@ -48,7 +48,8 @@ def machine() -> dict[str, Any]:
 def main() -> None:
     """Run one part and write what it finds as it finds it, with the seconds so far and the peak of GPU memory."""
     facts, what, *rest = sys.argv[1:]
-    started, found = time.perf_counter(), {}
+    started = time.perf_counter()
+    found: dict[str, Any] = {}
 
     def keep(**more: Any) -> None:
         found.update(more, seconds=time.perf_counter() - started)

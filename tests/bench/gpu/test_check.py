@@ -90,6 +90,16 @@ def test_the_shares_fill_the_time_and_a_failed_step_costs_no_other(tmp_path, mon
     assert [step["status"] for step in written["steps"]] == ["passed", "timed out", *["passed"] * 7]
 
 
+def test_parts_that_are_chosen_share_the_time(tmp_path, monkeypatch):
+    check = make_check(tmp_path)
+    check.options.only = ["decoding", "eagle3"]
+    seen = []
+    monkeypatch.setattr(check, "_step", seen.append)
+    check.run()
+    assert [step.name for step in seen] == ["machine", "decoding", "eagle3 train", "eagle3 evaluate"]
+    assert sum(step.share for step in seen) == pytest.approx(1.0)
+
+
 def test_the_options_of_the_heads_are_keys_of_their_recipes(tmp_path):
     from draftsmith.recipe.parse import parse_recipe
 

@@ -27,7 +27,7 @@ from draftsmith.plan.shorter import shorter
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.recipe.shipped import find_shipped, shipped_names
+from draftsmith.recipe.shipped import shipped_names, shipped_text
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import look_at, samples_at_hand
 from draftsmith.stages.device import choose_device
@@ -272,7 +272,7 @@ def recipes(own: Namespace, words: list[str]) -> int:
         width = max(map(len, known))
         print("\n".join(f"{name:{width}}  {about}" for name, about in known.items()))
         return 0
-    found = find_shipped(words[0]).read_text(encoding="utf-8")
+    found = shipped_text(words[0])
     if own.output is None:
         print(found, end="")
         return 0

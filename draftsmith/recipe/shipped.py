@@ -30,12 +30,12 @@ def find_file(name: str) -> str:
     return next((str(FOLDER / one) for one in (inside, f"{inside}.yaml") if os.path.isfile(FOLDER / one)), name)
 
 
-def find_shipped(name: str) -> Path:
-    """Return the installed file of that name. Raises UserError where there is none."""
+def shipped_text(name: str) -> str:
+    """Return what the installed file of that name holds. Raises UserError where there is none."""
     known = shipped_names()
     short = name.removeprefix("recipes/").removesuffix(".yaml")
     if short not in known:
         raise UserError(
             f"There is no recipe {shown_path(name)}{did_you_mean(short, known)}: `draftsmith recipes` lists them."
         )
-    return FOLDER / f"{short}.yaml"
+    return (FOLDER / f"{short}.yaml").read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ from draftsmith.eval.planner.routing import read_rules
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.fields import fingerprint_fields
 from draftsmith.files import write_text
+from draftsmith.foreign.files import read_text
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
@@ -97,9 +98,10 @@ def export_stage(session: Session) -> Path:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
     verdict = _against(session)
     if session.begin("export", inputs, [one for one in (destination, tuned_folder) if one is not None]):
-        said = (readme := destination / README).read_text(encoding="utf-8") if (destination / README).is_file() else ""
-        if said and (renewed := open_with(verdict, said)) != said:  # by an evaluation since
-            write_text(readme, renewed)
+        if (readme := destination / README).is_file():
+            said = read_text(readme, "remove it, and run again")
+            if said and (renewed := open_with(verdict, said)) != said:  # by an evaluation since
+                write_text(readme, renewed)
         return destination
     if tuned_folder is None:
         # What the head's checkpoint does not record of its target is taken from the one at hand.

@@ -33,7 +33,7 @@ OURS = {
     "data/embedded/corpus.py": "words.json is shipped with the code",
     "heads/formats/engines.py": "served.json is shipped with the code, and start lines are text",
     "heads/export/tuned.py": "reads back what it has just written",
-    "heads/target/shape.py": "builds a model of no memory from a configuration that is checked",
+    "heads/formats/targets.py": "targets.json is shipped with the code",
     "eval/engines": "talks to servers and processes that it has started",
     "eval/measure/machine.py": "reads /proc and /sys",
     "draftsmith/cli/doctor.py": "reads /proc, /sys and accelerate's own settings with patterns",
@@ -41,7 +41,8 @@ OURS = {
     "train/trackers.py": "the identifier that it wrote itself",
     "train/meeting.py": "what the processes of one training tell each other",
     "train/loop.py": "makes plain JSON of a recipe",
-    "draftsmith/stages/run.py": "makes plain JSON of settings",
+    "draftsmith/recipe/record.py": "makes plain JSON of settings",
+    "draftsmith/recipe/shipped.py": "recipes are shipped with the code",
     "eval/measure/result.py": "makes plain JSON of a result",
     "data/conversations/templates.py": "answers are rendered after the same template has been tried and guarded",
 }

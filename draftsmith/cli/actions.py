@@ -3,6 +3,7 @@
 import os
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +11,7 @@ from rich.console import Console
 from draftsmith.cli import launching
 from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS, REDO
-from draftsmith.cli.gating import judge_comparison, read_gate
+from draftsmith.cli.gating import judge_comparison, read_gate, result_pairs
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
 from draftsmith.eval.measure.compare import compare_results
@@ -230,24 +231,27 @@ def compare(own: Namespace, words: list[str]) -> int:
     if options or len(words) != 2:
         wrong = f"there is no option {options[0]}" if options else f"{len(words)} files are named"
         raise UserError(
-            f"compare takes two files, OLD.json NEW.json, but {wrong}: `draftsmith compare --help` shows the options."
+            f"compare takes two files or folders, OLD NEW, but {wrong}: `draftsmith compare --help` shows the options."
         )
-    old, new = (Path(word) for word in words)
+    pairs, left_out = result_pairs(*(Path(word) for word in words))
     if own.output is not None:
-        if own.output.exists() and any(path.exists() and own.output.samefile(path) for path in (old, new)):
+        if own.output.exists() and any(own.output.samefile(path) for pair in pairs for path, _ in pair):
             raise UserError(f"--output {own.output} is one of the results: name another file.")
         check_file("--output", own.output, (".md", ".json"), COMPARISON_MARK)
-    found = compare_results(read_result(old), read_result(new), (words[0], words[1]), own.drafter)
-    if own.fail_if_worse:
-        found.require_intervals()
+    found = [compare_results(a, b, (str(old), str(new)), own.drafter) for (old, a), (new, b) in pairs]
+    found[0] = replace(found[0], notes=(*left_out, *found[0].notes))
+    for one in found if own.fail_if_worse else ():
+        one.require_intervals()
     if own.output is not None and own.output.suffix == ".json":
-        write_json(own.output, comparison_json(found))
+        kept = [comparison_json(one) for one in found]
+        write_json(own.output, kept if len(kept) > 1 else kept[0])
     elif own.output is not None:
-        write_text(own.output, comparison_markdown(found))
-    Console().print(comparison_text(found))
+        write_text(own.output, "\n".join(map(comparison_markdown, found)))
+    for one in found:
+        Console().print(comparison_text(one))
     if own.output is not None:
         put(own.output)
-    return judge_comparison(found) if own.fail_if_worse else 0
+    return max([judge_comparison(one) for one in found]) if own.fail_if_worse else 0
 
 
 def inspect(own: Namespace, words: list[str]) -> int:

@@ -277,11 +277,11 @@ COMMANDS: dict[str, Command] = {
         (*_REPORT, REDO, *_GATE),
     ),
     "compare": Command(
-        "say what changed from one result.json to another, with intervals: compare OLD.json NEW.json",
+        "say what changed from one run, evaluation folder or result.json to another, with intervals: compare OLD NEW",
         "actions:compare",
         _COMPARE,
         takes_recipe=False,
-        words="OLD.json NEW.json ",
+        words="OLD NEW ",
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
     "recipes": Command(

@@ -1,4 +1,4 @@
-"""What lets CI fail: --fail-under and --junit of run, evaluate and report, and --fail-if-worse of compare."""
+"""What lets CI fail: --fail-under and --junit of run, evaluate and report, and compare's results and --fail-if-worse."""
 
 import sys
 from argparse import Namespace
@@ -13,7 +13,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.compare import Comparison
 from draftsmith.eval.measure.gate import Threshold, check_names, check_results, parse_thresholds
 from draftsmith.eval.measure.junit import JUNIT_MARK, write_junit
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.measure.result import Result, read_result
 from draftsmith.files import check_file
 from draftsmith.stages.evaluation import evaluation_conversations
 from draftsmith.stages.session import Session
@@ -65,6 +65,41 @@ def read_gate(own: Namespace) -> Gate:
             raise UserError(f"--junit {own.junit} holds the checks of --fail-under: give a threshold, or leave it out.")
         check_file("--junit", own.junit, (".xml",), JUNIT_MARK)
     return Gate(thresholds, own.junit)
+
+
+def result_pairs(old: Path, new: Path) -> tuple[list[tuple[tuple[Path, Result], tuple[Path, Result]]], list[str]]:
+    """Return the results of two places that belong together, by temperature where one has several, and which are left out, in words.
+
+    A place is a result.json, its folder, an evaluation with a folder for each temperature, or a run's directory. Raises UserError where
+    one holds no result, or both none of the same temperature.
+    """
+    sides = [[(path, read_result(path)) for path in _result_files(place)] for place in (old, new)]
+    if len(sides[0]) == len(sides[1]) == 1:
+        return [(sides[0][0], sides[1][0])], []
+    heats = [{result.settings.temperature: (path, result) for path, result in side} for side in sides]
+    for place, side, heat in zip((old, new), sides, heats, strict=True):
+        if len(heat) < len(side):
+            raise UserError(f"{place} holds several results of one temperature: name the result.json of one.")
+    listed = [", ".join(f"{t:g}" for t in sorted(heat)) for heat in heats]
+    if not (both := sorted(heats[0].keys() & heats[1].keys())):
+        raise UserError(
+            f"{old} and {new} hold results of no temperature in common ({listed[0]} and {listed[1]}): evaluate both with the same "
+            "evaluate.temperatures."
+        )
+    alone = [(place, sorted(heat.keys() - set(both))) for place, heat in zip((old, new), heats, strict=True)]
+    notes = [f"not compared, in {at} alone: temperature {', '.join(f'{t:g}' for t in ts)}" for at, ts in alone if ts]
+    return [(heats[0][t], heats[1][t]) for t in both], notes
+
+
+def _result_files(place: Path) -> list[Path]:
+    if not place.is_dir():
+        return [place]
+    for pattern in ("result.json", "*/result.json", "evaluation/*/result.json", "simulation/*/result.json"):
+        if found := sorted(place.glob(pattern)):
+            return found
+    raise UserError(
+        f"There is no result.json in {place}: name a result.json, an evaluation's folder, or the directory of a run that was evaluated."
+    )
 
 
 def judge_comparison(comparison: Comparison) -> int:

@@ -1,6 +1,6 @@
 """Compare two result.json, such as those before and after a new target: what changed, and whether that is beyond noise.
 
-    draftsmith compare OLD/result.json NEW/result.json
+    draftsmith compare OLD NEW
 
 The interval of a change of tau is over pairs: both results on the same resampled prompts, as a prompt that one drafter finds hard
 the other one does too. Results of schema versions before 9 hold no figures of single prompts, and other numbers have none: there the
@@ -9,9 +9,12 @@ are added in squares (Zou and Donner, Statistics in Medicine 27, 2008; for share
 in Medicine 17, 1998). That is too wide: what is called beyond noise is, a smaller change may be missed.
 The intervals are 95% over prompts, and of what is timed the range of the repeats. There is none below 10 prompts, of a single
 repeat, and of acceptance by position, which adds up to tau. Pure: results in, differences out.
+K: num_speculative_tokens. Drafters of another K are compared by their curves of simulated tau over draft lengths, which do not depend on
+the K of the decoded run; the curves hold no intervals.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
@@ -29,6 +32,7 @@ class Metric:
 
     value, interval: of the measures, None where there is none. sign: 1 where more is better, -1 where less is, 0 where
     neither is. timed: depends on the machine. exact: no sample, so that every difference counts. rounds: of a tau, those of a prompt.
+    of_k: depends on the draft length.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Metric:
     timed: bool = False
     exact: bool = False
     rounds: Callable[[PromptSums], float | None] | None = None
+    of_k: bool = False
 
     def interval_of(self, m: Measures, repeats: int) -> Interval | None:
         """Return the interval of a value, None where too few prompts or repeats made it."""
@@ -52,7 +57,7 @@ class Metric:
 class Difference:
     """One metric on one slice.
 
-    metric: a name of result.json; acceptance_at[0] is that of the first draft position; differing and differing_timed count
+    metric: a name of result.json; acceptance_at[0] is that of the first draft position, k_sweep[3] the simulated tau of K = 3; differing and differing_timed count
     greedy answers other than the target's, in float32 and as timed. interval: of `change`, None where one of the numbers has
     none. verdict: whether 0 lies outside it: better, worse, or changed for the speed of the target alone; noise where it lies
     inside, same for equal numbers, None without an interval.
@@ -69,10 +74,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class DrafterComparison:
-    """A drafter of the old result and what it is compared with in the new one."""
+    """A drafter of the old result and what it is compared with in the new one. k: draft lengths of both."""
 
     old: str
     new: str
+    k: tuple[int, int]
     differences: tuple[Difference, ...]
 
     @property
@@ -83,10 +89,12 @@ class DrafterComparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """old, new: the files. notes: what else changed, what is left out, and why; sentences without a full stop."""
+    """old, new: the files. sides: of what run or head each is, when and at which temperature it was measured. notes: what else
+    changed, what is left out, and why; sentences without a full stop."""
 
     old: str
     new: str
+    sides: tuple[str, str]
     notes: tuple[str, ...]
     drafters: tuple[DrafterComparison, ...]
 
@@ -105,6 +113,11 @@ class Comparison:
         """Raise UserError where nothing could be worse beyond noise, as the overall tau of a drafter has no interval."""
         for one in self.drafters:
             taus = [d for d in one.differences if d.slice == OVERALL and d.metric in ("tau", "tau_simulated")]
+            if one.k[0] != one.k[1]:
+                raise UserError(
+                    f"--fail-if-worse: {one.name} drafts {one.k[0]} tokens in {self.old} and {one.k[1]} in {self.new}, and taus of "
+                    "other draft lengths have no interval: evaluate both with the same evaluate.num_speculative_tokens."
+                )
             if all(d.interval is None for d in taus):
                 raise UserError(
                     f"--fail-if-worse: tau of {one.name} has no interval in both {self.old} and {self.new}, so nothing could be worse "
@@ -126,11 +139,24 @@ def compare_results(
     timed = _machine(old) == _machine(new)
     repeats = (old.settings.repeats, new.settings.repeats)
     drafters = tuple(
-        DrafterComparison(a, b, tuple(_differences(old.drafters[a], new.drafters[b], repeats, timed=timed)))
-        for a, b in names
+        DrafterComparison(a, b, k, tuple(_differences(old.drafters[a], new.drafters[b], k, repeats, timed=timed)))
+        for (a, b), k in names.items()
     )
     notes = [*_notes(old, new, names), *_notes_of_speed(old, new, min(repeats))]
-    return Comparison(*files, tuple(notes), drafters)
+    return Comparison(*files, (_side(old), _side(new)), tuple(notes), drafters)
+
+
+def _side(result: Result) -> str:
+    """Return what a result was measured of, when, and how."""
+    recipe, head = result.recipe or {}, re.search(r"--head[ =]('[^']*'|\S+)", result.command)
+    run = recipe.get("output_dir") or recipe.get("name")
+    parts = [
+        f"head {head[1]}" if head else "",
+        f"run {run}" if run else "",
+        result.date[:10],
+        f"temperature {result.settings.temperature:g}",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def _refuse_unlike(old: Result, new: Result, files: tuple[str, str]) -> None:
@@ -138,7 +164,7 @@ def _refuse_unlike(old: Result, new: Result, files: tuple[str, str]) -> None:
 
     def facts(result: Result) -> dict[str, object]:
         s = result.settings
-        return {"temperature": s.temperature, **s.filters, "K": s.num_speculative_tokens, "dtype": s.dtype}
+        return {"temperature": s.temperature, **s.filters, "dtype": s.dtype}
 
     ours, theirs = facts(old), facts(new)
     unlike = [f"{key} {_shown(ours[key])} and {_shown(theirs[key])}" for key in ours if ours[key] != theirs[key]]
@@ -173,8 +199,11 @@ def _prompts_by_slice(result: Result) -> dict[str, int]:
     return {} if first is None else {name: measures.prompts for name, measures in first.slices.items()}
 
 
-def _match(old: Result, new: Result, files: tuple[str, str], pairs: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the drafters to compare. Raises UserError where there are none, or where they draft other numbers of tokens."""
+def _match(
+    old: Result, new: Result, files: tuple[str, str], pairs: Sequence[str]
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the drafters to compare, with the draft lengths of both. Raises UserError where there are none, or where other draft lengths
+    have no part of their simulated curves in common."""
     names = [_read_pair(text, old, new, files) for text in dict.fromkeys(pairs)]
     if not pairs:
         names = [(name, name) for name in old.drafters if name in new.drafters]
@@ -183,14 +212,22 @@ def _match(old: Result, new: Result, files: tuple[str, str], pairs: Sequence[str
             f"No drafter has the same name in both: {files[0]} has {_listed(old)} and {files[1]} has {_listed(new)}; name what "
             "belongs together with --drafter OLD=NEW."
         )
+    found = {}
     for a, b in names:
-        ours, theirs = old.drafters[a].draft, new.drafters[b].draft
-        if ours and theirs and ours.num_speculative_tokens != theirs.num_speculative_tokens:
+        drafts = (old.drafters[a].draft or old.settings, new.drafters[b].draft or new.settings)
+        found[a, b] = ours, theirs = drafts[0].num_speculative_tokens, drafts[1].num_speculative_tokens
+        if ours != theirs and not _curve(old.drafters[a].overall).keys() & _curve(new.drafters[b].overall).keys():
             raise UserError(
-                f"{a} drafts {ours.num_speculative_tokens} tokens in {files[0]} and {b} {theirs.num_speculative_tokens} in {files[1]}: "
+                f"{a} drafts {ours} tokens in {files[0]} and {b} {theirs} in {files[1]}, and no draft length was simulated in both: "
                 "evaluate both with the same evaluate.num_speculative_tokens."
             )
-    return names
+    return found
+
+
+def _curve(m: Measures) -> dict[int, float]:
+    """Return the simulated tau of every draft length."""
+    points = m.k_sweep or ()
+    return {p.num_speculative_tokens: p.tau_simulated for p in points if p.tau_simulated is not None}
 
 
 def _read_pair(text: str, old: Result, new: Result, files: tuple[str, str]) -> tuple[str, str]:
@@ -210,13 +247,20 @@ def _listed(result: Result) -> str:
 
 
 def _differences(
-    old: DrafterResult, new: DrafterResult, repeats: tuple[int, int], *, timed: bool
+    old: DrafterResult, new: DrafterResult, k: tuple[int, int], repeats: tuple[int, int], *, timed: bool
 ) -> Iterator[Difference]:
-    """Yield what both have measured, over all slices and then of each."""
+    """Yield what both have measured, over all slices and then of each; of another K what does not depend on it."""
+    alike = k[0] == k[1]
     scopes = [(OVERALL, old.overall, new.overall)]
     scopes += [(name, measures, new.slices[name]) for name, measures in old.slices.items() if name in new.slices]
     for slice_name, ours, theirs in scopes:
-        for metric in METRICS:
+        if not alike:
+            after = _curve(theirs)
+            for length, tau in _curve(ours).items():
+                if length in after:
+                    change = after[length] - tau
+                    yield Difference(slice_name, f"k_sweep[{length}]", tau, after[length], change, None, None)
+        for metric in (one for one in METRICS if alike or not one.of_k):
             a, b = metric.value(ours), metric.value(theirs)
             if a is not None and b is not None and (timed or not metric.timed):
                 ends = metric.interval_of(ours, repeats[0]), metric.interval_of(theirs, repeats[1])
@@ -225,7 +269,7 @@ def _differences(
                 yield Difference(slice_name, metric.name, a, b, b - a, interval, verdict)
         decoded = ours.acceptance_at, theirs.acceptance_at
         simulated = ours.acceptance_at_simulated, theirs.acceptance_at_simulated
-        at, at_new = decoded if all(decoded) else simulated
+        at, at_new = (decoded if all(decoded) else simulated) if alike else ((), ())
         for place, (a, b) in enumerate(zip(at or (), at_new or (), strict=False)):
             if a is not None and b is not None:
                 yield Difference(slice_name, f"acceptance_at[{place}]", a, b, b - a, None, None)
@@ -288,15 +332,16 @@ def _differing_timed(m: Measures) -> Interval | None:
 
 
 METRICS = (
-    Metric("tau", lambda m: m.tau, lambda m: m.tau_interval, rounds=lambda p: p.rounds),
+    Metric("tau", lambda m: m.tau, lambda m: m.tau_interval, rounds=lambda p: p.rounds, of_k=True),
     Metric(
         "tau_simulated",
         lambda m: m.tau_simulated,
         lambda m: m.tau_simulated_interval,
         rounds=lambda p: p.rounds_simulated,
+        of_k=True,
     ),
-    Metric("speedup", lambda m: m.speedup, lambda m: m.speedup_spread, timed=True),
-    Metric("decode_tok_s", lambda m: m.decode_tok_s, lambda m: m.decode_tok_s_spread, timed=True),
+    Metric("speedup", lambda m: m.speedup, lambda m: m.speedup_spread, timed=True, of_k=True),
+    Metric("decode_tok_s", lambda m: m.decode_tok_s, lambda m: m.decode_tok_s_spread, timed=True, of_k=True),
     Metric("baseline_tok_s", lambda m: m.baseline_tok_s, lambda m: m.baseline_tok_s_spread, sign=0, timed=True),
     Metric("ttft_s", lambda m: m.ttft_s, sign=-1, timed=True),
     Metric("looping", lambda m: m.looping, _looping, sign=-1),
@@ -306,7 +351,7 @@ METRICS = (
 """In the order of the comparison, which acceptance by position follows."""
 
 
-def _notes(old: Result, new: Result, names: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, int]]) -> Iterator[str]:
     """Yield what changed besides the numbers, and what was not compared."""
     if old.target.fingerprint is not None and old.target.fingerprint == new.target.fingerprint:
         yield f"the same target: {new.target.path}"
@@ -317,6 +362,15 @@ def _notes(old: Result, new: Result, names: Sequence[tuple[str, str]]) -> Iterat
         yield f"versions changed: {', '.join(f'{n} {old.versions[n]} -> {new.versions[n]}' for n in versions)}"
     if None in (old.settings.prompts, new.settings.prompts):
         yield "prompts are compared by slice and number only, as a result of an earlier version does not identify them"
+    for (a, b), (ours, theirs) in names.items():
+        before, after = old.drafters[a].draft, new.drafters[b].draft
+        if before and after and (unlike := after.unlike(before)):
+            yield f"{b} in the new result has {unlike} as in the old one"
+        if ours != theirs:
+            yield (
+                f"{b} drafts {theirs} tokens and not {ours} as in the old result: tau is compared as simulated at the draft lengths that "
+                "both hold, without intervals; tau as decoded, its speeds and acceptance by position are left out"
+            )
     for result, which, taken in ((old, "old", {a for a, _ in names}), (new, "new", {b for _, b in names})):
         if alone := [name for name in result.drafters if name not in taken]:
             yield f"not compared, in the {which} result: {', '.join(alone)}"

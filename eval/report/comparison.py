@@ -1,6 +1,7 @@
 """Print a comparison of two results: for the terminal, as Markdown, and as JSON. Pure."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -30,17 +31,19 @@ _LABELS = {
 """The names of metrics in print, and their digits after the point."""
 _STYLES = {BETTER: "green", WORSE: "bold red", CHANGED: "yellow"}
 
-COMPARISON_MARK = r'\A(# Comparison\n\n- old: |\{\n  "old": )'
+COMPARISON_MARK = r'\A(# Comparison\n\n- old: |(\[\n  )?\{\n +"old": )'
 """How a comparison's text is known, Markdown or JSON."""
 
 
 def comparison_text(comparison: Comparison) -> Group:
     """Return what a terminal shows: everything over all slices; of a slice tau, the speedup and what is beyond noise."""
-    parts: list[Text | Table] = [Text(f"old  {one_line(comparison.old)}"), Text(f"new  {one_line(comparison.new)}")]
+    parts: list[Text | Table] = [
+        Text(f"{which}  {one_line(file)} ({one_line(side)})") for which, file, side in _sides(comparison)
+    ]
     parts += [Text(f"- {printable(note)}") for note in comparison.notes]
     for one in comparison.drafters:
         table = Table(
-            title=Text(f"\n{one_line(one.name)}"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            title=Text(f"\n{one_line(_title(one))}"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
         for name in COLUMNS:
             number = name in COLUMNS[2:6]
@@ -53,11 +56,12 @@ def comparison_text(comparison: Comparison) -> Group:
 
 def comparison_markdown(comparison: Comparison) -> str:
     """Return the whole comparison as Markdown."""
-    lines = ["# Comparison", "", f"- old: {markdown_cell(comparison.old)}", f"- new: {markdown_cell(comparison.new)}"]
+    lines = ["# Comparison", ""]
+    lines += [f"- {which}: {markdown_cell(file)} ({markdown_cell(side)})" for which, file, side in _sides(comparison)]
     lines += [f"- {markdown_cell(note)}" for note in comparison.notes]
     for one in comparison.drafters:
         rows = [_cells(d) for d in one.differences]
-        lines += ["", f"## {markdown_cell(one.name)}", ""]
+        lines += ["", f"## {markdown_cell(_title(one))}", ""]
         table = (COLUMNS, ("---", "---", *["---:"] * 4, "---"), *rows)
         lines += [f"| {' | '.join(map(markdown_cell, row))} |" for row in table]
     return "\n".join([*lines, "", _summary(comparison), ""])
@@ -68,16 +72,28 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     return asdict(comparison)
 
 
+def _sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
+    return zip(("old", "new"), (comparison.old, comparison.new), comparison.sides, strict=True)
+
+
+def _title(one: DrafterComparison) -> str:
+    old, new = one.k
+    return f"{one.name}, K = {old}" if old == new else f"{one.name}, K = {old} -> {new}"
+
+
 def _is_brief(d: Difference, one: DrafterComparison) -> bool:
     """Whether a terminal shows a difference."""
     tau = "tau" if any(d.metric == "tau" for d in one.differences) else "tau_simulated"
-    return d.slice == OVERALL or d.metric in (tau, "speedup") or d.verdict in _STYLES
+    return d.slice == OVERALL or d.metric in (tau, f"k_sweep[{min(one.k)}]", "speedup") or d.verdict in _STYLES
 
 
 def _cells(d: Difference) -> tuple[str, ...]:
     """Return the cells of a row; seconds as milliseconds."""
-    position = re.fullmatch(r"acceptance_at\[(\d+)\]", d.metric)
-    label, digits = (f"position {int(position[1]) + 1}", 3) if position else _LABELS[d.metric]
+    if at := re.fullmatch(r"(acceptance_at|k_sweep)\[(\d+)\]", d.metric):
+        place = int(at[2])
+        label, digits = (f"position {place + 1}", 3) if at[1] == "acceptance_at" else (f"tau at K = {place}", 2)
+    else:
+        label, digits = _LABELS[d.metric]
     scale = 1000 if d.metric == "ttft_s" else 1
 
     def signed(value: float) -> str:

@@ -93,15 +93,62 @@ def test_compare_prints_keeps_and_judges(files: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err == ""
 
 
+def write_run(name: str, results: dict[str, float], below: str = "evaluation", tau: float = 3.0) -> None:
+    """Write the results of a run, a folder for each temperature."""
+    for folder, temperature in results.items():
+        (Path(name) / below / folder).mkdir(parents=True)
+        settings = replace(decoded().settings, temperature=temperature)
+        write(Path(name) / below / folder / "result.json", replace(decoded(tau), settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "compared"),
+    [
+        ("a", "b", [0.0, 1.0]),
+        ("a/evaluation", "b", [0.0, 1.0]),
+        ("a/evaluation/t1", "b", [1.0]),
+        ("a/evaluation/t0/result.json", "b/evaluation/t0", [0.0]),
+        ("simulated", "b", [0.0]),
+    ],
+)
+def test_compare_takes_the_folders_of_runs(
+    old: str, new: str, compared: list[float], files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run("a", {"t0": 0.0, "t0.7": 0.7, "t1": 1.0})
+    write_run("b", {"t0": 0.0, "t1": 1.0}, tau=2.0)
+    write_run("simulated", {"t0": 0.0}, "simulation")
+    assert main(["compare", old, new, "--fail-if-worse", "--output", "c.json"]) == 3
+    told = capsys.readouterr()
+    assert ("in a alone: temperature 0.7" in told.out) == (old == "a")
+    kept = json.loads(Path("c.json").read_text())
+    kept = kept if isinstance(kept, list) else [kept]
+    for one, temperature in zip(kept, compared, strict=True):
+        assert one["sides"][0] == f"temperature {temperature:g}"
+        for side, place in (("old", old), ("new", new)):
+            assert one[side].startswith(place)
+            assert one[side].endswith(f"t{temperature:g}/result.json")
+            assert f"{side}  {one[side]} (temperature {temperature:g})" in told.out
+    assert main(["compare", old, new, "--output", "c.json"]) == 0, "its own file is replaced"
+    assert main(["compare", old, new, "--output", "c.md"]) == 0
+    assert Path("c.md").read_text().count("# Comparison\n") == len(compared)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "compare takes two files, OLD.json NEW.json, but 0 files are named"),
+        ([], "compare takes two files or folders, OLD NEW, but 0 files are named"),
         (["old.json"], "but 1 files are named"),
         (["old.json", "new.json", "old.json"], "but 3 files are named"),
         (["old.json", "new.json", "--fail-under", "tau=2"], "there is no option --fail-under"),
         (["old.json", "none.json"], "none.json"),
         (["old.json", "hot.json"], "temperature 0 and 1"),
+        (
+            ["old.json", "empty"],
+            "There is no result.json in empty: name a result.json, an evaluation's folder, or the directory",
+        ),
+        (["hot.json", "run"], "hold results of no temperature in common (1 and 0, 0.7)"),
+        (["old.json", "twice"], "twice holds several results of one temperature"),
+        (["old.json", "run", "--output", "run/evaluation/t0/result.json"], "is one of the results"),
         (["old.json", "new.json", "--drafter", "eagle3=medusa"], "names no drafter of each result"),
         (["old.json", "new.json", "--output", "changes.txt"], "name a file that ends in .md or .json"),
         (["old.json", "new.json", "--output", "old.json"], "--output old.json is one of the results"),
@@ -117,4 +164,7 @@ def test_compare_refuses_in_one_sentence(
 ) -> None:
     write(Path("hot.json"), replace(decoded(), settings=replace(decoded().settings, temperature=1.0)))
     write(Path("few.json"), decoded(prompts=4))
+    (files / "empty").mkdir()
+    write_run("run", {"t0": 0.0, "t0.7": 0.7})
+    write_run("twice", {"t0": 0.0, "again": 0.0}, "")
     assert said in fails(["compare", *words], capsys)

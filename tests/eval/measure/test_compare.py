@@ -18,6 +18,7 @@ from draftsmith.eval.measure.result import (
     PromptSums,
     Result,
     Settings,
+    SweepPoint,
     TargetInfo,
 )
 
@@ -259,7 +260,6 @@ def test_speeds_of_another_machine_or_batch_are_left_out_with_a_sentence(change:
         ({"min_p": 0.1}, "min-p off and 0.1"),
         ({"repetition_penalty": 1.1}, "repetition penalty off and 1.1"),
         ({"dtype": "float32"}, "dtype bfloat16 and float32"),
-        ({"num_speculative_tokens": 4}, "K 5 and 4"),
         ({"temperature": 0.5, "dtype": "float16"}, "temperature 0 and 0.5, dtype bfloat16 and float16"),
         ({"prompts": "others"}, "on other prompts: evaluate both with the same evaluate.prompts"),
     ],
@@ -313,13 +313,59 @@ def test_drafters_are_matched_by_name_or_as_asked() -> None:
         compare_results(other, decoded(), ("x", "y"))
 
 
-def test_drafts_of_another_length_are_refused() -> None:
-    drafter = decoded().drafters["eagle3"]
-    shorter = replace(decoded(), drafters={"eagle3": replace(drafter, draft=DraftInfo("eagle3", 3, 3))})
-    with pytest.raises(UserError, match="eagle3 drafts 5 tokens in a and eagle3 3 in b"):
-        compare_results(decoded(), shorter, ("a", "b"))
-    unknown = replace(decoded(), drafters={"eagle3": replace(drafter, draft=None)})
-    assert compare_results(unknown, decoded()).drafters
+def drafting(k: int, taus: dict[int, float | None], draft: DraftInfo | None = None) -> Result:
+    """A result whose drafter drafts `k` tokens, with this curve of simulated taus; its own tau is greater for more tokens."""
+    result = decoded(3.0 + k / 10, k_sweep=tuple(SweepPoint(length, tau) for length, tau in taus.items()))
+    drafter = replace(result.drafters["eagle3"], draft=draft)
+    return set_in(replace(result, drafters={"eagle3": drafter}), num_speculative_tokens=k)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(None, None), (DraftInfo("eagle3", 5, 5), DraftInfo("eagle3", 3, 3))])
+def test_drafts_of_another_length_are_compared_by_the_curves_of_both(
+    ours: DraftInfo | None, theirs: DraftInfo | None
+) -> None:
+    """K = 3 gains at the lengths that both simulated, though its own tau is smaller: that is of fewer tokens."""
+    old = drafting(5, {1: 1.5, 2: 1.8, 3: None, 4: 2.1, 5: 2.2}, ours)
+    new = drafting(3, {1: 1.6, 2: 2.0, 3: 2.3, 4: 2.4}, theirs)
+    found = compare_results(old, new, ("a", "b"))
+    assert found.drafters[0].k == (5, 3)
+    overall = {d.metric: (d.old, d.new, d.verdict) for d in found.drafters[0].differences if d.slice == "overall"}
+    curve = {name: values for name, values in overall.items() if name.startswith("k_sweep")}
+    assert curve == {"k_sweep[1]": (1.5, 1.6, None), "k_sweep[2]": (1.8, 2.0, None), "k_sweep[4]": (2.1, 2.4, None)}
+    assert overall.keys() - curve.keys() == {"baseline_tok_s", "ttft_s", "looping", "differing", "differing_timed"}
+    assert {d.slice for d in found.drafters[0].differences if d.metric == "k_sweep[2]"} == {"overall", "chat", "code"}
+    (note,) = [note for note in found.notes if "drafts" in note]
+    assert note.startswith("eagle3 drafts 3 tokens and not 5 as in the old result: tau is compared as simulated")
+    with pytest.raises(
+        UserError, match="eagle3 drafts 5 tokens in a and 3 in b, and taus of other draft lengths have no interval"
+    ):
+        found.require_intervals()
+
+
+def test_drafts_of_another_length_without_a_curve_in_common_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="eagle3 drafts 5 tokens in a and eagle3 3 in b, and no draft length was simulated in both"
+    ):
+        compare_results(drafting(5, {4: 2.1, 5: 2.2}), drafting(3, {1: 1.6, 3: 2.3, 4: None}), ("a", "b"))
+    assert compare_results(drafting(5, {}), decoded()).drafters, "of the same K no curve is needed"
+
+
+def test_both_sides_are_named() -> None:
+    old = replace(decoded(), date="2026-11-20T10:00:00+00:00", recipe={"name": "small", "output_dir": None})
+    typed = "draftsmith evaluate --recipe r.yaml --head 'my heads/a'"
+    new = replace(
+        drafting(5, {}, DraftInfo("eagle3", 5, 5, parameters=200)), command=typed, recipe={"output_dir": "runs/b"}
+    )
+    old = replace(
+        old, drafters={"eagle3": replace(old.drafters["eagle3"], draft=DraftInfo("eagle3", 5, 5, parameters=100))}
+    )
+    found = compare_results(old, new)
+    assert found.sides == (
+        "run small, 2026-11-20, temperature 0",
+        "head 'my heads/a', run runs/b, temperature 0",
+    )
+    assert "eagle3 in the new result has 200 parameters and not 100 as in the old one" in found.notes
+    assert not [note for note in compare_results(old, old).notes if "parameters" in note]
 
 
 def test_a_gate_on_nothing_is_refused() -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from draftsmith.eval.measure.compare import METRICS, Comparison, compare_results
 from draftsmith.eval.report.comparison import _LABELS, comparison_json, comparison_markdown, comparison_text
-from tests.eval.measure.test_compare import decoded
+from tests.eval.measure.test_compare import decoded, drafting
 
 
 def printed(comparison: Comparison) -> list[str]:
@@ -33,6 +33,20 @@ def test_a_slice_shows_what_is_beyond_noise() -> None:
     lines = printed(compare_results(decoded(), decoded(looping=0.9)))
     assert any(line.split()[:2] == ["code", "looping"] for line in lines)
     assert not any(line.split()[:2] == ["code", "TTFT"] for line in lines)
+
+
+def test_other_draft_lengths_are_named_where_they_are_compared() -> None:
+    found = compare_results(drafting(5, {1: 1.5, 3: 1.9, 5: 2.0}), drafting(3, {1: 1.6, 3: 2.1}), ("runs/a", "runs/b"))
+    lines = printed(found)
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[:2] == ["old  runs/a (temperature 0)", "new  runs/b (temperature 0)"]
+    assert "eagle3, K = 5 -> 3" in [line.rstrip() for line in lines]
+    cells = [line.split() for line in lines]
+    assert ["overall", "tau", "at", "K", "=", "1", "1.50", "1.60", "+0.10", "–"] in cells
+    assert [row for row in cells if row[:2] == ["code", "tau"]] == [
+        ["code", "tau", "at", "K", "=", "3", "1.90", "2.10", "+0.20", "–"]
+    ]
+    assert "## eagle3, K = 5" in comparison_markdown(compare_results(decoded(), decoded()))
 
 
 def test_files_hold_everything() -> None:

@@ -121,7 +121,7 @@ class GpuCheck:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
         tests = ["pytest", "-qm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider"]
         tests += ["-p", "scripts.bench.gpu.lines", f"--lines={self._at('tests')}"]
-        self._step(Step("machine", 0.03, self._part("machine", "machine")))
+        self._step(Step("machine", 0.05, self._part("machine", "machine")))
         if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
         size = ["--small"] if self.options.small else []
@@ -135,7 +135,7 @@ class GpuCheck:
         wanted = [step for step in steps if step.name.split()[0] in (self.options.only or [step.name.split()[0]])]
         whole = sum(step.share for step in wanted)
         for step in wanted:
-            self._step(replace(step, share=0.97 * step.share / whole))
+            self._step(replace(step, share=0.95 * step.share / whole))
 
     def _at(self, name: str) -> Path:
         return self.work / f"{name}.facts"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,14 @@ def test_a_hub_name(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_that_is_not_there(path: str) -> None:
     with pytest.raises(UserError, match="no"):
         load_target(path)
+
+
+def test_a_transformers_that_is_too_old_is_named(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(file)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.gguf.gguf_tokenizer_mapping", None)
+    with pytest.raises(UserError, match=r"GGUF files need transformers 5\.18 or newer, and 5\.\d+\.\d+ is installed"):
+        open_gguf(str(file))
+    assert not folders(cache)
 
 
 def test_a_base_model_has_no_template(file: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_table_that_nobody_reads_ends_like_any_output() -> None:
     """Rich, which prints tables and conversations, would end with 1."""
     program = (
         "import sys; from rich.console import Console; from draftsmith.cli.boundary import at_boundary\n"
-        "sys.exit(at_boundary(lambda: Console().print('x' * 10**6) or 0)())"
+        "sys.exit(at_boundary(lambda: Console().print('x\\n' * 10**5) or 0)())"
     )
     done = subprocess.run(
         ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | true', sys.executable, program],

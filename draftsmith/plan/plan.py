@@ -33,6 +33,7 @@ from draftsmith.heads.target.architecture import check_causal
 from draftsmith.heads.target.config import read_model_config
 from draftsmith.heads.target.pretrained import load_config
 from draftsmith.heads.target.shape import TargetShape, shape_of
+from draftsmith.heads.target.taken import check_quantization
 from draftsmith.heads.target.target import check_layer_ids
 from draftsmith.heads.target.tokens import check_mask_token
 from draftsmith.plan.evaluation import EvaluationPlan
@@ -260,7 +261,8 @@ def read_target(recipe: Recipe) -> PlannedTarget:
     if Path(path).is_dir() and not spec.trust_remote_code:
         read_model_config(Path(path), "the target")
     config = load_config(path, spec.trust_remote_code)
-    check_causal(recipe.target.path, config, spec.trust_remote_code)
+    check_causal(spec.path, config, spec.trust_remote_code)
+    check_quantization(spec.path, config)
     named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     dtype = named if spec.dtype == "auto" else spec.dtype
     return PlannedTarget(config, shape_of(config, DTYPES[dtype].itemsize if dtype in DTYPES else 2), dtype)

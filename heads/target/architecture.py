@@ -25,6 +25,11 @@ def check_causal(path: str, config: Any, trust_remote_code: bool) -> None:
             f"The target {path} is of type {config.model_type!r}, not a causal language model: "
             "choose a decoder-only model that can generate text."
         )
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise UserError(
+            f"The target {path} of type {config.model_type!r} cannot be used: its attention weighs tokens by their distance in the cache "
+            "(ALiBi), which is another one in a tree of drafts; choose a target with rotary or learned positions."
+        )
     check_layer_types(path, config, _class_of(config))
 
 

@@ -6,6 +6,7 @@ hidden size.
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -92,7 +93,7 @@ def find_projection(spans: Sequence[TensorSpan], folder: Path) -> TensorSpan | N
     config = read_object(folder / "config.json")
     tie = config.get("tie_word_embeddings", read_text_config(config).get("tie_word_embeddings"))
     if tie is True or (projection is None and tie is None):  # the default of several architectures
-        return embeddings
+        return embeddings or projection
     return projection
 
 
@@ -258,10 +259,17 @@ def hash_tensor(span: TensorSpan) -> str:
 
 
 def read_directory(directory: Path) -> list[TensorSpan]:
-    """Return the tensors of the weights in `directory` by name. Raises UserError for a damaged or missing weight file."""
-    return sorted(
+    """Return the tensors of the weights in `directory` by name. Raises UserError for a damaged or missing weight file, and where two
+    files hold one tensor with other values."""
+    spans = sorted(
         (span for file in weight_files(directory) for span in read_header(file, _TARGET)), key=lambda span: span.name
     )
+    for one, other in itertools.pairwise(spans):
+        if one.name == other.name and hash_tensor(one) != hash_tensor(other):
+            raise UserError(
+                f"{one.file} and {other.file.name} beside it both hold the tensor {one.name}, with other values: {_TARGET}."
+            )
+    return spans
 
 
 def weight_files(directory: Path) -> list[Path]:

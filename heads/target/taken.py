@@ -24,9 +24,11 @@ _OTHER_INPUTS = re.compile(
 )
 """Modules beside the text decoder, in the part of a name above its layers."""
 _OF_QUANTIZED = re.compile(
-    r"(scales?|_scale_inv|_scale_2|zero_point|_packed|_shape|g_idx|qweight|qzeros|\.biases|SCB|absmax|quant_map|codes|codebooks"
-    r"|weight_format)$|quant_state"
+    r"(scales?(_inv|_\d)?|qscale_(weight|act)|zero_?points?|zeros|_packed|_shape|g_idx|qweight|\.biases|SCB|scb|amax|absmax|quant_map"
+    r"|codes|codebooks|weight_format)$|quant_state"
 )
+_OF_CACHE = re.compile(r"att.*\b((k|v|kv|q|prob)_(scale|zero_point)|[kv]_proj\.output_scale)$")
+"""Scales of keys and values, for engines that are told to keep these in 8 bits; the weights are the same without them."""
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_batches_tracked|(en|de)coder\.version)$")
 """Tables of earlier versions that hold nothing learned."""
 
@@ -61,16 +63,18 @@ def how_to_read(quantized: str | None) -> str:
 def check_taken(
     path: str, model: Any, info: Mapping[str, Any], spans: Sequence[TensorSpan], quantized: str | None
 ) -> str:
-    """Return a sentence about the modules of a checkpoint that are no part of the model (MTP layers, vision towers), "" for none.
+    """Return a sentence about what a checkpoint holds beside the model (MTP layers, vision towers, scales of a cache), "" for none.
 
     info: what transformers says of the loading. Raises UserError, naming a tensor, for any other that the model did not take, that
-    it lacks, whose shape is another, or whose numbers mean nothing without the scale of a quantized format.
+    it lacks, that config.json ties to others of another value, whose shape is another, or whose numbers mean nothing without the scale of a quantized format.
     """
     held, name = model.state_dict(), type(model).__name__
     unexpected = set(info["unexpected_keys"])
     masks = {s.name for s in spans if s.shape[:2] == (1, 1) and len(s.shape) == 4}  # of earlier versions
     left = (unexpected | _ignored(model, spans, held)) - masks
-    modules, lost = _sorted_out(left, unexpected, spans, model.config.get_text_config(decoder=True).num_hidden_layers)
+    modules, lost = _sorted_out(
+        left, unexpected, spans, model.config.get_text_config(decoder=True).num_hidden_layers, quantized
+    )
     if parts := list(filter(_OF_QUANTIZED.search, lost)):
         raise UserError(
             f"The target {path} holds {_and_more(parts)}, for which {name} has no place; it is a part of quantized weights, which "
@@ -93,6 +97,12 @@ def check_taken(
             f"The target {path} has no weights for {_and_more(missing)}: it was saved without its "
             "language-model head or incompletely; save it as a causal language model."
         )
+    if apart := sorted(model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys):
+        raise UserError(
+            f"The target {path} holds its own {apart[0]}, but its config.json ties that to the embeddings (tie_word_embeddings): "
+            "serving engines compute with the embeddings, transformers with both; set tie_word_embeddings to false, or take that "
+            "tensor out of the file if the model is tied."
+        )
     if lost:
         raise UserError(
             f"The target {path} holds {_and_more(lost)}, for which {name} has no place; without it this is another model: see that "
@@ -111,7 +121,7 @@ def _ignored(model: Any, spans: Iterable[TensorSpan], held: Mapping[str, Any]) -
 
 
 def _sorted_out(
-    left: set[str], unexpected: set[str], spans: Iterable[TensorSpan], layers: int
+    left: set[str], unexpected: set[str], spans: Iterable[TensorSpan], layers: int, quantized: str | None
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the tensors of modules beside the decoder by what these are, and those without which it is another model.
 
@@ -127,6 +137,8 @@ def _sorted_out(
             modules.setdefault("MTP layers", []).append(name)
         elif _OTHER_INPUTS.search(name[: layer.start()] if layer else name):
             modules.setdefault("other inputs than text", []).append(name)
+        elif not quantized and not beyond and _OF_CACHE.search(name):
+            modules.setdefault("scales of an 8-bit cache", []).append(name)
         elif (name in unexpected and not _BUFFERS.search(name)) or beyond or _OF_QUANTIZED.search(name):
             lost.append(name)
     return modules, lost

@@ -88,6 +88,20 @@ def test_a_past_that_is_no_window_is_named(model_type: str, kind: str, tmp_path:
         load_target(saved(tmp_path, model_type))
 
 
+@pytest.mark.parametrize(("model_type", "keys"), [("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True})])
+def test_distances_in_the_cache_are_named(model_type: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    path = saved(tmp_path, model_type, **keys)
+    for opened in (load_target, lambda path: read_target(parse_recipe(["--method", "medusa", "--target.path", path]))):
+        with pytest.raises(UserError, match=f"type '{model_type}' cannot be used: its attention .*ALiBi"):
+            opened(path)
+
+
+def test_a_format_that_is_not_read_is_said_before_weights_are_there(tmp_path: Path) -> None:
+    path = saved(tmp_path, "llama", quantization_config={"quant_method": "modelopt", "quant_algo": "FP8"})
+    with pytest.raises(UserError, match="'modelopt', which transformers does not read"):
+        read_target(parse_recipe(["--method", "medusa", "--target.path", path]))
+
+
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
 @torch.no_grad()
 def test_attention_that_must_be_eager_is_taken(kind: str, tmp_path: Path) -> None:

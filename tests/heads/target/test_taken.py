@@ -124,6 +124,28 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], Any, str]] = {
         None,
         f"weight_scale, .* {QUANTIZED}",
     ),
+    **{
+        f"{name} beside floats": (
+            also(**{f"model__layers__0__mlp__up_proj__{name}": torch.ones(())}),
+            None,
+            f"up_proj.{name}, .* {QUANTIZED}",
+        )
+        for name in (
+            "scales",
+            "qscale_weight",
+            "weight_scale_2",
+            "weight_zero_point",
+            "zero_points",
+            "zeros",
+            "amax",
+            "weight_scb",
+        )
+    },
+    "scales of something else than a cache": (
+        also(model__layers__0__mlp__up_proj__k_scale=torch.ones(())),
+        None,
+        f"up_proj.k_scale, .* {QUANTIZED}",
+    ),
     "a bias": (also(model__layers__1__self_attn__q_proj__bias=torch.ones(64)), None, f"q_proj.bias, .* {ANOTHER}"),
     "a bias of the projection": (also(lm_head__bias=torch.ones(160)), None, f"lm_head.bias, .* {ANOTHER}"),
     "a norm": (also(model__layers__0__mlp__norm__weight=torch.ones(64)), None, f"mlp.norm.weight, .* {ANOTHER}"),
@@ -172,6 +194,15 @@ def test_what_a_model_does_not_take_is_refused_by_name(case: str, tmp_path: Path
             also(audio_tower__layers__0__q_proj__bias=torch.ones(3), mtp__a=torch.ones(1)),
             ("other inputs than text: audio_tower", "MTP layers: mtp.a"),
         ),
+        *(
+            (
+                also(
+                    **{f"model__layers__0__self_attn__{one}": torch.ones(()) for one in (name, name.replace("k", "v"))}
+                ),
+                (f"scales of an 8-bit cache: model.layers.0.self_attn.{name.replace('__', '.')} and 1 more",),
+            )
+            for name in ("k_scale", "attn__k_scale", "k_proj__k_scale", "k_proj__output_scale", "k_zero_point")
+        ),
     ],
 )
 def test_modules_beside_the_decoder_are_named(
@@ -183,6 +214,66 @@ def test_modules_beside_the_decoder_are_named(
     said = capsys.readouterr().err
     assert said.count(f"warning: the target {path} is used without what its files hold beside the decoder") == 1
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(("apart", "refused"), [(0.0, False), (1.0, True)])
+def test_a_projection_of_its_own_beside_a_tied_configuration_is_refused(
+    apart: float, refused: bool, tmp_path: Path
+) -> None:
+    """transformers computes with it, serving engines with the embeddings."""
+
+    def with_projection(tensors: Tensors) -> Tensors:
+        return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + apart}
+
+    path = spoiled(tmp_path, with_projection, tie_word_embeddings=True)
+    if refused:
+        with pytest.raises(UserError, match=r"its own lm_head\.weight, but .* ties that to the embeddings"):
+            load_target(path)
+    else:
+        target = load_target(path)
+        assert target.head.weight.data_ptr() == target.embedding.data_ptr()
+        assert target.identity.tied
+
+
+def test_embeddings_that_are_stored_as_the_projection_are_the_identitys(tmp_path: Path) -> None:
+    path = spoiled(
+        tmp_path, lambda t: {k: v for k, v in t.items() if k != "model.embed_tokens.weight"}, tie_word_embeddings=True
+    )
+    first = load_target(path).identity
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.weight": load_file(file)["lm_head.weight"] + 1}, file, {"format": "pt"})
+    assert None is not first.lm_head != load_target(path).identity.lm_head
+
+
+SHARDS: dict[str, tuple[Tensors, str | None]] = {
+    "halves": ({}, None),
+    "a scale": ({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(())}, f"weight_scale, .* {QUANTIZED}"),
+    "a bias": ({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}, f"up_proj.bias, .* {ANOTHER}"),
+    "another value of a tensor": (
+        {"lm_head.weight": torch.ones(160, 64)},
+        "both hold the tensor lm_head.weight, with other values",
+    ),
+}
+"""What the second file holds beside its half, which the index does not list -> the sentence."""
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_what_only_the_second_file_holds_is_seen(case: str, tmp_path: Path) -> None:
+    path, file = save_tiny_target(tmp_path, "llama", num_hidden_layers=4), tmp_path / "model.safetensors"
+    tensors, (more, sentence) = load_file(file), SHARDS[case]
+    file.unlink()
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for half, held in halves.items():
+        found = {name: tensors[name] for name in held} | (more if half == "b.safetensors" else {})
+        save_file(found, tmp_path / half, {"format": "pt"})
+    listed = {name: half for half, held in halves.items() for name in held}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
+    if sentence is None:
+        load_target(path)
+    else:
+        with pytest.raises(UserError, match=sentence):
+            load_target(path)
 
 
 def test_what_a_class_leaves_on_purpose_is_named_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

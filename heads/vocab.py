@@ -127,7 +127,7 @@ def coverage_warnings(covered: Coverage, size: int, fix: str) -> list[str]:
         f"The draft vocabulary of {size} tokens covers only {share:.1%} of the tokens in the {name}: every other token is a "
         f"certain rejection; {fix}."
         for name, share in shares.items()
-        if share < LOW_COVERAGE
+        if round(share, 3) < LOW_COVERAGE  # as it is shown
     ]
 
 

@@ -33,12 +33,14 @@ while [ $# -gt 0 ]; do
             ;;
         --small)
             size=small
-            less=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4 --evaluate.max_new_tokens 64)
+            less=(--data.limit 300 --data.heldout 30 --answers.max_new_tokens 128 --evaluate.per_slice 4 --evaluate.max_new_tokens 64
+                --evaluate.repeats 2)
             ;;
         --tiny)
             size=tiny
             less=(--data.limit 100 --data.heldout 10 --answers.max_new_tokens 64 --train.evaluations 3 --evaluate.per_slice 1
-                --evaluate.num_speculative_tokens 2 --evaluate.max_k 3 --evaluate.max_new_tokens 48)
+                --evaluate.num_speculative_tokens 2 --evaluate.max_k 3 --evaluate.max_new_tokens 48
+                --evaluate.repeats 1)
             ;;
         --redo | --fail-under | --junit | --launch)
             [ $# -gt 1 ] || die "$1 needs a value."
@@ -52,8 +54,7 @@ while [ $# -gt 0 ]; do
 done
 recipe=(--recipe "recipes/$method/smollm2-135m.yaml")
 if [ -n "$size" ]; then
-    recipe+=(--name "${method//_/-}-smollm2-135m-$size" "${less[@]}" --evaluate.temperatures '[0.0]' --evaluate.repeats 1
-        --evaluate.plan_batches '[1]')
+    recipe+=(--name "${method//_/-}-smollm2-135m-$size" "${less[@]}" --evaluate.temperatures '[0.0]' --evaluate.plan_batches '[1]')
     [ "$method" = eagle3 ] || recipe+=(--data_dir "runs/eagle3-smollm2-135m-$size")
 fi
 

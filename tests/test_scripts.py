@@ -576,3 +576,4 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
             assert (f"--data_dir runs/eagle3-smollm2-135m-{size}" in line) == (
                 f"--{size}" in words and method != "eagle3"
             )
+        assert ("--evaluate.repeats 2" in line) == ("--small" in words), "a verdict needs two"

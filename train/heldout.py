@@ -138,7 +138,7 @@ def warn_at_chance(held: HeldOut) -> None:
     if held.accuracy[0] <= held.chance:
         say(
             f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
-            f"{held.chance:.3f}: check the learning rate, and with `draftsmith inspect` that the supervised tokens are "
+            f"{held.chance:.3f}: check the learning rate (train.lr), and with `draftsmith inspect` that the supervised tokens are "
             "the answers.",
         )
 

@@ -134,7 +134,8 @@ def _complete_costs(
     alone = target if original is None else session.load_target(target.dtype_name, original.path)
     if alone.fingerprint != read_result(result).target.fingerprint:
         session.warn(
-            f"{costs} lacks costs to plan with, which cannot be measured now that the original target is gone."
+            f"{costs} lacks costs to plan with, which cannot be measured now that the original target is gone: put it back where "
+            f"{session.target_path} names it, or evaluate without it, with --redo evaluate."
         )
         return
     with session.run.writing():
@@ -264,7 +265,10 @@ def prepare_requests(
     )
     if len(prompts) < len(chosen):
         left = len(chosen) - len(prompts)
-        session.warn(f"{left} of {len(chosen)} prompts are too long for the target and are left out.")
+        session.warn(
+            f"{left} of {len(chosen)} prompts are too long for the target and are left out: give shorter ones "
+            "in evaluate.prompts, or lower evaluate.max_k."
+        )
     seed = session.recipe.seed
     requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
     return requests, {c.id: c for c in chosen}

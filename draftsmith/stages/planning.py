@@ -16,6 +16,7 @@ from draftsmith.eval.measure.costs import measure_table
 from draftsmith.eval.measure.history import History
 from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.measure.result import Result, TargetInfo
+from draftsmith.eval.planner.checks import QUIET
 from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
 from draftsmith.heads.formats.engines import Again
@@ -158,7 +159,8 @@ def measure_and_keep(
     write_cost_table(path, _not_empty(table))
     for one in table.contradictions:
         say(
-            f"warning: costs contradict each other: {one.text}, also when measured again: let nothing else run, and measure again"
+            f"warning: costs contradict each other: {one.text}, also when measured again: let nothing else run, remove {path} and run "
+            "this command again"
         )
     if (share := table.share_of_bandwidth) is not None:
         say(
@@ -213,6 +215,6 @@ def plan_stage(
     write_decision(folder, decision)
     write_settings(settings, decision)
     if doubts := doubts_of(results):
-        say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}")
+        say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}; evaluate again with {QUIET}")
     say(f"verdict: {decision.verdict.headline}")
     return decision

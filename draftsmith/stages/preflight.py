@@ -73,7 +73,7 @@ def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: boo
     if making and not recipe.answers.regenerate and (setting := recipe.answers.without_effect):
         say(
             f"warning: answers.{setting} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
-            "held-out acceptance is measured as that of plain samples at temperature 1."
+            "held-out acceptance is measured as that of plain samples at temperature 1; set answers.regenerate to true, or leave the key out."
         )
     if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:
         say(
@@ -84,8 +84,8 @@ def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: boo
     stored = [key for key in ("shard_mb", "verify") if getattr(spec, key) != getattr(type(spec), key)]
     if learning and spec.source == "online" and stored:
         say(
-            f"warning: features.{stored[0]} is {getattr(spec, stored[0])}, but features.source is online, which stores nothing: set "
-            "the source to store, or leave it out."
+            f"warning: {' and '.join(f'features.{key} is {getattr(spec, key)}' for key in stored)}, but features.source is online, which "
+            "stores nothing: set the source to store, or leave this out."
         )
 
 

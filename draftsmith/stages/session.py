@@ -116,8 +116,9 @@ class Session:
         made_from = tuned_from(Path(self.target_path))
         if made_from is None:
             return None
+        remedy = "put it back there"
         if not self.recipe.evaluate.original:
-            why = "evaluate.original is false"
+            why, remedy = "evaluate.original is false", "set it to true"
         elif made_from.path is None or (Path(made_from.path).is_absolute() and not Path(made_from.path).exists()):
             why = "it is not there any more"
         else:
@@ -130,7 +131,7 @@ class Session:
         self.warn(
             f"the target {self.target_path} was tuned together with heads, and is not compared with the original "
             f"({made_from.path}), as {why}: speed here is relative to the tuned target, and what the tuning changed is in "
-            "the report of the run that tuned it."
+            f"the report of the run that tuned it; to compare them here, {remedy}."
         )
         return None
 
@@ -166,7 +167,8 @@ class Session:
         if differences:
             say(
                 f"warning: {WARM_START}: the head in {named} was made for another target, or for this one before it was "
-                f"changed: it is trained on for {self.target.path} as it is now."
+                f"changed: it is trained on for {self.target.path} as it is now; "
+                "leave train.warm_start out to begin with a new one."
             )
         return adopt_options(self.recipe.head, head, self.target, str(named))
 

@@ -104,8 +104,11 @@ def search_tree(session: Session, nodes: int | None, temperature: float | None, 
     }
     save_tree(path, chosen.found.tree, origin)
     Console().print(_table(budgets, chosen, published))
-    if chosen.speedup < 1:
-        say(f"warning: with this tree the target is slower than alone ({chosen.speedup:.2f}x) on this machine.")
+    if round(chosen.speedup, 2) < 1:
+        say(
+            f"warning: with this tree the target is slower than alone ({chosen.speedup:.2f}x) on this machine: train the head for longer, "
+            "or leave drafting off here."
+        )
     return path
 
 

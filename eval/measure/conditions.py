@@ -109,7 +109,7 @@ def contexts_of(generation: Generation) -> np.ndarray:
 
 def explain_past(trained_length: int, groups: Sequence[Group]) -> str:
     """Say how acceptance changes past the longest text that a head learned from; groups: of `by_training`. Empty where nothing,
-    or next to nothing, stands past it."""
+    or next to nothing, stands past it, and where tau does not fall there."""
     found = {group.name: group for group in groups}
     past, within = found.get(PAST), found.get(WITHIN, Group(WITHIN))
     if past is None:
@@ -120,11 +120,11 @@ def explain_past(trained_length: int, groups: Sequence[Group]) -> str:
     if not count or after is None or (share := count / (count + (rounds or 0))) < _NOTICED:
         return ""
     text = f"{share:.0%} of its rounds past the {trained_length:,} tokens of the longest text that it learned from"
-    if not before:
-        return f"{text}, with a tau of {after:.2f}"
-    if 1 - after / before < 0.005:  # which would be a fall by 0%
-        return f"{text}; tau does not fall there ({before:.2f} before, {after:.2f} past it)"
     advice = "train on texts as long as those that you serve (data.max_length)"
+    if not before:
+        return f"{text}, with a tau of {after:.2f}: {advice}"
+    if 1 - after / before < 0.005:  # which would be a fall by 0%
+        return ""
     return f"{text}, where tau falls by {1 - after / before:.0%}, from {before:.2f} to {after:.2f}: {advice}"
 
 

@@ -157,7 +157,7 @@ def untaught(past: History) -> str:
         guess = f", its accuracy {past.accuracy:.3f} where guessing the most common token gives {past.chance:.3f}"
     return (
         f"the head has learned nothing: its best held-out tau is {past.best.tau:.2f} (the target alone has 1)"
-        f"{guess}; before it is measured, check the learning rates (metrics.jsonl), with `draftsmith inspect` "
+        f"{guess}; before it is measured, check train.lr (metrics.jsonl holds its course), with `draftsmith inspect` "
         "that the supervised tokens are the answers, and that the target wrote these answers; then train again or for longer."
     )
 

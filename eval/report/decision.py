@@ -5,6 +5,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from dataclasses import dataclass
 
+from draftsmith.eval.planner.checks import QUIET
 from draftsmith.eval.planner.decision import Decision, doubts_of
 from draftsmith.eval.planner.plan import PAYS, Cell
 from draftsmith.eval.planner.routing import describe_rules
@@ -54,7 +55,11 @@ _KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: 
 def banner(view: View) -> Banner:
     """Return the verdict as the page opens with it; without a plan, that none was made."""
     doubts = doubts_of(view.results)
-    warnings = [f"Measured on a busy machine, do not quote: {'; '.join(doubts)}."] if doubts else []
+    warnings = (
+        [f"Measured on a busy machine, do not quote: {'; '.join(doubts)}. Evaluate again with {QUIET}."]
+        if doubts
+        else []
+    )
     decision = view.decision
     if decision is None:
         return _unplanned(view, tuple(warnings))

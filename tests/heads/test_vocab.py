@@ -87,6 +87,7 @@ def test_coverage_is_that_of_answers_outside_the_sample_and_so_are_its_warnings(
     assert "only 50.0% of the tokens in the held-out answers of slice code" in warning
     low = coverage_warnings(replace(covered, heldout=0.94), 2, "raise it")
     assert len(low) == 2
+    assert len(coverage_warnings(replace(covered, heldout=0.9496), 2, "raise it")) == 1, "which is shown as 95.0%"
     assert "94.0% of the tokens in the held-out answers:" in low[0]
     nothing = measure_coverage(torch.tensor([0]), training, [], 3)
     assert nothing == Coverage(0.9, 1.0, {})

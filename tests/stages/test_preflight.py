@@ -203,7 +203,9 @@ def test_sampling_that_the_datas_own_answers_do_not_follow(
     for words, said in ((("--answers.top_p=0.9",), True), ((), False)):
         session = session_of(workplace, tmp_path, "eagle3", {}, "--answers.regenerate=false", *words)
         preflight(session, "train")
-        assert ("warning: answers.top_p is set, but answers.regenerate is false" in capsys.readouterr().err) == said
+        told = capsys.readouterr().err
+        assert ("warning: answers.top_p is set, but answers.regenerate is false" in told) == said
+        assert ("set answers.regenerate to true, or leave the key out." in told) == said
 
 
 def test_a_seed_that_no_generator_takes(workplace: Path, tmp_path: Path) -> None:
@@ -294,7 +296,7 @@ def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
     session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
     preflight(session, "run")
     requests, _ = make_requests(session, session.target)
-    said = f"1 of {len(prompts)} prompts are too long for the target and are left out."
+    said = f"1 of {len(prompts)} prompts are too long for the target and are left out: give shorter ones in evaluate.prompts, or lower evaluate.max_k."
     assert len(requests) == len(prompts) - 1
     assert session.warnings == [said]
     assert capsys.readouterr().err.count(said) == 1
@@ -359,6 +361,11 @@ def test_settings_of_a_store_are_warned_of_where_there_is_none(
         words = (f"--features.source={source}", f"--features.shard_mb={size}")
         preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
         assert ("features.shard_mb is 1, but features.source is online" in capsys.readouterr().err) == said
+    words = ("--features.source=online", "--features.shard_mb=1", "--features.verify=false")
+    preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
+    assert (
+        "features.shard_mb is 1 and features.verify is False, but features.source is online" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("backend", "module"), [("trackio", "trackio"), ("mlflow", "sqlalchemy")])

@@ -38,6 +38,7 @@ def test_a_busy_machine_is_said_before_anything_else() -> None:
     page, text = render_html(busy.plan.results, busy), render_markdown(busy.plan.results, busy)
     for shown in (page, text):
         assert shown.index("Measured on a busy machine, do not quote: other programs used 60%") < shown.index("Deploy")
+        assert "Evaluate again with --redo evaluate on a quiet machine, with more evaluate.repeats." in shown
     quiet = decided(clocks=Clocks(10.0, 9.0, 0.0, 0.5))
     assert "do not quote" not in render_html(quiet.plan.results, quiet)
 

@@ -91,7 +91,8 @@ class Session:
         target = draftsmith.load_target(**asdict(self.recipe.target) | own)
         if (words := describe_context(target.config)) != str(target.context_length):
             self.warn(
-                f"the context of {target.path} ends at {words}; how engines continue longer texts is not measured here."
+                f"the context of {target.path} ends at {words}; how engines continue longer texts is not measured here: "
+                "keep those that you serve within it, and data.max_length too."
             )
         return target
 

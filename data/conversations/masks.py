@@ -13,7 +13,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.spans import Rendering, render_conversation
 from draftsmith.data.conversations.templates import render_text, template_name
-from draftsmith.data.conversations.tools import lacks_schemas, schemas_left_out
+from draftsmith.data.conversations.tools import left_out, warn_left_out
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar
 
@@ -28,8 +28,8 @@ class TokenizeStats:
     dropped_too_long: samples left out because they (or all their tokens to learn) lie beyond max_length.
     cut_supervised_tokens: tokens to learn that max_length cost, by truncation and by dropping.
     without_supervised: samples left out because no token of theirs is to be learnt. cut: names of samples that are so far beyond
-    max_length that only their first tokens were read, and counted. without_schemas: names of conversations whose tools have no
-    schema in what the chat template makes of them.
+    max_length that only their first tokens were read, and counted. left_out: what the chat template leaves out of prompts, with the
+    names of the conversations.
     """
 
     kept: int = 0
@@ -39,7 +39,7 @@ class TokenizeStats:
     supervised_tokens: int = 0
     cut_supervised_tokens: int = 0
     cut: list[str] = field(default_factory=list)
-    without_schemas: list[str] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return one line for the log; losses are named only where there are some."""
@@ -86,8 +86,8 @@ def tokenize_conversation(
     """
     stats, arguments = TokenizeStats() if stats is None else stats, template_kwargs or {}
     render = partial(render_text, tokenizer, name=conversation.id, **arguments)
-    if lacks_schemas(conversation, render, template_name(tokenizer)):
-        stats.without_schemas.append(conversation.id)
+    for what in left_out(conversation, render, template_name(tokenizer)):
+        stats.left_out.setdefault(what, []).append(conversation.id)
     renderings = render_conversation(tokenizer, conversation, eos_ids=eos_ids, most=max_length, **arguments)
     samples = []
     for number, rendering in enumerate(renderings, start=1):
@@ -125,8 +125,7 @@ def tokenize_all(
             stats=stats,
         )
     ]
-    if stats.without_schemas:
-        warn(schemas_left_out(template_name(tokenizer), stats.without_schemas))
+    warn_left_out(warn, template_name(tokenizer), stats.left_out)
     return _not_empty(samples, stats, max_length)
 
 

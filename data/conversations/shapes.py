@@ -56,6 +56,7 @@ def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             messages = _alpaca(row)
         elif row.get("prompt") is not None:
             messages = [
+                *_history(row.get("history")),
                 *_said(row["prompt"], "prompt", "user"),
                 *_said(row.get("completion"), "completion", "assistant"),
             ]
@@ -159,11 +160,12 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight(turn: dict[str, Any], role: str) -> dict[str, Any]:
-    """Return a turn without the keys that say whether it is learned (OpenAI's `weight`, Axolotl's `train`), but weight 0."""
+    """Return a turn without the keys that say whether it is learned (OpenAI's `weight`, Axolotl's `train`, ms-swift's `loss`), but weight 0."""
     weight = turn.pop("weight", None)
     weight = 1 if weight is None else weight
-    if isinstance(turn.get("train"), bool):
-        weight = weight and turn.pop("train")
+    for key in ("train", "loss"):
+        if isinstance(turn.get(key), bool):
+            weight = weight and turn.pop(key)
     if weight not in (0, 1):
         raise ValueError(f"the weight of a turn is {weight!r}; write 1, or 0 for a turn that is not to be learned")
     return turn | ({"weight": 0} if not weight and role == "assistant" else {})
@@ -176,7 +178,8 @@ def _text(content: Any) -> str:
     if isinstance(content, Sequence) and not isinstance(content, str):
         shown = [part for part in content if not _is_thought(part)]
         parts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in shown]
-        if not all(isinstance(part, str) for part in parts):
+        kinds = [str(part.get("type", "text")) for part in shown if isinstance(part, Mapping)]
+        if not all(isinstance(part, str) for part in parts) or not all("text" in kind for kind in kinds):
             raise ValueError("a turn has a content part that is not text (an image or a sound?); only text is read")
         content = "\n".join(parts)
     if not isinstance(content, str):
@@ -241,20 +244,27 @@ def _call_from_text(message: dict[str, Any]) -> dict[str, Any]:
 
 def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     question = "\n\n".join(part for part in (_text(row["instruction"]), _text(row.get("input"))) if part)
-    turns = [*_history(row.get("history")), ("user", question)] if question else []
-    if turns and row.get("output"):
-        turns.append(("assistant", _text(row["output"])))
-    return [{"role": role, "content": text} for role, text in turns]
+    if not question:
+        return []
+    return [
+        *_history(row.get("history")),
+        *_said(question, "instruction", "user"),
+        *_said(_text(row.get("output")), "output", "assistant"),
+    ]
 
 
-def _history(pairs: Any) -> list[tuple[str, str]]:
-    """Return the earlier turns of an Alpaca row, which are pairs of a question and its answer."""
+def _history(pairs: Any) -> list[dict[str, Any]]:
+    """Return the earlier turns of a row, which are pairs of a question and its answer."""
     pairs = pairs or []
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
         raise ValueError("'history' must be a list of [question, answer] pairs")
-    return [(role, _text(text)) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [
+        {"role": role, "content": _text(text)}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def _parse(text: str, what: str) -> Any:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.data.conversations.ends import EMPTY_THINK, answer_span, end_as_continued
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import encode, shorten, template_name
-from draftsmith.data.conversations.turns import MARK, Turns, common_size, is_blank, special_ids
+from draftsmith.data.conversations.turns import MARK, Turns, common_size, decode, is_blank, special_ids
 from draftsmith.errors import UserError
 
 _OPEN_THINK = re.compile(r"^\s*<think>\s*")
@@ -87,7 +87,8 @@ def _render_whole(turns: Turns) -> list[Rendering]:
     mask = [False] * len(ids)
     for turn, start, end in spans:
         start, end = answer_span(turns, turn, ids, start, end)
-        _check_said(turns, turn, ids[start:end])
+        if not cut or end < len(ids):
+            _check_said(turns, turn, ids[start:end])
         mask[start:end] = [True] * (end - start)
     return [Rendering(ids, _narrow(mask, turns.marks(length, known, 0)), cut)]
 
@@ -167,9 +168,12 @@ def _after(turns: Turns, turn: int, base: str, prompt: str, whole: str) -> str |
     place = whole.rfind(messages[turn]["content"].strip() or "\0")
     before = whole if place < 0 else whole[:place]
     size = common_size(base, before)
-    if not found or not tail.strip() or size < len(tail) - (len(prompt) - len(base)):
+    begin = before.rfind(base[len(base) - size :]) + size
+    # An answer to an answer, which the template writes as one.
+    merged = messages[turn - 1]["role"] == "assistant" and messages[turn - 1]["content"].strip() in before[begin:]
+    if not found or not tail.strip() or size < len(tail) - (len(prompt) - len(base)) or merged:
         return None
-    return whole[before.rfind(base[len(base) - size :]) + size :]
+    return whole[begin:]
 
 
 def _thought_of(message: dict[str, Any], block: str) -> tuple[str, str]:
@@ -210,11 +214,12 @@ def _with_thought(turns: Turns, turn: int, prompt: str, answer: str) -> str:
 
 
 def _check_said(turns: Turns, turn: int, ids: Sequence[int]) -> None:
-    """Raise UserError where an answer that says something has no token but those that end it."""
-    special = special_ids(turns.tokenizer)
-    if turns.conversation.messages[turn]["content"].strip() and all(
-        token in special or is_blank(turns.tokenizer, token) for token in ids
-    ):
+    """Raise UserError where an answer that says something has no token but those that end it, or its call alone."""
+    tokenizer, special, message = turns.tokenizer, special_ids(turns.tokenizer), turns.conversation.messages[turn]
+    nothing = all(token in special or is_blank(tokenizer, token) for token in ids)
+    said = encode(tokenizer, message["content"].rpartition("</think>")[2]) if "tool_calls" in message else []
+    beside = re.sub(r"\W", "", decode(tokenizer, said)) not in re.sub(r"\W", "", decode(tokenizer, ids))
+    if message["content"].strip() and (nothing or beside):
         raise UserError(
             f"Sample {turns.conversation.id}, turn {turn + 1}: the {template_name(turns.tokenizer)} leaves out the text of this answer: "
             "name a template that writes it in data.chat_template, or remove the turn."

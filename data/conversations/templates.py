@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.tools import lacks_schemas, schemas_left_out
+from draftsmith.data.conversations.tools import left_out, warn_left_out
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
 from draftsmith.foreign.files import read_text
@@ -70,13 +70,22 @@ def load_tokenizer(
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError for a chat template that cannot render one question, tried where it can take neither all time nor all
-    memory."""
+    memory, or leaves it out."""
     question = [{"role": "user", "content": "Hello"}]
-    tried = try_out(lambda: tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True))
+
+    def asked() -> str:
+        read = _as_read(tokenizer, question)
+        return str(tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True))
+
+    tried = try_out(asked)
     if tried is not None:
         raise UserError(
             f"The {template_name(tokenizer)} cannot render a single question ({first_line(ValueError(tried))}): mend the "
             "template, or fetch that of the model again."
+        )
+    if question[0]["content"] not in asked():
+        raise UserError(
+            f"The {template_name(tokenizer)} leaves out what a user says: name one that writes it in data.chat_template."
         )
 
 
@@ -172,20 +181,19 @@ def prepare_prompts(
     arguments of the chat template. limit: what sets `max_length` and how to raise it, for the UserError where no prompt
     is left. warn: receives what is said about the whole.
     """
-    prompts, without_schemas = [], []
+    prompts, lost = [], dict[str, list[str]]()
     for conversation in conversations:
         turns, tools = conversation.prompt(), conversation.tools
         render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **(template or {}))
         ids = encode(tokenizer, shorten(tokenizer, render(turns, tools, generation_prompt=True), max_length))
-        if lacks_schemas(replace(conversation, messages=turns), render, template_name(tokenizer)):
-            without_schemas.append(conversation.id)
+        for what in left_out(replace(conversation, messages=turns), render, template_name(tokenizer)):
+            lost.setdefault(what, []).append(conversation.id)
         left = min(max_new_tokens(conversation.slice), max_length - len(ids))
         if left > 0:
             prompts.append(Prompt(conversation, tuple(ids), left))
     if conversations and not prompts:
         raise UserError(f"No prompt leaves room for an answer within the {max_length} tokens that {limit}.")
-    if without_schemas:
-        warn(schemas_left_out(template_name(tokenizer), without_schemas))
+    warn_left_out(warn, template_name(tokenizer), lost)
     return prompts
 
 
@@ -201,7 +209,7 @@ def render_text(
     """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
     arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **arguments)
+        text = tokenizer.apply_chat_template(_as_read(tokenizer, messages), tokenize=False, **arguments)
     except Exception as error:  # whatever a template does: raise_exception(), arithmetic, a missing content
         where = f"sample {name}" if name else "these messages"
         raise UserError(
@@ -214,6 +222,34 @@ def render_text(
             f"The {template_name(tokenizer)} makes {what} of {name or 'these messages'}: mend the template."
         )
     return text
+
+
+def _as_read(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:
+    """Return messages with contents as the template reads them: as lists of parts, which engines give to a template that reads no
+    text, else as text."""
+    if not _reads_parts(tokenizer, str(tokenizer.chat_template)):
+        return list(messages)
+    return [{**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in messages]
+
+
+@lru_cache(maxsize=4)
+def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Return whether a template (of a tokenizer, whose template may change) writes a question and its answer only where they are lists
+    of parts, as templates for images do."""
+    said = ("qz0zq", "qz1zq")
+
+    def written(content: Callable[[str], Any]) -> bool:
+        turns = [
+            {"role": role, "content": content(text)} for role, text in zip(("user", "assistant"), said, strict=True)
+        ]
+        try:
+            with foreign_code("the template", "mend it"):
+                text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        except UserError:
+            return False
+        return all(word in text for word in said) and "'type'" not in text
+
+    return not written(str) and written(lambda text: [{"type": "text", "text": text}])
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -245,7 +281,7 @@ def generation_spans(
     if "endgeneration" not in template:
         return None
     _, spans = render_jinja_template(
-        conversations=[list(messages)],
+        conversations=[_as_read(tokenizer, messages)],
         tools=list(tools) if tools else None,
         chat_template=template,
         return_assistant_tokens_mask=True,
@@ -264,7 +300,7 @@ def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, argum
             continue
         try:
             with foreign_code("the template", "mend it"):
-                tokenizer.apply_chat_template(rest, tokenize=False, **arguments)
+                tokenizer.apply_chat_template(_as_read(tokenizer, rest), tokenize=False, **arguments)
         except UserError:
             continue
         return f"it cannot take messages of role '{role}'; remove them or move their text into a user message"

@@ -1,16 +1,20 @@
-"""What a chat template leaves out of a conversation with tools: calls, their results, and the schemas of the tools.
+"""What a chat template leaves out of a conversation: calls, their results, the schemas of the tools, and the system prompt.
 
 A serving engine renders requests with the same template, so it leaves them out too; but an answer whose call is gone must not be
 learned as an empty one, and a prompt without them asks another question.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.errors import UserError
+
+_SYSTEM, _SCHEMAS = "system prompt", "schemas in `tools`"
+_SYSTEM_MARK = "qzsyszq"
+_OWN_TOOLS = {"tools", "functions"}
 
 
 @dataclass
@@ -30,7 +34,7 @@ class _Marked:
         marked = name + self.mark(f"turn {turn}: the call of {name!r}", name)
         if isinstance(arguments, dict) and arguments:
             mark = self.mark(f"turn {turn}: the arguments of the call of {name!r}", next(iter(arguments)))
-            arguments = {**arguments, mark: mark}
+            arguments = {**arguments, "qz": mark}  # in the value: keys alone are no arguments
         found = {**call, "function": {**call["function"], "name": marked, "arguments": arguments}}
         if (
             isinstance(own := call.get("id"), str) and name in own
@@ -39,6 +43,14 @@ class _Marked:
         return found
 
     def message(self, message: dict[str, Any], turn: int) -> dict[str, Any]:
+        for key in _OWN_TOOLS & message.keys():  # schemas that a turn holds itself
+            own = message[key]
+            own = (
+                [self.schema(tool) for tool in own]
+                if isinstance(own, list)
+                else f"{own}{self.mark(_SCHEMAS, str(own))}"
+            )
+            message = {**message, key: own}
         if calls := message.get("tool_calls"):
             return {**message, "tool_calls": [self.call(call, turn) for call in calls]}
         if message["role"] != "tool" or not message["content"].strip():
@@ -47,53 +59,65 @@ class _Marked:
         found, own = {**message, "content": message["content"] + mark}, message.get("tool_call_id")
         return {**found, "tool_call_id": self.ids[own]} if isinstance(own, str) and own in self.ids else found
 
-    def schema(self, tool: dict[str, Any]) -> dict[str, Any]:
-        function = tool.get("function")
+    def schema(self, tool: Any) -> Any:
+        function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
             return tool
-        return {**tool, "function": {**function, "name": name + self.mark("", name)}}
+        return {**tool, "function": {**function, "name": name + self.mark(_SCHEMAS, name)}}
 
 
-def lacks_schemas(conversation: Conversation, render: Callable[..., str], template: str) -> bool:
-    """Return whether a chat template leaves out the schemas of a conversation's tools.
+def left_out(conversation: Conversation, render: Callable[..., str], template: str) -> list[str]:
+    """Return what a chat template leaves out of a conversation's prompts: the system prompt, the schemas of its tools.
 
     render: takes messages, tools and `generation_prompt`. template: names the template. Raises UserError, naming sample, turn and
     tool, where it leaves out a call or a result, or arguments of a call. Whatever comes out is found by a mark in it, since a short
     name or result stands in other texts too; where the template refuses the marks, by its own text.
     """
-    if not conversation.tools and not any(m["role"] == "tool" or "tool_calls" in m for m in conversation.messages):
-        return False
+    first, *others = conversation.messages
+    silent = first["role"] == "system" and first["content"].strip() and others
+    lost = [_SYSTEM] if silent and _SYSTEM_MARK not in _asked(first, conversation, render) else []
+    if not conversation.tools and not any(
+        m["role"] == "tool" or not ({"tool_calls"} | _OWN_TOOLS).isdisjoint(m) for m in conversation.messages
+    ):
+        return lost
     marked = _Marked()
     messages = tuple(marked.message(message, turn) for turn, message in enumerate(conversation.messages, start=1))
     tools = tuple(map(marked.schema, conversation.tools or ())) or None
     try:
         text = _rendered(replace(conversation, messages=messages, tools=tools), render)
-        lost = [part for mark, part in marked.parts.items() if mark not in text]
+        lost += [what for mark, (what, _) in marked.parts.items() if mark not in text]
     except UserError:
         text = _rendered(conversation, render)
-        lost = [part for part in marked.parts.values() if part[1] not in text and json.dumps(part[1])[1:-1] not in text]
-    if turn := next((what for what, _ in lost if what), None):
+        lost += [what for what, own in marked.parts.values() if own not in text and json.dumps(own)[1:-1] not in text]
+    if turn := next((what for what in lost if what not in (_SYSTEM, _SCHEMAS)), None):
         raise UserError(
             f"Sample {conversation.id}, {turn} is not in what the {template} makes of it, nor would it be in serving, where a null "
             "content reaches the template as an empty one: name a template that writes calls and results, also beside an empty "
             "content, in data.chat_template, or remove the sample."
         )
-    return bool(lost)
+    return list(dict.fromkeys(lost))
+
+
+def _asked(system: dict[str, Any], conversation: Conversation, render: Callable[..., str]) -> str:
+    """Return the text of a question below a system prompt with a mark."""
+    messages = [{**system, "content": system["content"] + _SYSTEM_MARK}, {"role": "user", "content": "?"}]
+    return render(messages, conversation.tools, generation_prompt=True)
 
 
 def _rendered(conversation: Conversation, render: Callable[..., str]) -> str:
-    """Return the text of a conversation, and before it that of the last prompt, where some templates put what answers lack."""
-    messages, tools, texts = conversation.messages, conversation.tools, []
-    last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-    if last:
-        texts.append(render(messages[:last], tools, generation_prompt=True))
-    return "".join([*texts, render(messages, tools, generation_prompt=last + 1 < len(messages) or not last)])
+    """Return the texts of all prompts of a conversation, as serving renders them, and that of the whole: some templates write in one
+    what they leave out of another."""
+    messages, tools = conversation.messages, conversation.tools
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    texts = [render(messages[:i], tools, generation_prompt=True) for i in answers]
+    return "".join([*texts, render(messages, tools, generation_prompt=len(messages) - 1 not in answers)])
 
 
-def schemas_left_out(template: str, samples: Sequence[str]) -> str:
-    """Return a warning that names samples whose tools have no schema in their prompts."""
-    named = ", ".join(samples[:3]) + (", ..." if len(samples) > 3 else "")
-    return (
-        f"the {template} leaves out the schemas in `tools` of {len(samples)} sample{'s'[: len(samples) > 1]} ({named}): they are "
-        "read without, as a serving engine reads them; name a template that writes them in data.chat_template, or remove the column."
-    )
+def warn_left_out(warn: Callable[[str], None], template: str, samples: Mapping[str, Sequence[str]]) -> None:
+    """Warn of prompts that lack a system prompt or schemas. samples: by what is left out, the names of the samples."""
+    for what, names in samples.items():
+        named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        warn(
+            f"the {template} leaves out the {what} of {len(names)} sample{'s'[: len(names) > 1]} ({named}): they are read without, as "
+            "a serving engine reads them; name a template that writes them in data.chat_template, or remove them."
+        )

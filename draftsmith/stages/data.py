@@ -14,7 +14,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
 from draftsmith.data.conversations.templates import prepare_prompts, render_text, template_name
-from draftsmith.data.conversations.tools import lacks_schemas
+from draftsmith.data.conversations.tools import left_out
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.kept import keep as keep_features
 from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index
@@ -65,7 +65,7 @@ def look_at(session: Session, conversations: Sequence[Conversation], *, learned:
             render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **data.template)
             asked = replace(conversation, messages=conversation.prompt())
             render(asked.messages, asked.tools, generation_prompt=True)
-            lacks_schemas(asked, render, template_name(tokenizer))
+            left_out(asked, render, template_name(tokenizer))
 
 
 def answers_stage(session: Session) -> Path | None:

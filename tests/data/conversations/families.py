@@ -180,10 +180,30 @@ NO_TOOLS = Family(
     (),
     (PAD, "<end_of_turn>"),
 )
+# Writes answers that follow each other as one.
+MERGED = Family(
+    "{% for m in messages %}{% if loop.first or loop.previtem.role != m.role %}<|{{ m.role }}|>{% endif %}{{ m.content }}"
+    "{% if loop.last or loop.nextitem.role != m.role %}<|end|>{% else %} {% endif %}{% endfor %}"
+    + _PROMPT
+    + "<|assistant|>{% endif %}",
+    ("<|user|>", "<|assistant|>"),
+    ("<|end|>",),
+)
+# As Qwen's, but with the names of arguments alone, and with the calls of the last question alone.
+NAMES = replace(QWEN25, template=QWEN25.template.replace("arguments | tojson", "arguments | list | tojson"))
+STEPS = replace(
+    QWEN25,
+    template="{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    + QWEN25.template.replace("in m.tool_calls or []", "in m.tool_calls if messages.index(m) > ns.last"),
+)
+NO_SYSTEM = replace(NO_TOOLS, template=NO_TOOLS.template.replace("!= 'tool'", "!= 'system'"))
 # Reads a list of parts alone, as some templates for images do.
 PARTS = Family(
     "{% for m in messages %}<start_of_turn>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
-    "<end_of_turn>{% endfor %}" + _PROMPT + "<start_of_turn>{% endif %}",
+    + _CALLS
+    + "{{ c.function | tojson }}{% endfor %}<end_of_turn>{% endfor %}"
+    + _PROMPT
+    + "<start_of_turn>{% endif %}",
     (),
     ("<end_of_turn>",),
 )

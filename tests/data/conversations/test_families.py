@@ -1,6 +1,7 @@
 """What is learned of rows as users bring them, by families of chat templates."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,13 @@ LEARNED: dict[str, tuple[Family, Row, list[list[str]]]] = {
         [['<|call|>functions.add:0<|argument|>{"a": 2}<|im_end|>', "Four.<|im_end|>"]],
     ),
     "Command-R": (families.COMMAND_R, BARE, [['Action: ```json\n[{"tool_name": "add", "parameters": {"a": 2}}]```<|end_turn|>', "Four.<|end_turn|>"]]),
+    "calls of earlier questions dropped": (
+        families.STEPS,
+        {"messages": [*BARE["messages"], *PLAIN["messages"][2:]]},
+        [['<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'], ["Four.<|im_end|>"], ["Five.<|im_end|>"]],
+    ),
+    "parts alone": (families.PARTS, PLAIN, [["Four.<end_of_turn>", "Five.<end_of_turn>"]]),
+    "parts alone, a call": (families.PARTS, BARE, [['{"name": "add", "arguments": {"a": 2}}<end_of_turn>', "Four.<end_of_turn>"]]),
 }  # fmt: skip
 LEARNED |= {f"GLM-4, {name}": (families.GLM4, row, LEARNED["GLM-4, a call"][2]) for name, row in SAME.items()}
 
@@ -149,7 +157,10 @@ LOST: dict[str, tuple[Family, Row, str]] = {
     "the second of two calls": (families.HARMONY, calling(call(), call({"a": 3})), "turn 2: the call of 'add'"),
     "a result": (families.NO_TOOLS, {"messages": [ASK, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Four."}]}, "turn 2: the tool's result"),
     "a name that is not the id": (families.KIMI, BARE, "turn 2: the call of 'add'"),
-    "a text": (families.PARTS, PLAIN, "Sample row, turn 2: .*leaves out the text of this answer"),
+    "a text": (families.Family(families.NO_TOOLS.template.replace("m.content", "m.text"), (), ("<end_of_turn>",)), PLAIN, "Sample row, turn 2: .*leaves out the text of this answer"),
+    "a text beside a call": (families.LLAMA31, {"messages": [ASK, {"role": "assistant", "content": "I add.", "tool_calls": [call()]}]}, "Sample row, turn 2: .*leaves out the text of this answer"),
+    "the values of arguments": (families.NAMES, BARE, "turn 2: the arguments of the call of 'add'"),
+    "an answer to an answer": (families.MERGED, {"messages": [*PLAIN["messages"][:2], {"role": "assistant", "content": "Really."}]}, "turn 3: .*does not continue its own prompt"),
     "a thought": (families.NO_TOOLS, THOUGHT, "Sample row, turn 2: .*leaves out the thought"),
     "a thought, thinking off": (families.DEEPSEEK_V31, THOUGHT, "Sample row, turn 2: .*leaves out the thought"),
     "no thought where the prompt opens one": (families.DEEPSEEK_R1, PLAIN, "turn 2: .*opens a think block, and the answer holds no thought"),
@@ -167,20 +178,31 @@ def test_what_a_template_loses_is_named(name: str, tmp_path: Path) -> None:
             prepare_prompts(tokenizer, [conversation], max_new_tokens=lambda name: 8, max_length=400)
 
 
+WITHIN = {"messages": [{"role": "system", "content": "Be brief.", "functions": [SCHEMA]}, *PLAIN["messages"]]}
+SAID: dict[str, tuple[Family, Row, str | None]] = {
+    "schemas": (families.NO_TOOLS, {**PLAIN, "tools": [SCHEMA]}, "schemas in `tools`"),
+    "schemas, written": (families.GLM4, {**PLAIN, "tools": [SCHEMA]}, None),
+    "schemas in a turn": (families.QWEN25, WITHIN, "schemas in `tools`"),
+    "schemas in a turn, as text": (families.QWEN25, {"messages": [{**WITHIN["messages"][0], "functions": "[]"}, *PLAIN["messages"]]}, "schemas in `tools`"),
+    "schemas in a turn, written": (replace(families.QWEN25, template="{{ messages[0].functions | default('') | tojson }}" + families.QWEN25.template), WITHIN, None),
+    "the system prompt": (families.NO_SYSTEM, WITH_SYSTEM, "system prompt"),
+    "the system prompt, written by the last question": (families.MISTRAL, WITH_SYSTEM, None),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("regenerate", [True, False])
-def test_schemas_that_a_template_loses_are_said_and_the_sample_read_as_served(tmp_path: Path, regenerate: bool) -> None:
-    tokenizer, said = families.NO_TOOLS.tokenizer(), list[str]()
-    with_schema, without = load(tmp_path, {**PLAIN, "tools": [SCHEMA]}), load(tmp_path, {**PLAIN, "id": "other"})
-    for family, named in ((families.NO_TOOLS, 1), (families.GLM4, 0)):
-        said, tokenizer = [], family.tokenizer()
-        if regenerate:
-            prepare_prompts(
-                tokenizer, [with_schema, without], max_new_tokens=lambda name: 8, max_length=400, warn=said.append
-            )
-        else:
-            tokenize_all(tokenizer, [with_schema, without], warn=said.append)
-        assert len(said) == named
-        assert all("leaves out the schemas in `tools` of 1 sample (row)" in text for text in said)
+@pytest.mark.parametrize("name", SAID)
+def test_what_prompts_lose_is_said_and_the_sample_read_as_served(name: str, tmp_path: Path, regenerate: bool) -> None:
+    family, row, what = SAID[name]
+    tokenizer, said = family.tokenizer(), list[str]()
+    rows = [load(tmp_path, row), load(tmp_path, {**PLAIN, "id": "other"})]
+    if regenerate:
+        prepare_prompts(tokenizer, rows, max_new_tokens=lambda name: 8, max_length=400, warn=said.append)
+    else:
+        tokenize_all(tokenizer, rows, warn=said.append)
+    assert [text.split(" leaves out the ")[1].split(":")[0] for text in said] == (
+        [f"{what} of 1 sample (row)"] if what else []
+    )
 
 
 def test_thoughts_where_the_prompt_opens_them(tmp_path: Path) -> None:

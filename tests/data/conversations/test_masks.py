@@ -171,7 +171,12 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
         assert tokenizer.decode(render_prompt(tokenizer, beginning)) == f"{tokenizer.bos_token}Once upon"
         (sample,) = tokenize_conversation(tokenizer, talk("Once upon", " a time"))
         assert tokenizer.decode(sample.ids[sample.mask]) == " a time"
-    for wrong, said in ((None, "does not exist"), ("", "is empty"), ("{% for %}", "cannot render a single question")):
+    for wrong, said in (
+        (None, "does not exist"),
+        ("", "is empty"),
+        ("{% for %}", "cannot render a single question"),
+        ("{{ messages[0].text }}", "leaves out what a user says"),
+    ):
         file.unlink() if wrong is None else file.write_text(wrong)
         with pytest.raises(UserError, match=said):
             load_tokenizer(str(tmp_path / "model"), chat_template=str(file))

@@ -70,6 +70,10 @@ def test_sharegpt_function_call_and_system_column(tmp_path):
         ({"prompt": "a?"}, [("user", "a?")]),
         ({"prompt": "a?", "completion": "One."}, [("user", "a?"), ("assistant", "One.")]),
         (
+            {"prompt": "b?", "history": [["a?", "One."]], "completion": "Two."},
+            [("user", "a?"), ("assistant", "One."), ("user", "b?"), ("assistant", "Two.")],
+        ),
+        (
             {"prompt": [Q], "completion": [A], "system": "Help."},
             [("system", "Help."), ("user", "a?"), ("assistant", "One.")],
         ),
@@ -115,6 +119,7 @@ def test_tool_calls_as_openai_writes_them(tmp_path):
         ('{"messages": [{"speaker": "user", "content": "x"}]}', "a turn has the keys 'speaker', 'content'"),
         ('{"messages": [{"role": "user", "content": 3}]}', "of type int; it must be text"),
         ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "not text"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}', "not text"),
         ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half a surrogate pair"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "the text of 'tools' is not JSON"),
         ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', "'tools' must be a list"),
@@ -172,7 +177,13 @@ def test_thoughts_are_reasoning_content(tmp_path, turn):
 
 @pytest.mark.parametrize(
     ("keys", "kept"),
-    [({"weight": 0}, {"weight": 0}), ({"weight": 1}, {}), ({"train": False}, {"weight": 0}), ({"train": True}, {})],
+    [
+        ({"weight": 0}, {"weight": 0}),
+        ({"weight": 1}, {}),
+        ({"train": False}, {"weight": 0}),
+        ({"train": True}, {}),
+        ({"loss": False}, {"weight": 0}),
+    ],
 )
 def test_weights_of_turns(tmp_path, keys, kept):
     conversation = load_one(tmp_path, {"messages": [{**Q, "weight": 0}, {**A, **keys}]})

@@ -18,12 +18,9 @@ def answer_span(turns: Turns, turn: int, ids: Sequence[int], start: int, end: in
     the token at which the model stops."""
     tokenizer, stops = turns.tokenizer, turns.stops
     start += _count_forced(tokenizer, ids[start : min(end, start + 32)])
-    for t in range(start, end):
-        if ids[t] in stops:
-            return start, t + 1
-    follows = next((t for t in range(end, len(ids)) if not is_blank(tokenizer, ids[t])), None)
-    if follows is not None and ids[follows] in stops:
-        return start, follows + 1
+    follows = next((t for t in range(end, len(ids)) if not is_blank(tokenizer, ids[t])), end)
+    if (stop := next((t for t in (*range(start, end), follows) if t < len(ids) and ids[t] in stops), None)) is not None:
+        return start, stop + 1
     # None of the target's ends: whatever closes the turn, unless it only closes the text.
     closing = _turn_end(tokenizer, ids, start, end)
     if closing is not None and turns.eos_ids and _closes_text(turns, turn):
@@ -31,7 +28,7 @@ def answer_span(turns: Turns, turn: int, ids: Sequence[int], start: int, end: in
         closing = _turn_end(tokenizer, ids, start, end)
     if closing is not None:
         return start, next(t for t in range(start, end) if ids[t] == closing) + 1
-    return start, _without_blanks(tokenizer, ids, start, end)
+    return start, max((t + 1 for t in range(start, end) if not is_blank(tokenizer, ids[t])), default=start)
 
 
 def _closes_text(turns: Turns, turn: int) -> bool:
@@ -81,17 +78,6 @@ def _count_forced(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> int
 
 def _turn_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, end: int) -> int | None:
     """Return the special token that closes the turn (only white space follows it), which need not be the eos token."""
-    special = special_ids(tokenizer)
-    for t in reversed(range(start, end)):
-        if ids[t] in special:
-            return ids[t]
-        if decode(tokenizer, ids[t : t + 1]).strip():
-            return None
-    return None
-
-
-def _without_blanks(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], start: int, end: int) -> int:
-    """Return where a text ends without the white space at its end."""
-    while end > start and is_blank(tokenizer, ids[end - 1]):
-        end -= 1
-    return end
+    special, closing = special_ids(tokenizer), reversed(ids[start:end])
+    last = next((token for token in closing if token in special or not is_blank(tokenizer, token)), None)
+    return last if last in special else None

@@ -13,7 +13,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.spans import Rendering, render_conversation
 from draftsmith.data.conversations.templates import render_text, template_name
-from draftsmith.data.conversations.tools import left_out, warn_left_out
+from draftsmith.data.conversations.tools import left_out, some_of, warn_left_out
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar
 
@@ -43,19 +43,16 @@ class TokenizeStats:
 
     def __str__(self) -> str:
         """Return one line for the log; losses are named only where there are some."""
-        parts = [f"{self.kept} samples with {self.supervised_tokens} tokens to learn"]
-        if self.truncated:
-            parts.append(f"{self.truncated} truncated")
-        if self.dropped_too_long:
-            parts.append(f"{self.dropped_too_long} dropped as too long")
-        if self.cut_supervised_tokens:
-            parts.append(f"{self.cut_supervised_tokens} tokens to learn lost to max_length")
-        if self.cut:
-            named = ", ".join(self.cut[:3]) + (", ..." if len(self.cut) > 3 else "")
-            parts.append(f"of {len(self.cut)} far longer than max_length only the first tokens were read ({named})")
-        if self.without_supervised:
-            parts.append(f"{self.without_supervised} without a token to learn left out")
-        return "; ".join(parts)
+        cut = f"of {len(self.cut)} far longer than max_length only the first tokens were read ({some_of(self.cut)})"
+        losses = (
+            (self.truncated, f"{self.truncated} truncated"),
+            (self.dropped_too_long, f"{self.dropped_too_long} dropped as too long"),
+            (self.cut_supervised_tokens, f"{self.cut_supervised_tokens} tokens to learn lost to max_length"),
+            (self.cut, cut),
+            (self.without_supervised, f"{self.without_supervised} without a token to learn left out"),
+        )
+        kept = f"{self.kept} samples with {self.supervised_tokens} tokens to learn"
+        return "; ".join([kept, *(said for count, said in losses if count)])
 
 
 @dataclass(frozen=True)

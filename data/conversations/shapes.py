@@ -52,18 +52,18 @@ def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             messages = [_message(turn) for turn in _turns(row[key], key)]
             break
     else:
+        asked: Any
+        said: Any
         if row.get("instruction") is not None:
-            messages = _alpaca(row)
+            key, answer, said = "instruction", "output", _text(row.get("output"))
+            asked = "\n\n".join(part for part in (_text(row[key]), _text(row.get("input"))) if part)
         elif row.get("prompt") is not None:
-            messages = [
-                *_history(row.get("history")),
-                *_said(row["prompt"], "prompt", "user"),
-                *_said(row.get("completion"), "completion", "assistant"),
-            ]
+            key, answer, said, asked = "prompt", "completion", row.get("completion"), row["prompt"]
         else:
             raise ValueError(f"the row has the keys {_quoted(row)}, which is none of the shapes accepted: {SHAPES}")
-        if not messages:
-            raise ValueError(f"'{'prompt' if row.get('instruction') is None else 'instruction'}' is empty")
+        messages = [*_history(row.get("history")), *_said(asked, key, "user"), *_said(said, answer, "assistant")]
+        if not messages or (key == "instruction" and not asked):
+            raise ValueError(f"'{key}' is empty")
     system = row.get("system")
     if isinstance(system, str) and system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
@@ -160,12 +160,13 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _weight(turn: dict[str, Any], role: str) -> dict[str, Any]:
-    """Return a turn without the keys that say whether it is learned (OpenAI's `weight`, Axolotl's `train`, ms-swift's `loss`), but weight 0."""
+    """Return a turn without the keys that say whether it is learned (OpenAI's `weight`, Axolotl's `train`, ms-swift's `loss`), but
+    weight 0."""
     weight = turn.pop("weight", None)
     weight = 1 if weight is None else weight
     for key in ("train", "loss"):
         if isinstance(turn.get(key), bool):
-            weight = weight and turn.pop(key)
+            weight = turn.pop(key) and weight
     if weight not in (0, 1):
         raise ValueError(f"the weight of a turn is {weight!r}; write 1, or 0 for a turn that is not to be learned")
     return turn | ({"weight": 0} if not weight and role == "assistant" else {})
@@ -240,17 +241,6 @@ def _call_from_text(message: dict[str, Any]) -> dict[str, Any]:
     if not calls or not all(isinstance(call, dict) and ("name" in call or "function" in call) for call in calls):
         raise ValueError('the text of a function call is JSON, but no call: write {"name": ..., "arguments": {...}}')
     return {**message, "content": "", "tool_calls": [_tool_call(call) for call in calls]}
-
-
-def _alpaca(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    question = "\n\n".join(part for part in (_text(row["instruction"]), _text(row.get("input"))) if part)
-    if not question:
-        return []
-    return [
-        *_history(row.get("history")),
-        *_said(question, "instruction", "user"),
-        *_said(_text(row.get("output")), "output", "assistant"),
-    ]
 
 
 def _history(pairs: Any) -> list[dict[str, Any]]:

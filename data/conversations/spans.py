@@ -136,20 +136,18 @@ def _split(turns: Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]:
         return prompt, rest
     if rest is not None and opened:
         thought, said = _thought_of(turns.conversation.messages[turn], block)
-        bare = EMPTY_THINK.sub("", rest, count=1) if thought else rest
-        kept = said if bare.startswith(said) else said.strip()
-        if thought and bare.startswith(kept):
+        bare = EMPTY_THINK.sub("", rest, count=1)
+        if thought and (answer := _after_thought(_OPEN_THINK.sub("", thought), said, bare)):
             # The prompt opens a block; the template drops it from the answer, which a served model would have written.
-            said = said if kept == said else said.rstrip()
-            return prompt, _OPEN_THINK.sub("", thought) + said + bare[len(kept) :]
+            return prompt, answer
         if EMPTY_THINK.match(rest):  # rendered as if thinking had been off
             return base, rest
         why = "the prompt opens a think block, and the answer holds no thought"
-    raise UserError(
-        f"Sample {turns.conversation.id}, turn {turn + 1}: the {template_name(turns.tokenizer)} renders this answer so "
-        f"that it does not continue its own prompt ({why}), so the tokens to learn cannot be told; "
+    raise turns.error(
+        turn,
+        f"renders this answer so that it does not continue its own prompt ({why}), so the tokens to learn cannot be told; "
         + ("set data.template as you serve, such as enable_thinking: false" if "think" in why else "mend the template")
-        + ", remove the turn, or train on answers made by the target itself."
+        + ", remove the turn, or train on answers made by the target itself.",
     )
 
 
@@ -170,7 +168,9 @@ def _after(turns: Turns, turn: int, base: str, prompt: str, whole: str) -> str |
     size = common_size(base, before)
     begin = before.rfind(base[len(base) - size :]) + size
     # An answer to an answer, which the template writes as one.
-    merged = messages[turn - 1]["role"] == "assistant" and messages[turn - 1]["content"].strip() in before[begin:]
+    merged = (
+        messages[turn - 1]["role"] == "assistant" and (messages[turn - 1]["content"].strip() or MARK) in before[begin:]
+    )
     if not found or not tail.strip() or size < len(tail) - (len(prompt) - len(base)) or merged:
         return None
     return whole[begin:]
@@ -184,6 +184,14 @@ def _thought_of(message: dict[str, Any], block: str) -> tuple[str, str]:
         return f"{thought}\n</think>\n\n" if block.endswith("\n") else f"{thought}</think>", content
     thought, close, said = content.partition("</think>")
     return (thought + close, said) if close else ("", content)
+
+
+def _after_thought(thought: str, said: str, bare: str) -> str | None:
+    """Return a thought and an answer that a template renders without it, `bare`; None where it does not begin with what is said."""
+    kept = said if bare.startswith(said) else said.strip()
+    if not bare.startswith(kept):
+        return None
+    return thought + (said if kept == said else said.rstrip()) + bare[len(kept) :]
 
 
 def _lacks_thought(turns: Turns, turn: int, text: str) -> bool:
@@ -202,14 +210,14 @@ def _with_thought(turns: Turns, turn: int, prompt: str, answer: str) -> str:
         return answer
     message = turns.conversation.messages[turn]
     thought, said = _thought_of(message, _BLOCK)
-    kept = said if answer.startswith(said) else said.strip()
+    full = _after_thought(_BLOCK * ("reasoning_content" in message) + thought, said, answer)
     known = "</think>" in str(turns.tokenizer.chat_template) and not prompt.rstrip().endswith("</think>")
-    if known and answer.startswith(kept):
-        return f"{_BLOCK * ('reasoning_content' in message)}{thought}{said if kept == said else said.rstrip()}{answer[len(kept) :]}"
-    raise UserError(
-        f"Sample {turns.conversation.id}, turn {turn + 1}: the {template_name(turns.tokenizer)} leaves out the thought of this "
-        "answer, which the target would have written: set data.template as you serve, name a template that writes thoughts "
-        "(reasoning_content) in data.chat_template, or remove the thought."
+    if known and full is not None:
+        return full
+    raise turns.error(
+        turn,
+        "leaves out the thought of this answer, which the target would have written: set data.template as you serve, name a "
+        "template that writes thoughts (reasoning_content) in data.chat_template, or remove the thought.",
     )
 
 
@@ -220,10 +228,8 @@ def _check_said(turns: Turns, turn: int, ids: Sequence[int]) -> None:
     said = encode(tokenizer, message["content"].rpartition("</think>")[2]) if "tool_calls" in message else []
     beside = re.sub(r"\W", "", decode(tokenizer, said)) not in re.sub(r"\W", "", decode(tokenizer, ids))
     if message["content"].strip() and (nothing or beside):
-        raise UserError(
-            f"Sample {turns.conversation.id}, turn {turn + 1}: the {template_name(turns.tokenizer)} leaves out the text of this answer: "
-            "name a template that writes it in data.chat_template, or remove the turn."
-        )
+        why = "leaves out the text of this answer: name a template that writes it in data.chat_template, or remove the turn."
+        raise turns.error(turn, why)
 
 
 def _narrow(mask: list[bool], marks: list[bool] | None) -> list[bool]:

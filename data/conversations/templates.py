@@ -13,7 +13,6 @@ import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.tools import left_out, warn_left_out
@@ -74,7 +73,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
     question = [{"role": "user", "content": "Hello"}]
 
     def asked() -> str:
-        read = _as_read(tokenizer, question)
+        read = as_read(tokenizer, question)
         return str(tokenizer.apply_chat_template(read, tokenize=False, add_generation_prompt=True))
 
     tried = try_out(asked)
@@ -209,7 +208,7 @@ def render_text(
     """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
     arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
     try:
-        text = tokenizer.apply_chat_template(_as_read(tokenizer, messages), tokenize=False, **arguments)
+        text = tokenizer.apply_chat_template(as_read(tokenizer, messages), tokenize=False, **arguments)
     except Exception as error:  # whatever a template does: raise_exception(), arithmetic, a missing content
         where = f"sample {name}" if name else "these messages"
         raise UserError(
@@ -224,7 +223,7 @@ def render_text(
     return text
 
 
-def _as_read(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:
+def as_read(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:
     """Return messages with contents as the template reads them: as lists of parts, which engines give to a template that reads no
     text, else as text."""
     if not _reads_parts(tokenizer, str(tokenizer.chat_template)):
@@ -273,23 +272,6 @@ def shorten(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) -> 
     return text
 
 
-def generation_spans(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools = None, **template_kwargs: Any
-) -> list[tuple[int, int]] | None:
-    """Return the characters [start, end) that a template marks with {% generation %}; None of a template without the tag."""
-    template = tokenizer.get_chat_template(None, list(tools) if tools else None)
-    if "endgeneration" not in template:
-        return None
-    _, spans = render_jinja_template(
-        conversations=[_as_read(tokenizer, messages)],
-        tools=list(tools) if tools else None,
-        chat_template=template,
-        return_assistant_tokens_mask=True,
-        **{**tokenizer.special_tokens_map, **template_kwargs},
-    )
-    return [(start, end) for start, end in spans[0]]
-
-
 def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: dict[str, Any]) -> str:
     """Find the one role without which the template renders; else list the order of the roles."""
     roles = [message["role"] for message in messages]
@@ -300,7 +282,7 @@ def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, argum
             continue
         try:
             with foreign_code("the template", "mend it"):
-                tokenizer.apply_chat_template(_as_read(tokenizer, rest), tokenize=False, **arguments)
+                tokenizer.apply_chat_template(as_read(tokenizer, rest), tokenize=False, **arguments)
         except UserError:
             continue
         return f"it cannot take messages of role '{role}'; remove them or move their text into a user message"

@@ -13,8 +13,9 @@ from draftsmith.data.conversations.load import Conversation
 from draftsmith.errors import UserError
 
 _SYSTEM, _SCHEMAS = "system prompt", "schemas in `tools`"
-_SYSTEM_MARK = "qzsyszq"
+_MARK = "qzzq"
 _OWN_TOOLS = {"tools", "functions"}
+_TOLD = {"tool_calls", *_OWN_TOOLS}
 
 
 @dataclass
@@ -73,12 +74,12 @@ def left_out(conversation: Conversation, render: Callable[..., str], template: s
     tool, where it leaves out a call or a result, or arguments of a call. Whatever comes out is found by a mark in it, since a short
     name or result stands in other texts too; where the template refuses the marks, by its own text.
     """
-    first, *others = conversation.messages
-    silent = first["role"] == "system" and first["content"].strip() and others
-    lost = [_SYSTEM] if silent and _SYSTEM_MARK not in _asked(first, conversation, render) else []
-    if not conversation.tools and not any(
-        m["role"] == "tool" or not ({"tool_calls"} | _OWN_TOOLS).isdisjoint(m) for m in conversation.messages
-    ):
+    first, lost = conversation.messages[0], list[str]()
+    if first["role"] == "system" and first["content"].strip():
+        asked = [{**first, "content": first["content"] + _MARK}, {"role": "user", "content": "?"}]
+        if _MARK not in render(asked, conversation.tools, generation_prompt=True):
+            lost.append(_SYSTEM)
+    if not conversation.tools and not any(m["role"] == "tool" or _TOLD & m.keys() for m in conversation.messages):
         return lost
     marked = _Marked()
     messages = tuple(marked.message(message, turn) for turn, message in enumerate(conversation.messages, start=1))
@@ -98,12 +99,6 @@ def left_out(conversation: Conversation, render: Callable[..., str], template: s
     return list(dict.fromkeys(lost))
 
 
-def _asked(system: dict[str, Any], conversation: Conversation, render: Callable[..., str]) -> str:
-    """Return the text of a question below a system prompt with a mark."""
-    messages = [{**system, "content": system["content"] + _SYSTEM_MARK}, {"role": "user", "content": "?"}]
-    return render(messages, conversation.tools, generation_prompt=True)
-
-
 def _rendered(conversation: Conversation, render: Callable[..., str]) -> str:
     """Return the texts of all prompts of a conversation, as serving renders them, and that of the whole: some templates write in one
     what they leave out of another."""
@@ -116,8 +111,12 @@ def _rendered(conversation: Conversation, render: Callable[..., str]) -> str:
 def warn_left_out(warn: Callable[[str], None], template: str, samples: Mapping[str, Sequence[str]]) -> None:
     """Warn of prompts that lack a system prompt or schemas. samples: by what is left out, the names of the samples."""
     for what, names in samples.items():
-        named = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         warn(
-            f"the {template} leaves out the {what} of {len(names)} sample{'s'[: len(names) > 1]} ({named}): they are read without, as "
+            f"the {template} leaves out the {what} of {len(names)} sample{'s'[: len(names) > 1]} ({some_of(names)}): they are read without, as "
             "a serving engine reads them; name a template that writes them in data.chat_template, or remove them."
         )
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first three names of samples."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)

@@ -6,9 +6,10 @@ from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.templates import encode, generation_spans, render_text, shorten, template_name
+from draftsmith.data.conversations.templates import as_read, encode, render_text, shorten, template_name
 from draftsmith.errors import UserError
 
 MARK = "qz0zq"
@@ -52,6 +53,10 @@ class Turns:
         """Return the text of the first `end` messages."""
         return self.render(self.conversation.messages[:end], generation_prompt=generation_prompt)
 
+    def error(self, turn: int, why: str) -> UserError:
+        """Return an error that names the sample, the turn and the template."""
+        return UserError(f"Sample {self.conversation.id}, turn {turn + 1}: the {template_name(self.tokenizer)} {why}")
+
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, the first where it is far longer than what is of use."""
         return encode(self.tokenizer, shorten(self.tokenizer, text, self.most))
@@ -59,17 +64,24 @@ class Turns:
     def marks(self, end: int, text: str, shift: int) -> list[bool] | None:
         """Return per token of `text` whether the template marks it with {% generation %}; None where it has no such tag. shift:
         where the text stands in that of `end` messages."""
-        messages, tools = self.conversation.messages[:end], self.conversation.tools
-        spans = generation_spans(self.tokenizer, messages, tools, **self.template_kwargs)
-        if spans is None:
+        tools = list(self.conversation.tools) if self.conversation.tools else None
+        template = self.tokenizer.get_chat_template(None, tools)
+        if "endgeneration" not in template:
             return None
+        _, spans = render_jinja_template(
+            conversations=[as_read(self.tokenizer, self.conversation.messages[:end])],
+            tools=tools,
+            chat_template=template,
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
+        )
         if not self.tokenizer.is_fast:
             raise UserError(
                 f"The {template_name(self.tokenizer)} marks what is learned with {{% generation %}}, which this slow tokenizer cannot "
                 "find again: name a template without the marks in data.chat_template."
             )
         places = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        inside = [(start - shift, stop - shift) for start, stop in spans]
+        inside = [(start - shift, stop - shift) for start, stop in spans[0]]
         return [any(begin < stop and end > start for start, stop in inside) for begin, end in places]
 
 

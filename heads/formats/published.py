@@ -31,23 +31,14 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes
                 f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
                 "for another target; give the one that it was made for."
             )
-    _check_layer(path, config)
-    layers = config.get("num_hidden_layers", 1)
-    if type(layers) is not int or layers < 1 or (layers > 1 and not shapes):
-        least = "a head has at least one" if shapes else "an EAGLE head has one"
-        raise UserError(
-            f"{path / CONFIG} says num_hidden_layers {layers!r}, but {least} decoder layer: give the folder of such a head."
-        )
-
-
-def _check_layer(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError for an attention that Llama's layer does not compute, which names of tensors need not tell."""
+    # An attention that Llama's layer does not compute, which names of tensors need not tell.
     ropes = [
         config,
         *(rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := config.get(key), dict)),
     ]
-    found = {key: rope[key] for rope in ropes for key in _PARTIAL if rope.get(key) not in (None, 1)}
-    what = next((f"turns a part of each head by position ({key} {value!r})" for key, value in found.items()), None)
+    turned = ((key, rope.get(key)) for rope in ropes for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"))
+    found = [one for one in turned if one[1] not in (None, 1)]
+    what = f"turns a part of each head by position ({found[0][0]} {found[0][1]!r})" if found else None
     if config.get("kv_lora_rank"):
         what = f"compresses its keys and values (MLA, kv_lora_rank {config['kv_lora_rank']!r})"
     if what is not None:
@@ -55,9 +46,12 @@ def _check_layer(path: Path, config: Mapping[str, Any]) -> None:
             f"{path / CONFIG} describes a head that {what}, which is not computed here: serve it with the engine that it was made "
             "for, or train one."
         )
-
-
-_PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+    layers = config.get("num_hidden_layers", 1)
+    if type(layers) is not int or layers < 1 or (layers > 1 and not shapes):
+        least = "a head has at least one" if shapes else "an EAGLE head has one"
+        raise UserError(
+            f"{path / CONFIG} says num_hidden_layers {layers!r}, but {least} decoder layer: give the folder of such a head."
+        )
 
 
 def read_layer(config: Mapping[str, Any]) -> LlamaConfig:

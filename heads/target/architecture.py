@@ -1,6 +1,5 @@
 """Which architectures can be targets, told by the configuration alone, before any weights are read."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
@@ -41,17 +40,19 @@ def check_layer_types(path: str, config: Any, model_class: type | None) -> None:
     """
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     odd = sorted(set(types) - _MASKED)
-    recurrent = [one for one in odd if issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(one, object), _State)]
+    recurrent = [
+        one for one in odd if issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(one, object), LinearAttentionCacheLayerMixin)
+    ]
     # A class of hybrids may be configured without any layer that has a state.
     if recurrent or (getattr(model_class, "_is_stateful", False) and (odd or not types)):
-        layers = f"layers of type {_listed(recurrent or odd)}" if odd else "layers"
+        layers = f"layers of type {', '.join(recurrent or odd)}" if odd else "layers"
         raise UserError(
             f"The target {path} of type {config.model_type!r} cannot be used: its {layers} keep a running state that cannot be "
             "rolled back when drafts are rejected; choose a target whose layers are all attention."
         )
     if odd:
         raise UserError(
-            f"The target {path} of type {config.model_type!r} has layers of type {_listed(odd)}, whose past a draft tree cannot "
+            f"The target {path} of type {config.model_type!r} has layers of type {', '.join(odd)}, whose past a draft tree cannot "
             "be given yet: choose another target."
         )
 
@@ -63,14 +64,7 @@ def attention_of(config: Any, asked: str) -> str:
     return "eager" if asked == "sdpa" and model_class is not None and not model_class._supports_sdpa else asked
 
 
-_State = LinearAttentionCacheLayerMixin
-
-
 def _class_of(config: Any) -> type | None:
     with foreign_code(f"transformers cannot open models of type {config.model_type!r}", "choose another target"):
         found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -86,16 +86,6 @@ def check_rope(rope: Mapping[str, Any], file: Path, remedy: str, prefix: str) ->
             raise UserError(f"{file}: {prefix}{name} is {shown(value)}, but it must be a name: {remedy}.")
 
 
-def check_layers(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
-    """Raise UserError where a configuration names more layers than there are tensors: no model is built of them then."""
-    layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(layers, int) and layers > len(spans):
-        raise UserError(
-            f"{file}: num_hidden_layers is {layers}, but the weights beside it are {len(spans)} tensors: they are of "
-            "different models; fetch the target again."
-        )
-
-
 def check_sizes(
     described: Mapping[str, tuple[int, ...]],
     parameters: int,
@@ -132,7 +122,11 @@ def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
     Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
     """
     text, quantized = config.get_text_config(decoder=True), getattr(config, "quantization_config", None) is not None
-    check_layers(text, spans, file)
+    if isinstance(layers := getattr(text, "num_hidden_layers", None), int) and layers > len(spans):
+        raise UserError(
+            f"{file}: num_hidden_layers is {layers}, but the weights beside it are {len(spans)} tensors: they are of "
+            "different models; fetch the target again."
+        )
     with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         described = model.state_dict()
@@ -163,14 +157,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, str) and value.removeprefix("torch.") in _DTYPES
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
 _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_SIZES, _is_size, f"a whole number from 1 to {MOST_SIZE}"),
     (("intermediate_size",), _are_sizes, f"a whole number from 1 to {MOST_SIZE}, or one for each layer"),
@@ -178,8 +164,16 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (_NUMBERS, _is_number, "a finite number, not below 0"),
     (_IDS, _is_id, "a token id or a list of them"),
     (("model_type", "hidden_act", "hidden_activation", "activation_function"), _is_text, "a name"),
-    (("dtype", "torch_dtype"), _is_dtype, f"one of {', '.join(_DTYPES[1:])}"),
-    (("architectures", "layer_types"), _are_texts, "a list of names"),
+    (
+        ("dtype", "torch_dtype"),
+        lambda value: _is_text(value) and value.removeprefix("torch.") in _DTYPES,
+        f"one of {', '.join(_DTYPES[1:])}",
+    ),
+    (
+        ("architectures", "layer_types"),
+        lambda value: isinstance(value, list) and all(map(_is_text, value)),
+        "a list of names",
+    ),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
     (
         ("rope_scaling", "rope_parameters", "text_config", "quantization_config"),

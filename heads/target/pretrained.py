@@ -37,7 +37,8 @@ def open_model(
     """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights.
 
     Raises UserError for: a missing path, a folder that is no model, an encoder-only or encoder-decoder model, a type
-    transformers does not know, layers that keep a state, missing, pickled or damaged weights, weights that the model does not take, an unknown dtype, a missing device.
+    transformers does not know, layers that keep a state, missing, pickled or damaged weights, weights that the model does not
+    take, an unknown dtype, a missing device.
     """
     try:
         where = torch.device(device)
@@ -106,17 +107,6 @@ def load_config(path: str, trust_remote_code: bool = False, what: str = "the tar
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
 
 
-def _fetch_tokenizer(path: str) -> None:
-    """Fetch those of TOKENIZER_FILES that a Hub model has.
-
-    Code that reads the folder later (identity, mask tokens, comparison of tokens) must find the same files every time.
-    """
-    for name in TOKENIZER_FILES:
-        cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-
-
 def weights_directory(path: str) -> Path:
     """Return the folder that holds the target's safetensors and tokenizer (fetched from the Hub, or made of a GGUF file, if need
     be)."""
@@ -126,7 +116,14 @@ def weights_directory(path: str) -> Path:
         with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if found := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
-                    _fetch_tokenizer(path)
+                    # Code that reads the folder later (identity, mask tokens) must find the same files every time.
+                    for other in TOKENIZER_FILES:
+                        cached_file(
+                            path,
+                            other,
+                            _raise_exceptions_for_missing_entries=False,
+                            _raise_exceptions_for_connection_errors=False,
+                        )
                     return Path(found).parent
         if why is not None:
             raise UserError(

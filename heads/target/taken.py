@@ -71,7 +71,9 @@ def check_taken(
     held, name = model.state_dict(), type(model).__name__
     unexpected = set(info["unexpected_keys"])
     masks = {s.name for s in spans if s.shape[:2] == (1, 1) and len(s.shape) == 4}  # of earlier versions
-    left = (unexpected | _ignored(model, spans, held)) - masks
+    on_purpose = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
+    ignored = {s.name for s in spans if s.name not in held and any(one.search(s.name) for one in on_purpose)}
+    left = (unexpected | ignored) - masks
     modules, lost = _sorted_out(
         left, unexpected, spans, model.config.get_text_config(decoder=True).num_hidden_layers, quantized
     )
@@ -112,12 +114,6 @@ def check_taken(
         return ""
     listed = "; ".join(f"{what}: {_and_more(names)}" for what, names in modules.items())
     return f"the target {path} is used without what its files hold beside the decoder ({listed})"
-
-
-def _ignored(model: Any, spans: Iterable[TensorSpan], held: Mapping[str, Any]) -> set[str]:
-    """The tensors that the class leaves on purpose, which transformers does not tell of."""
-    patterns = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
-    return {s.name for s in spans if s.name not in held and any(one.search(s.name) for one in patterns)}
 
 
 def _sorted_out(

@@ -124,7 +124,13 @@ class Target:
         self.decoder = find_decoder(model)
         self.num_layers: int = self.config.num_hidden_layers
         self.hidden_size: int = self.config.hidden_size
-        self.head = TargetHead(*_output_projection(model))
+        projection = model.get_output_embeddings()
+        if not hasattr(projection, "weight"):
+            raise UserError(
+                f"The model of type {model.config.model_type!r} has no output projection (lm_head), so it cannot be a "
+                "target: choose a causal language model."
+            )
+        self.head = TargetHead(projection.weight, getattr(projection, "bias", None))
         self.vocab_size: int = self.head.vocab_size
         self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
         if self.device.type == "cuda":
@@ -299,17 +305,6 @@ def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn
         f"Cannot find the {num_layers} decoder layers of a model of type {model_type!r}: "
         "this architecture cannot be used as a target yet; choose another one."
     )
-
-
-def _output_projection(model: Any) -> tuple[Tensor, Tensor | None]:
-    """The weight and bias of the lm_head."""
-    projection = model.get_output_embeddings()
-    if projection is None or not hasattr(projection, "weight"):
-        raise UserError(
-            f"The model of type {model.config.model_type!r} has no output projection (lm_head), so it cannot be a "
-            "target: choose a causal language model."
-        )
-    return projection.weight, getattr(projection, "bias", None)
 
 
 def load_target(

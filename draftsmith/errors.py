@@ -92,6 +92,3 @@ def one_line(text: Path | str, most: int = 200) -> str:
     """Return foreign text as a message shows it: printable, in one line, and of `most` characters or a few more."""
     line = printable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
     return line if len(line) <= most else f"{line[: most * 2 // 3]}...{line[-(most // 3) :]}"
-
-
-shown_path = one_line

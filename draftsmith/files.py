@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from safetensors import SafetensorError
 
-from draftsmith.errors import UserError, shown_path, why_not
+from draftsmith.errors import UserError, one_line, why_not
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How libraries say that a file could not be written: safetensors with the system's number, torch without it.
@@ -61,7 +61,7 @@ def explain_os_error(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[None]:
             f"there is a link to {os.readlink(path)}" if number == errno.ELOOP and path.is_symlink() else why_not(error)
         )
         raise UserError(
-            f"{shown_path(path)} cannot be written ({why}): choose a place that you may write to with {elsewhere}."
+            f"{one_line(path)} cannot be written ({why}): choose a place that you may write to with {elsewhere}."
         ) from error
 
 
@@ -86,9 +86,7 @@ def check_folder(key: str, path: Path) -> None:
     except (OSError, ValueError) as error:
         gone = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
         if not gone:
-            raise UserError(
-                f"{key} is {shown_path(str(path))} ({why_not(error, path)}): name another folder."
-            ) from error
+            raise UserError(f"{key} is {one_line(str(path))} ({why_not(error, path)}): name another folder.") from error
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir():
         raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")
@@ -106,16 +104,14 @@ def check_file(option: str, path: Path, endings: Sequence[str], mark: str = r"\A
     except (FileNotFoundError, NotADirectoryError):
         odd = False
     except (OSError, ValueError) as error:
-        raise UserError(f"{option} is {shown_path(path)} ({why_not(error, path)}): name another file.") from error
+        raise UserError(f"{option} is {one_line(path)} ({why_not(error, path)}): name another file.") from error
     if path.suffix not in endings or odd:
         what = "is a folder or no plain file" if odd else "has another ending"
-        raise UserError(
-            f"{option} is {shown_path(path)}, which {what}: name a file that ends in {' or '.join(endings)}."
-        )
+        raise UserError(f"{option} is {one_line(path)}, which {what}: name a file that ends in {' or '.join(endings)}.")
     if not path.parent.is_dir():
         raise UserError(f"There is no folder {path.parent} for {option} {path}: make it, or name another file.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{option} is {shown_path(path)}, but you may not write to {path.parent}: name another file.")
+        raise UserError(f"{option} is {one_line(path)}, but you may not write to {path.parent}: name another file.")
     check_ours(option, path, mark)
 
 
@@ -128,7 +124,7 @@ def check_ours(option: str, path: Path, mark: str) -> None:
         start = file.read(2**20)
     if start and not re.search(mark.encode(), start, re.DOTALL):
         raise UserError(
-            f"{option} would replace {shown_path(path)}, which draftsmith did not write: move it away, or name another place."
+            f"{option} would replace {one_line(path)}, which draftsmith did not write: move it away, or name another place."
         )
 
 

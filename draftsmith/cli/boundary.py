@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import wraps
 from typing import ParamSpec
 
-from draftsmith.errors import UserError, first_line, printable, shown_path, why_not
+from draftsmith.errors import UserError, first_line, one_line, printable, why_not
 from draftsmith.train.stopping import INTERRUPTED, code_of
 
 P = ParamSpec("P")
@@ -90,7 +90,7 @@ def _explain_refusal(error: OSError) -> str:
             return f"The system refuses this: {why_not(error)}; raise the limit, then run the same command again."
         return f"The system refuses this ({first_line(error)}): mend it, then run the same command again."
     name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
-    return f"{shown_path(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
+    return f"{one_line(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
 
 
 def _prepare_streams() -> None:

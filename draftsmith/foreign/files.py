@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from draftsmith.errors import UserError, shown_path, why_not
+from draftsmith.errors import UserError, one_line, why_not
 
 MIB = 2**20
 MOST_BYTES = 512 * MIB
@@ -26,13 +26,13 @@ def open_file(path: Path | str, remedy: str) -> BinaryIO:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise UserError(f"{shown_path(path)} cannot be read ({why_not(error, path)}): {remedy}.") from error
+        raise UserError(f"{one_line(path)} cannot be read ({why_not(error, path)}): {remedy}.") from error
     mode = os.fstat(handle).st_mode
     if stat.S_ISREG(mode):
         return os.fdopen(handle, "rb")
     os.close(handle)
     kind = next((name for is_kind, name in _KINDS.items() if is_kind(mode)), "a device")
-    raise UserError(f"{shown_path(path)} is {kind}, not a file: {remedy}.")
+    raise UserError(f"{one_line(path)} is {kind}, not a file: {remedy}.")
 
 
 def read_bytes(path: Path | str, remedy: str, most: int = MOST_BYTES) -> bytes:

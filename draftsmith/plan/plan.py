@@ -20,7 +20,7 @@ from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
-from draftsmith.errors import UserError, shown_path
+from draftsmith.errors import UserError, one_line
 from draftsmith.eval.measure.forecast import FEWEST
 from draftsmith.eval.measure.history import read_history, read_stage
 from draftsmith.eval.measure.machine import emulates_bf16
@@ -213,7 +213,7 @@ def foresee(plan: Plan, pilot: Path | None) -> list[str]:
     if past is None:
         if pilot is None:
             return []
-        raise UserError(f"--pilot: {shown_path(pilot)} has no evaluation of a training: name the folder of a run.")
+        raise UserError(f"--pilot: {one_line(pilot)} has no evaluation of a training: name the folder of a run.")
     if past.method not in (None, recipe.method):
         raise UserError(
             f"--pilot: {folder} trained {past.method}, and the recipe {recipe.method}: name a run of the same method."
@@ -276,7 +276,7 @@ def _at_hand(recipe: Recipe) -> str:
 def check_template(recipe: Recipe) -> None:
     """Raise UserError where the recipe names a chat template that is not there, which a plan could do without."""
     if (named := recipe.data.chat_template) is not None and not os.path.isfile(os.path.expanduser(named)):
-        raise UserError(f"data.chat_template is {shown_path(named)}, but there is no such file: check the path.")
+        raise UserError(f"data.chat_template is {one_line(named)}, but there is no such file: check the path.")
 
 
 def local_conversations(recipe: Recipe) -> list[Conversation] | None:

@@ -6,7 +6,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import draftsmith
-from draftsmith.errors import UserError, did_you_mean, shown_path
+from draftsmith.errors import UserError, did_you_mean, one_line
 
 FOLDER = Path(draftsmith.__file__).parent / "recipes"
 
@@ -36,6 +36,6 @@ def shipped_text(name: str) -> str:
     short = name.removeprefix("recipes/").removesuffix(".yaml")
     if short not in known:
         raise UserError(
-            f"There is no recipe {shown_path(name)}{did_you_mean(short, known)}: `draftsmith recipes` lists them."
+            f"There is no recipe {one_line(name)}{did_you_mean(short, known)}: `draftsmith recipes` lists them."
         )
     return (FOLDER / f"{short}.yaml").read_text(encoding="utf-8")

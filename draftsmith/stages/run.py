@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from draftsmith.errors import UserError, shown_path
+from draftsmith.errors import UserError, one_line
 from draftsmith.eval.planner.settings import NAMES
 from draftsmith.files import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
 from draftsmith.foreign.json import read_object
@@ -139,7 +139,7 @@ class RunDirectory:
             return
         if other := self.maker(stage):
             raise UserError(
-                f"The stage '{stage}' in {self.path} was made by the run in {shown_path(other)}, with other settings "
+                f"The stage '{stage}' in {self.path} was made by the run in {one_line(other)}, with other settings "
                 f"({self.told(stage, inputs)}): choose another --data_dir."
             )
         raise UserError(
@@ -356,7 +356,7 @@ class RunDirectory:
             for path in sorted(found.rglob("*")) if found.is_dir() and not found.is_symlink() else ():
                 if not path.is_dir() and not _INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
                     raise UserError(
-                        f"{shown_path(path)} was not made by draftsmith, but --redo would remove it with {found.name}: move it away."
+                        f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {found.name}: move it away."
                     )
 
     def _check_room(self) -> None:

@@ -23,7 +23,7 @@ from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftsmith.errors import UserError, shown_path
+from draftsmith.errors import UserError, one_line
 from draftsmith.fields import shown
 from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.foreign.code import foreign_code
@@ -195,7 +195,7 @@ def _find(path: str) -> Path:
     why_offline()
     owner, model, name = path.split("/", 2)
     remedy = "check its path, or for a Hub name (owner/model/file.gguf) its spelling and the network"
-    with foreign_code(f"The target {shown_path(path)} is neither a file here nor could be fetched", remedy):
+    with foreign_code(f"The target {one_line(path)} is neither a file here nor could be fetched", remedy):
         return Path(hf_hub_download(f"{owner}/{model}", name))
 
 

@@ -19,29 +19,34 @@ _WINDOW = 60
 """Seconds that a rate is taken over."""
 _LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _WARNING = "warning: "
-_warned: set[str] = set()
+_said: set[str] = set()
 
 
-def say(text: str) -> None:
-    """Print a line of progress; results go to standard output. A warning is printed once, and with `--quiet` nothing but warnings and
-    the verdict."""
-    if text in _warned or (os.environ.get(QUIET) and not text.startswith((_WARNING, "verdict: "))):
+def say(text: str, *, once: bool = False) -> None:
+    """Print a line of progress; results go to standard output. A warning is printed once, and what is said to be so, also where
+    several processes find it; with `--quiet` nothing but warnings and the verdict."""
+    if text in _said or (os.environ.get(QUIET) and not text.startswith((_WARNING, "verdict: "))):
         return
-    if text.startswith(_WARNING):
-        _warned.add(text)
+    if once or text.startswith(_WARNING):
+        _said.add(text)
     tqdm.write(printable(text), file=sys.stderr)  # above the bars
     sys.stderr.flush()
 
 
+def hush(*texts: str) -> None:
+    """Take lines as printed: what they say is known, or a process that was started here has said it."""
+    _said.update(texts)
+
+
 def said() -> dict[str, str]:
-    """Return the environment variable for processes that are started here, so that they do not repeat warnings."""
-    return {SAID: "\n".join(sorted(_warned))}
+    """Return the environment variable for processes that are started here, so that they do not repeat what is said once."""
+    return {SAID: "\n".join(sorted(_said))}
 
 
 def warn_anew() -> None:
-    """Let warnings be said again that were said before, but not by the process that started this one."""
-    _warned.clear()
-    _warned.update(filter(None, os.environ.get(SAID, "").split("\n")))
+    """Let lines be said again that were said before, but not by the process that started this one."""
+    _said.clear()
+    _said.update(filter(None, os.environ.get(SAID, "").split("\n")))
 
 
 def choose_progress(*, quiet: bool) -> None:

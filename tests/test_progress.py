@@ -6,7 +6,7 @@ import re
 import pytest
 
 from draftsmith import progress
-from draftsmith.progress import Bar, choose_progress, say, warn_anew
+from draftsmith.progress import Bar, choose_progress, hush, say, warn_anew
 
 
 class Terminal(io.StringIO):
@@ -131,11 +131,15 @@ def test_a_process_that_a_command_starts_repeats_no_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     say("warning: few answers")
+    say("answers: reusing run", once=True)
+    hush("features: reusing run")
     monkeypatch.setenv(progress.SAID, progress.said()[progress.SAID])
     warn_anew()
     say("warning: few answers")
     say("warning: no answers")
-    assert capsys.readouterr().err == "warning: few answers\nwarning: no answers\n"
+    for stage in ("answers", "features"):
+        say(f"{stage}: reusing run", once=True)
+    assert capsys.readouterr().err == "warning: few answers\nanswers: reusing run\nwarning: no answers\n"
 
 
 def test_what_is_said_does_not_break_a_line_of_the_log(capsys: pytest.CaptureFixture) -> None:

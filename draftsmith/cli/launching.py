@@ -11,8 +11,9 @@ import torch
 
 import draftsmith.train
 from draftsmith.errors import UserError
+from draftsmith.eval.measure.history import read_history, tell
 from draftsmith.heads.registry import find_method
-from draftsmith.progress import said, say
+from draftsmith.progress import hush, said, say
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.recipe.shipped import find_file
 from draftsmith.stages.pipeline import make_stages
@@ -128,6 +129,10 @@ def train(session: Session, launch: Launch, words: list[str]) -> bool:
     code = run_launcher(options, launch.processes)
     if code:
         raise SystemExit(code)
+    hush(
+        f"train: reusing {session.run.path}",
+        *(() if (past := read_history(session.recipe.run_dir)) is None else tell(past)),
+    )
     if launch.machine:
         say("trained; machine 0 goes on with what comes next")
     return not launch.machine

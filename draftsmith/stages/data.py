@@ -199,7 +199,7 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
         )
     else:
         found = read_answers(answers, max_length=limit, on_too_long=data.on_too_long)
-    say(f"data: {found.stats}")
+    say(f"data: {found.stats}", once=True)
     return found.samples[:count]
 
 

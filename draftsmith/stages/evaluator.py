@@ -175,8 +175,9 @@ class Evaluator:
         speeds = [1.0, *(gains.get((c, c.num_speculative_tokens), 1.0) for c in systems)]
         tokens = sum(len(g.output_ids) for g in answers) * self.spec.repeats
         minutes = tokens * point.alone_ms / self.spec.batch * sum(1 / speed for speed in speeds) / 60_000
+        what = f"{'token' if best.tree is None else 'level'}{'s' if k > 1 else ''}"
         say(
-            f"evaluate: by simulation and costs {best.name} drafting {k} {'tokens' if best.tree is None else 'levels'} is "
+            f"evaluate: by simulation and costs {best.name} drafting {k} {what} is "
             f"{gains[best, k]:.2f}x as fast as the target alone; "
             f"decoding will take about {max(1, round(minutes))} min"
         )

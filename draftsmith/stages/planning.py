@@ -205,9 +205,9 @@ def plan_stage(
     more = None if history is None else history.twice
     rising = None if history is None or more is None else more.tau - history.best.tau
     exported = None if export is None else Export.of(asdict(export))
-    decision = make_decision(
-        results, table, str(table_path), export=exported, price_per_hour=price_per_hour, rising=rising
-    )
+    heldout = None if history is None else history.best.tau
+    facts = {"price_per_hour": price_per_hour, "rising": rising, "heldout": heldout}
+    decision = make_decision(results, table, str(table_path), export=exported, **facts)
     if decision is None:
         return None
     settings, exports = (folder / "settings").absolute(), Path("export") if run is None else run.absolute() / "export"

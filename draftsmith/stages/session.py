@@ -25,7 +25,7 @@ from draftsmith.heads.target.identity import TargetIdentity
 from draftsmith.heads.target.pretrained import weights_directory
 from draftsmith.heads.target.target import Target, describe_context
 from draftsmith.heads.warm_start import adopt_options
-from draftsmith.progress import say, warn_anew
+from draftsmith.progress import hush, say, warn_anew
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
@@ -206,7 +206,7 @@ class Session:
         done = run.begin(stage, inputs, redo=redo, needed=needed)
         self.redo.discard(stage)
         if done:
-            say(f"{stage}: reusing {needed[0] if needed else run.path}")
+            say(f"{stage}: reusing {needed[0] if needed else run.path}", once=True)
         return done
 
     def directory(self, stage: str) -> RunDirectory:
@@ -218,6 +218,7 @@ class Session:
         if self.directory(stage) is not self.run and self.data.redone(stage):
             self.run.set_aside(stage)  # what follows from it
         self.directory(stage).finish(stage, facts)
+        hush(f"{stage}: reusing {self.directory(stage).path}")  # where training is launched next, which would say so
 
     def put_back(self) -> None:
         """Put back what --redo set aside for a stage that has made nothing, if this process does make stages."""

@@ -374,7 +374,10 @@ def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, 
     for result, which, taken in ((old, "old", {a for a, _ in names}), (new, "new", {b for _, b in names})):
         if alone := [name for name in result.drafters if name not in taken]:
             yield f"not compared, in the {which} result: {', '.join(alone)}"
-        yield from (f"warning in the {which} result: {text.rstrip('.')}" for text in result.warnings)
+    for text in dict.fromkeys((*old.warnings, *new.warnings)):
+        both = text in old.warnings and text in new.warnings
+        where = "both results" if both else f"the {'old' if text in old.warnings else 'new'} result"
+        yield f"warning in {where}: {text.rstrip('.')}"
     few = [name for name, count in _prompts_by_slice(new).items() if count < FEWEST_PROMPTS]
     if few:
         yield f"fewer than {FEWEST_PROMPTS} prompts, so without an interval: {', '.join(few)}"

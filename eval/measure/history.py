@@ -131,8 +131,9 @@ def tell(past: History) -> list[str]:
     first, best, last = past.points[0], past.best, past.points[-1]
     parts = [f"{past.answers:,} answers" if past.answers is not None else ""]
     parts += [f"{past.supervised_tokens:,} supervised tokens" if past.supervised_tokens is not None else ""]
-    parts += [f"{past.epochs:.3g} epochs" if past.epochs is not None else ""]
-    curve = f"held-out tau {first.tau:.2f} at step {first.step}, {last.tau:.2f} at step {last.step}"
+    parts += [f"{past.epochs:.3g} epoch{'' if past.epochs == 1 else 's'}" if past.epochs is not None else ""]
+    ends = dict.fromkeys(f"{point.tau:.2f} at step {point.step}" for point in (first, last))  # one evaluation is both
+    curve = f"held-out tau {', '.join(ends)}"
     kept = "" if best is last else f"; the head of step {best.step} is kept, with {best.tau:.2f}"
     lines = [f"learned from {', '.join(part for part in parts if part)}: {curve}{kept}" if any(parts) else curve + kept]
     if past.coverage is not None:

@@ -84,10 +84,11 @@ def make_decision(
     export: Export | None = None,
     price_per_hour: float | None = None,
     rising: float | None = None,
+    heldout: float | None = None,
 ) -> Decision | None:
     """Return what results and costs decide, None where no draft of the table was simulated.
 
-    source: the table's file, for messages. export: None for that of the results' recipe. rising: see `decide`. Raises UserError where
+    source: the table's file, for messages. export: None for that of the results' recipe. rising, heldout: see `decide`. Raises UserError where
     table and results do not belong together.
     """
     check_one_evaluation(results)
@@ -103,7 +104,7 @@ def make_decision(
         return None
     here = table.hardware == first.hardware
     checks = tuple(make_checks(plan))
-    verdict = decide(plan, checks=checks, doubts=doubts_of(results) if here else (), rising=rising)
+    verdict = decide(plan, checks=checks, doubts=doubts_of(results) if here else (), rising=rising, heldout=heldout)
     if verdict is None:
         return None
     if (gpus := export.tensor_parallel) > 1:

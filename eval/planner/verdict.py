@@ -40,12 +40,17 @@ class Verdict:
 
 
 def decide(
-    plan: Plan, *, checks: Sequence[Check] = (), doubts: Sequence[str] = (), rising: float | None = None
+    plan: Plan,
+    *,
+    checks: Sequence[Check] = (),
+    doubts: Sequence[str] = (),
+    rising: float | None = None,
+    heldout: float | None = None,
 ) -> Verdict | None:
     """Return the verdict at the plan's batch and context; None where no draft was both simulated and timed.
 
     checks: predicted against measured. doubts: why the clocks of the results cannot be trusted. rising: by how much tau is forecast to
-    grow with twice the data, None where nobody knows.
+    grow with twice the data. heldout: tau of the run's own head on its held-out answers. Both None where nobody knows.
     """
     options = plan.over_temperatures(plan.batch)
     if not options:
@@ -63,16 +68,18 @@ def decide(
     if doubts and any(abs(gain / PAYS - 1) < _CLOSE for gain in gains):
         # Far from the threshold a busy machine decides nothing.
         flaws.append(Flaw("the clock cannot be trusted, and the speedup is near to what pays", QUIET))
-    # A head that learned next to nothing pays by no clock.
+    # A head that learned next to nothing pays by no clock; but few prompts may be unlike those that it learned from.
     taus = [o.tau for r in plan.results if (cell := plan.cell(r)) for o in cell.options]
-    if flaws and (max(taus) >= UNTAUGHT or max(gains) >= PAYS):
+    own = best.drafter == next(iter(plan.results[0].drafters))  # the run's own head, of which history speaks
+    taught = own and heldout is not None and heldout >= UNTAUGHT
+    if flaws and (taught or max(taus) >= UNTAUGHT or max(gains) >= PAYS):
         whats = {flaw.remedy: [f.what for f in flaws if f.remedy == flaw.remedy] for flaw in flaws}
         causes = "; ".join(f"{', '.join(found)} ({remedy})" for remedy, found in whats.items())
         return Verdict(Action.MEASURE_AGAIN, f"Measure again before you decide: {causes}.", tuple(reasons), best)
     reasons += [f"{flaw.what[0].upper()}{flaw.what[1:]}: {flaw.remedy}." for flaw in flaws]
     if max(gains) >= PAYS:
         return _deploy(plan, best, options, gains, "measured" if timed else "predicted", reasons)
-    return _keep_off(plan, best, max(gains), rising, reasons)
+    return _keep_off(plan, best, max(gains), rising, reasons, taught=taught)
 
 
 def _deploy(
@@ -116,7 +123,9 @@ def _used(plan: Plan, drafter: str) -> int | None:
     return draft.num_speculative_tokens if draft is not None else None
 
 
-def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reasons: list[str]) -> Verdict:
+def _keep_off(
+    plan: Plan, best: Option, gain: float, rising: float | None, reasons: list[str], *, taught: bool
+) -> Verdict:
     """Say what would have to be what for the best draft to pay."""
     cost, k, tau = best.cost, best.num_speculative_tokens, best.tau
     needed = max(PAYS * cost.tau_needed, tau * PAYS / gain)  # also where it was timed slower than its costs say
@@ -136,7 +145,7 @@ def _keep_off(plan: Plan, best: Option, gain: float, rising: float | None, reaso
             else "No draft would be cheap enough at this tau: the target's pass and the loop cost more than it saves."
         )
     where = f"batch {plan.batch}"
-    if tau < UNTAUGHT:
+    if tau < UNTAUGHT and not taught:
         text = f"Do not deploy {best.drafter}: it has learned next to nothing (tau {tau:.2f})."
         return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
     # A forecast is of the run's own head, which is the first drafter; no draft of K tokens has a tau above K + 1.

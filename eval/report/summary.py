@@ -59,6 +59,8 @@ def _range_over_slices(system: System) -> str:
     if len(taus) < 2:
         return ""
     low, high = min(taus, key=lambda name: taus[name]), max(taus, key=lambda name: taus[name])
+    if number(taus[low]) == number(taus[high]):
+        return " on every slice"
     return f", from {number(taus[low])} on {low} to {number(taus[high])} on {high}"
 
 

@@ -39,11 +39,13 @@ def section(view: View) -> Section:
         tables.append(
             Table("Tokens of held-out answers that the draft vocabulary has", ("slice", "covered"), found, folded=True)
         )
+    warned = {f"warning: {text}" for result in view.results for text in result.warnings}  # which the page says above
+    lines = (line for line in tell(past) if line not in warned)
     return Section(
         "training",
         title,
         about,
         (Figure("Held-out tau over the training; the best head is kept.", (panel,)),),
         tuple(tables),
-        tuple(line[0].upper() + line[1:] + "." for line in tell(past)),
+        tuple(line[0].upper() + line[1:].rstrip(".") + "." for line in lines),
     )

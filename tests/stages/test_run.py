@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -401,9 +402,16 @@ def test_redo_of_what_the_command_does_not_make_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "redo"), [("run", False), ("train", True)])
 def test_training_is_launched_in_processes_of_their_own(
-    command: str, redo: bool, workplace: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str,
+    redo: bool,
+    workplace: Path,
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """`--launch` goes through accelerate and leaves the same head, and the launched processes are the ones that train."""
+    """`--launch` goes through accelerate and leaves the same head, and the launched processes are the ones that train. Nothing is said
+    by both."""
     run = tmp_path / "launched"
     dropped = ("evaluation", "export") if redo else ("train", "evaluation", "export")
     shutil.copytree(finished, run, ignore=shutil.ignore_patterns(*dropped))
@@ -415,6 +423,11 @@ def test_training_is_launched_in_processes_of_their_own(
     assert (run / "evaluation").exists() == (command == "run")
     assert (run / marker.relative_to(finished)).stat().st_mtime_ns > marker.stat().st_mtime_ns
     assert digests(run)["train/metrics.jsonl"] == digests(finished)["train/metrics.jsonl"]
+    lines = r"^(?:(?:answers|features|train): reusing|data: |warning: the head has learned nothing).*"
+    said = Counter(re.findall(lines, capfd.readouterr().err, re.M))
+    assert [line for line, times in said.items() if times > 1] == []
+    assert f"answers: reusing {run}" in said
+    assert f"train: reusing {run}" not in said
 
 
 def test_no_decode_simulates_only(workplace: Path, finished: Path, tmp_path: Path) -> None:

@@ -294,6 +294,10 @@ def test_another_target_is_what_is_compared() -> None:
     assert "the target changed: models/old (abcdefgh) -> models/new (xyz)" in notes
     assert "versions changed: torch 2.13.0 -> 2.14.0" in notes
     assert "warning in the new result: the head was made for models/old" in notes
+    notes = compare_results(new, new).notes
+    assert [note for note in notes if "warning" in note] == [
+        "warning in both results: the head was made for models/old"
+    ]
 
 
 def test_drafters_are_matched_by_name_or_as_asked() -> None:

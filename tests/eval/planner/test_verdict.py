@@ -144,8 +144,8 @@ def held_up(context: int, **costs: float) -> CostTable:
     return replace(made, points=points)
 
 
-def decided(one: Result, costs: CostTable | None = None) -> Verdict:
-    made = make_decision([one], costs or table(), "costs.json")
+def decided(one: Result, costs: CostTable | None = None, heldout: float | None = None) -> Verdict:
+    made = make_decision([one], costs or table(), "costs.json", heldout=heldout)
     assert made is not None
     if made.verdict.action == Action.MEASURE_AGAIN:
         assert engine_settings(made) == {}
@@ -214,3 +214,20 @@ def test_a_head_that_learned_nothing_is_said_whatever_the_clock() -> None:
     found = decided(timed_at(0.7, 0.02, repeats=1, prompts=3))
     assert found.action == Action.MORE_DATA
     assert any(reason.startswith("3 prompts are too few: ") for reason in found.reasons)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "heldout", "action", "words"),
+    [
+        (3, 1.02, Action.MORE_DATA, "learned next to nothing"),
+        (3, 1.3, Action.MEASURE_AGAIN, "3 prompts are too few"),
+        (12, 1.02, Action.MORE_DATA, "learned next to nothing"),
+        (12, 1.3, Action.DO_NOT_DEPLOY, "the best draft, eagle3 with"),
+    ],
+)
+def test_a_head_that_learned_its_own_answers_has_not_learned_nothing(
+    prompts: int, heldout: float, action: Action, words: str
+) -> None:
+    found = decided(timed_at(0.7, 0.02, prompts=prompts), heldout=heldout)
+    assert found.action == action
+    assert words in found.headline

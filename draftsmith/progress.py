@@ -22,10 +22,10 @@ _WARNING = "warning: "
 _said: set[str] = set()
 
 
-def say(text: str, *, once: bool = False) -> None:
+def say(text: str, *, once: bool = False, kept: bool = False) -> None:
     """Print a line of progress; results go to standard output. A warning is printed once, and what is said to be so, also where
-    several processes find it; with `--quiet` nothing but warnings and the verdict."""
-    if text in _said or (os.environ.get(QUIET) and not text.startswith((_WARNING, "verdict: "))):
+    several processes find it; with `--quiet` nothing but warnings, the verdict and what is `kept`."""
+    if text in _said or (os.environ.get(QUIET) and not kept and not text.startswith((_WARNING, "verdict: "))):
         return
     if once or text.startswith(_WARNING):
         _said.add(text)

@@ -109,7 +109,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": live.text}]
         tau = tally_generation(answer, self.draft_length).tau
         comparable = self.sampling.greedy and self.way.target is self.target
-        say(f"[{describe(decoded, tau, alone, comparable=comparable)}{self._why_ended(answer, stopped)}]")
+        say(f"[{describe(decoded, tau, alone, comparable=comparable)}{self._why_ended(answer, stopped)}]", kept=True)
         return answer
 
     def _write(
@@ -198,12 +198,12 @@ def converse(chat: Chat) -> None:
         if line == "/reset":
             chat.reset()
         elif line.startswith("/") and " " not in line:
-            say(f"There is no {printable(line)}: {_COMMANDS}.")
+            say(f"There is no {printable(line)}: {_COMMANDS}.", kept=True)
         elif line:
             try:
                 chat.ask(line)
             except UserError as error:
-                say(str(error))
+                say(str(error), kept=True)
 
 
 def describe(decoded: Decoded, tau: float | None, alone: Decoded | None, *, comparable: bool) -> str:

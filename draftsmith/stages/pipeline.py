@@ -66,6 +66,9 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
     if met := meeting():
         met.check_shared("--output_dir", session.recipe.run_dir)
         met.check_shared("--data_dir", session.recipe.data_path)
+    for stage in session.redo:
+        for directory in {session.directory(stage), session.run}:
+            directory.check_aside(stage)
     if "train" in stages and (head := learned(session)):
         made.head, stages = head, stages[stages.index("train") + 1 :]
     with main_process_first(session.device):

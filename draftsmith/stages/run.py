@@ -268,6 +268,13 @@ class RunDirectory:
         """Return whether an earlier version of a stage is kept until it is done."""
         return (record := self._read().get(stage)) is not None and record.earlier is not None
 
+    def check_aside(self, redo: str) -> None:
+        """Raise UserError where `set_aside` would, for files of others and for want of room, before other stages are made."""
+        for name in (later := [name for name in FOLLOWERS[redo] if name in self._stages]):
+            self._check_inside(name)
+        if "features" in later:
+            self._check_room()
+
     def set_aside(self, redo: str) -> None:
         """Move a stage and all that are made here and follow from it into `.earlier` folders, where each stays until it is done again.
 
@@ -279,9 +286,7 @@ class RunDirectory:
         later = [name for name in FOLLOWERS[redo] if name in self._stages]
         for name in later:
             self._check_unclaimed(name)
-            self._check_inside(name)
-        if "features" in later:
-            self._check_room()
+        self.check_aside(redo)
         records = self._read()
         again = redo in records and records[redo].redo == redo  # whose first --redo has not come to its end
         for name in [redo] if again else [name for name in later if name in records]:

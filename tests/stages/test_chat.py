@@ -140,7 +140,10 @@ def test_lines_that_begin_with_a_slash(
         converse(chat)
 
 
-def test_a_full_context_drops_the_turn(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_context_drops_the_turn(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRAFTSMITH_QUIET", "1")  # figures are what a chat is for
     chat = make_chat(workplace, "--evaluate.max_new_tokens", "300")
     with pytest.raises(UserError, match=r"no room for an answer within the 253 .* dropped; ask in fewer words"):
         chat.ask("why? " * 100)

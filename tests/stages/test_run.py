@@ -146,6 +146,19 @@ def test_a_project_of_the_users_is_left_alone(
     assert subprocess.run([*git, "status", "--porcelain"], check=True, capture_output=True).stdout == b""
 
 
+def test_redo_is_refused_before_other_stages_are_made(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers of more conversations are not made first."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (run / "train" / "best" / "notes.txt").write_text("mine")
+    before = digests(run)
+    assert main(["run", *options(workplace, run), "--data.limit", "60", "--redo", "train"]) == 2
+    assert "notes.txt was not made by draftsmith, but --redo would remove it" in capsys.readouterr().err
+    assert digests(run) == before
+
+
 def test_second_run_reuses_every_stage(workplace: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = digests(finished)
     assert main(["run", *options(workplace, finished)]) == 0

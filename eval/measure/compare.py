@@ -357,8 +357,7 @@ def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, 
         yield f"the same target: {new.target.path}"
     else:
         yield f"the target changed: {_identity(old.target)} -> {_identity(new.target)}"
-    versions = [name for name in old.versions if new.versions.get(name, old.versions[name]) != old.versions[name]]
-    if versions:
+    if versions := [name for name in old.versions if new.versions.get(name, old.versions[name]) != old.versions[name]]:
         yield f"versions changed: {', '.join(f'{n} {old.versions[n]} -> {new.versions[n]}' for n in versions)}"
     if None in (old.settings.prompts, new.settings.prompts):
         yield "prompts are compared by slice and number only, as a result of an earlier version does not identify them"
@@ -375,11 +374,9 @@ def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, 
         if alone := [name for name in result.drafters if name not in taken]:
             yield f"not compared, in the {which} result: {', '.join(alone)}"
     for text in dict.fromkeys((*old.warnings, *new.warnings)):
-        both = text in old.warnings and text in new.warnings
-        where = "both results" if both else f"the {'old' if text in old.warnings else 'new'} result"
-        yield f"warning in {where}: {text.rstrip('.')}"
-    few = [name for name, count in _prompts_by_slice(new).items() if count < FEWEST_PROMPTS]
-    if few:
+        where = " and the ".join(name for name, one in (("old", old), ("new", new)) if text in one.warnings)
+        yield f"warning in the {where} result: {text.rstrip('.')}"
+    if few := [name for name, count in _prompts_by_slice(new).items() if count < FEWEST_PROMPTS]:
         yield f"fewer than {FEWEST_PROMPTS} prompts, so without an interval: {', '.join(few)}"
 
 

@@ -296,7 +296,7 @@ def test_another_target_is_what_is_compared() -> None:
     assert "warning in the new result: the head was made for models/old" in notes
     notes = compare_results(new, new).notes
     assert [note for note in notes if "warning" in note] == [
-        "warning in both results: the head was made for models/old"
+        "warning in the old and the new result: the head was made for models/old"
     ]
 
 

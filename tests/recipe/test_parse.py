@@ -113,8 +113,8 @@ def test_empty_sections_are_the_defaults(tmp_path: Path) -> None:
     ("words", "named"),
     [
         (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
-        (["--recipe", ""], "--recipe is empty: name a recipe"),
-        (["--recipe="], "--recipe is empty: name a recipe"),
+        (["--recipe", ""], "--recipe is empty: name a file"),
+        (["--recipe="], "--recipe is empty: name a file"),
         (
             ["--recipe", TINY, "--data.sources", "&a [*a]"],
             "data.sources, line 1: the value named by an anchor contains",

@@ -38,6 +38,11 @@ CORE: dict[str, tuple[str, ...]] = {
     "data/features/store.py": ("tests/data/features/test_store.py",),
     "data/conversations/masks.py": ("tests/data/conversations/test_masks.py", "tests/data/conversations/test_spans.py"),
     "data/conversations/spans.py": ("tests/data/conversations/test_spans.py",),
+    "data/conversations/ends.py": (
+        "tests/data/conversations/test_spans.py",
+        "tests/data/conversations/test_families.py",
+    ),
+    "data/conversations/tools.py": ("tests/data/conversations/test_families.py",),
     "train/schedule.py": ("tests/train/test_schedule.py",),
 }
 """The core's files, and the tests nearest to each."""
@@ -113,12 +118,12 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         'aux=torch.cat(streams, dim=1) if streams else part["last"][:, :0],',
     ): "the last of two dimensions",
     (
-        "data/conversations/spans.py",
+        "data/conversations/ends.py",
         "start += _count_forced(tokenizer, ids[start : min(end, start + 32)])",
         "start += _count_forced(tokenizer, ids[start : max(end, start + 32)])",
     ): "an empty think block is shorter than 32 tokens, and what follows an answer is none",
     (
-        "data/conversations/spans.py",
+        "data/conversations/turns.py",
         "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)",
         "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=True)",
     ): "the text is searched for white space and think marks alone, which the cleaning leaves as they are",
@@ -163,12 +168,7 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "before_BL = torch.nn.functional.pad(document_BL[:, :-1], (1, 0), value=-3)",
     ): "any number below -1 is no document and no padding",
     (
-        "data/conversations/spans.py",
-        "while end > start and not _decode(tokenizer, ids[end - 1 : end]).strip():",
-        "while end >= start and not _decode(tokenizer, ids[end - 1 : end]).strip():",
-    ): "an answer of white space alone is empty whether it ends where it starts or a token before",
-    (
-        "data/conversations/spans.py",
+        "data/conversations/ends.py",
         "counts = range(1, len(ids) + 1)",
         "counts = range(1, len(ids) + 2)",
     ): "a slice past the end is the whole",

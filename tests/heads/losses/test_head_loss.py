@@ -212,12 +212,15 @@ def test_mistakes_name_the_key():
     [
         ({"kind": "lk_hybrid", "lk_scale": 1.5}, "train.loss.lk_scale is 1.5: it must be from 0 to 1"),
         ({"kind": "lk_hybrid", "lk_decay": -3.0}, "train.loss.lk_decay is -3.0: it must be from 0 to 1000"),
-        ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and kind is kl: leave it out"),
-        ({"kind": "tv", "lk_decay": 2.0}, "train.loss.lk_decay is 2.0, but it belongs to lk_hybrid, and kind is tv"),
-        ({"top_k": 5}, "train.loss.top_k is 5, but top_k_weight is 0"),
+        ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and train.loss.kind is kl: leave it out"),
+        (
+            {"kind": "tv", "lk_decay": 2.0},
+            "train.loss.lk_decay is 2.0, but it belongs to lk_hybrid, and train.loss.kind is tv",
+        ),
+        ({"top_k": 5}, "train.loss.top_k is 5, but train.loss.top_k_weight is 0"),
         (
             {"decay": 0.5, "depth_weights": [1.0]},
-            "train.loss.decay is 0.5, but depth_weights name the weight of every step",
+            "train.loss.decay is 0.5, but train.loss.depth_weights name the weight of every step",
         ),
     ],
 )

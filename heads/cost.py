@@ -69,7 +69,7 @@ class HeadCost(ABC):
     def logit_bytes(self) -> int:
         """Bytes of one draft logit, which stay until the backward pass: 2 with a projection of the head's own under autocast, 4
         with the target's, whose logits are fp32."""
-        return 2
+        return 4 if getattr(self.options, "original_lm_head", False) else 2
 
     @property
     def head_size(self) -> int:

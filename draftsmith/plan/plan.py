@@ -236,9 +236,9 @@ def engines(recipe: Recipe, target: PlannedTarget) -> list[str]:
     return [f"engines: {notice}"] if notice else []
 
 
-def comment(plan: Plan, width: int = 116) -> str:
-    """Return `describe` as a YAML comment, each line wrapped to `width`."""
-    wrapped = [textwrap.wrap(line, width - 4, subsequent_indent="  ") for line in describe(plan)]
+def comment(plan: Plan) -> str:
+    """Return `describe` as a YAML comment, wrapped to lines of 116 characters."""
+    wrapped = [textwrap.wrap(line, 112, subsequent_indent="  ") for line in describe(plan)]
     return "\n".join(f"#   {line}" for lines in wrapped for line in lines)
 
 

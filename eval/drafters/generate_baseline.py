@@ -99,9 +99,9 @@ def assisted(target: Target, draft: Target, num_speculative_tokens: int, *, conf
     return GenerateSystem(name, target, {}, draft, num_speculative_tokens, confidence)
 
 
-def looked_up(target: Target, num_speculative_tokens: int, max_ngram: int = 3) -> GenerateSystem:
+def looked_up(target: Target, num_speculative_tokens: int) -> GenerateSystem:
     """Return `generate` with prompt lookup."""
-    options = {"prompt_lookup_num_tokens": num_speculative_tokens, "max_matching_ngram_size": max_ngram}
+    options = {"prompt_lookup_num_tokens": num_speculative_tokens, "max_matching_ngram_size": 3}
     return GenerateSystem("generate, prompt lookup", target, options)
 
 

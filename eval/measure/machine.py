@@ -172,11 +172,11 @@ def faster_in_bf16(device: torch.device) -> bool:
     return best[torch.bfloat16] < 0.8 * best[torch.float32]  # what is as fast shall not change from run to run
 
 
-def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+def read_bandwidth(device: torch.device) -> float:
     """Return the bytes per second with which the device reads memory, the best of a few sums over a quarter of a GiB."""
     block = torch.ones(2**26, device=device)
     best = float("inf")
-    for _ in range(repeats + 1):
+    for _ in range(6):
         started = time.perf_counter()
         block.sum().item()  # which waits for a GPU
         best = min(best, time.perf_counter() - started)

@@ -17,10 +17,6 @@ class HydraCost(HeadCost):
         return self.options.num_heads
 
     @property
-    def logit_bytes(self) -> int:
-        return 4 if self.options.original_lm_head else 2
-
-    @property
     def _later(self) -> int:
         """Blocks of a head after its first that have weights of their own."""
         return min(self.options.num_layers - 1, 1) if self.options.tie_blocks else self.options.num_layers - 1

@@ -16,10 +16,6 @@ class MedusaCost(HeadCost):
         return self.options.num_heads
 
     @property
-    def logit_bytes(self) -> int:
-        return 4 if self.options.original_lm_head else 2
-
-    @property
     def matrices(self) -> int:
         """A block's weight is [H, H]."""
         return self.options.num_heads * self.options.num_layers * self.target.hidden**2

@@ -298,7 +298,7 @@ def waits_of(device: torch.device, job: Callable[[], object]) -> dict[str, int]:
     return dict(counts.most_common())
 
 
-def _profile(device: torch.device, job: Callable[[], object], most: int = 20) -> dict[str, Any]:
+def _profile(device: torch.device, job: Callable[[], object]) -> dict[str, Any]:
     """Return a job's kernels: how many, their time in all, and those that take most."""
     if device.type != "cuda":
         return {}
@@ -310,7 +310,7 @@ def _profile(device: torch.device, job: Callable[[], object], most: int = 20) ->
     return {
         "kernels": sum(event.count for event in kernels),
         "ms": sum(event.self_device_time_total for event in kernels) / 1e3,
-        "most": [{"name": e.key[:100], "count": e.count, "ms": e.self_device_time_total / 1e3} for e in rows[:most]],
+        "most": [{"name": e.key[:100], "count": e.count, "ms": e.self_device_time_total / 1e3} for e in rows[:20]],
     }
 
 

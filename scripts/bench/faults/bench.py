@@ -32,39 +32,11 @@ from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
 
 RECIPE = (
-    *("--target.dtype", "float32", "--data.limit", "24", "--data.max_length", "96", "--data.heldout", "6"),
-    *("--answers.max_new_tokens", "12", "--answers.batch", "6", "--features.dtype", "float32"),
-    *("--head.layer_ids", "[0,1,2]", "--head.ttt_steps", "2", "--train.epochs", "2", "--train.row_tokens", "96"),
-    *(
-        "--train.rows",
-        "2",
-        "--train.precision",
-        "no",
-        "--train.evaluations",
-        "2",
-        "--train.checkpoint_minutes",
-        "0.001",
-    ),
-    *(
-        "--evaluate.per_slice",
-        "1",
-        "--evaluate.repeats",
-        "1",
-        "--evaluate.max_new_tokens",
-        "8",
-        "--evaluate.max_k",
-        "2",
-    ),
-    *(
-        "--evaluate.num_speculative_tokens",
-        "2",
-        "--evaluate.dtype",
-        "float32",
-        "--evaluate.generate",
-        "false",
-        "--evaluate.plan_batches",
-        "[1]",
-    ),
+    "--target.dtype float32 --data.limit 24 --data.max_length 96 --data.heldout 6 --answers.max_new_tokens 12 --answers.batch 6 "
+    "--features.dtype float32 --head.layer_ids [0,1,2] --head.ttt_steps 2 --train.epochs 2 --train.row_tokens 96 --train.rows 2 "
+    "--train.precision no --train.evaluations 2 --train.checkpoint_minutes 0.001 --evaluate.per_slice 1 --evaluate.repeats 1 "
+    "--evaluate.max_new_tokens 8 --evaluate.max_k 2 --evaluate.num_speculative_tokens 2 --evaluate.dtype float32 "
+    "--evaluate.generate false --evaluate.plan_batches [1]"
 )
 PRELOADED = ("draftsmith.stages.pipeline", "draftsmith.train.loop", "deepspeed")
 """What is imported once, before children are forked; the last is what Accelerate imports where it is installed."""
@@ -87,7 +59,7 @@ def command(run: Path, redo: str = "") -> Callable[[], int]:
     """Return the work of `draftsmith run` in the folder `run`, on the target beside it."""
     texts = ensure_embedded()
     read = ("--data.sources", f'["{texts.conversations}"]', "--evaluate.prompts", f'["{texts.prompts}"]')
-    words = ["run", *RECIPE, *read, "--target.path", str(run.parent / "target"), "--output_dir", str(run)]
+    words = ["run", *RECIPE.split(), *read, "--target.path", str(run.parent / "target"), "--output_dir", str(run)]
     return lambda: draftsmith([*words, *(("--redo", redo) if redo else ())])
 
 

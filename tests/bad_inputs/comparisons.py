@@ -48,6 +48,12 @@ def _each(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, Any
     return lambda value: [change(drafter) for drafter in value.values()]
 
 
+def _draft_longer(drafter: dict[str, Any]) -> None:
+    drafter["draft"]["num_speculative_tokens"] = 9
+    for measures in (drafter["overall"], *drafter["slices"].values()):
+        measures["k_sweep"] = []
+
+
 TABLE = Table(
     "comparisons",
     make,
@@ -68,12 +74,11 @@ TABLE = Table(
         settings("top-k", top_k=40),
         settings("top-p", top_p=0.5),
         settings("dtype", "float16", dtype="float16"),
-        settings("K", num_speculative_tokens=7),
         settings("temperature", "top-p", "dtype", temperature=0.7, top_p=0.5, dtype="float16"),
         drafters("no-drafters", dict.clear, "prompts"),
         drafters("other-names", _rename, "--drafter"),
         drafters("fewer-slices", _each(lambda one: one["slices"].popitem()), "prompts"),
         drafters("fewer-prompts", _each(lambda one: one["slices"]["chat"].update(prompts=1)), "prompts", "chat"),
-        drafters("longer-drafts", _each(lambda one: one["draft"].update(num_speculative_tokens=9)), "tokens"),
+        drafters("longer-drafts-without-a-curve", _each(_draft_longer), "tokens", "simulated"),
     ),
 )

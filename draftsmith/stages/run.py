@@ -270,6 +270,7 @@ class RunDirectory:
 
     def check_aside(self, redo: str) -> None:
         """Raise UserError where `set_aside` would, for files of others and for want of room, before other stages are made."""
+        self.check_ours()
         for name in (later := [name for name in FOLLOWERS[redo] if name in self._stages]):
             self._check_inside(name)
         if "features" in later:

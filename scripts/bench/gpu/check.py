@@ -132,7 +132,8 @@ class GpuCheck:
             steps.append(Step(f"{head} train", 0.08, self._part(f"{head}-train", "stage", "train", *words)))
             # What is trained already is reused: this evaluates, exports and reports.
             steps.append(Step(f"{head} evaluate", 0.16, self._part(f"{head}-evaluate", "stage", "run", *words)))
-        wanted = [step for step in steps if step.name.split()[0] in (self.options.only or [step.name.split()[0]])]
+        only = self.options.only
+        wanted = [step for step in steps if not only or step.name.split()[0] in only]
         whole = sum(step.share for step in wanted)
         for step in wanted:
             self._step(replace(step, share=0.95 * step.share / whole))

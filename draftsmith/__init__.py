@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from draftsmith.decoder.answers import Generation, Request, Tally
+    from draftsmith.decoder.sampling import Sampling
     from draftsmith.errors import UserError
-    from draftsmith.eval.decode.answers import Generation, Request, Tally
-    from draftsmith.eval.decode.sampling import Sampling
     from draftsmith.eval.drafters.system import SystemUnderTest
     from draftsmith.eval.planner.routing import read_rules, route
     from draftsmith.heads.base import DraftHead
     from draftsmith.heads.formats.recognise import load_head
     from draftsmith.heads.registry import Method
-    from draftsmith.heads.target.target import Target
     from draftsmith.recipe.schema import Recipe
+    from draftsmith.target.target import Target
 
 __version__ = "0.1.0"
 
@@ -45,13 +45,13 @@ __all__ = [
 
 _MODULES = {
     "DraftHead": "heads.base",
-    "Generation": "eval.decode.answers",
+    "Generation": "decoder.answers",
     "Method": "heads.registry",
     "Recipe": "recipe.schema",
-    "Request": "eval.decode.answers",
-    "Sampling": "eval.decode.sampling",
-    "Tally": "eval.decode.answers",
-    "Target": "heads.target.target",
+    "Request": "decoder.answers",
+    "Sampling": "decoder.sampling",
+    "Tally": "decoder.answers",
+    "Target": "target.target",
     "UserError": "errors",
     "load_head": "heads.formats.recognise",
     "read_rules": "eval.planner.routing",
@@ -84,9 +84,9 @@ def load_target(
     dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's. Raises UserError for a path, file or architecture
     that cannot be used, a draft head's folder among them.
     """
-    from draftsmith.eval.decode.selfcheck import check_decoding
+    from draftsmith.decoder.selfcheck import check_decoding
     from draftsmith.heads.formats.recognise import refuse_head
-    from draftsmith.heads.target import target as opened
+    from draftsmith.target import target as opened
 
     refuse_head(str(path))
     target = opened.load_target(
@@ -116,9 +116,9 @@ def decode(
     medusa_63, dynamic, or a JSON file with a list of paths. batch: requests decoded together. Raises UserError for requests
     that the target cannot serve and for a tree that the head does not draft.
     """
-    from draftsmith.eval.decode.decode import decode_batch
-    from draftsmith.eval.decode.draft import TargetAlone
-    from draftsmith.eval.decode.sampling import Sampling
+    from draftsmith.decoder.decode import decode_batch
+    from draftsmith.decoder.draft import TargetAlone
+    from draftsmith.decoder.sampling import Sampling
 
     _check_types(target, head, sampling, "requests", requests)
     _check_count("batch", batch)
@@ -145,9 +145,9 @@ def simulate(
     answers: by `target` under `sampling`, with or without drafts; then the result is exact. The other arguments are those of
     `decode`. Raises UserError for a tree whose acceptance the text alone does not tell.
     """
+    from draftsmith.decoder.answers import total
+    from draftsmith.decoder.sampling import Sampling
     from draftsmith.errors import UserError
-    from draftsmith.eval.decode.answers import total
-    from draftsmith.eval.decode.sampling import Sampling
 
     _check_types(target, head, sampling, "answers", answers)
     drafts = _drafts(target, head, num_speculative_tokens, tree)
@@ -208,12 +208,12 @@ def load_recipe(path: str | Path, *overrides: str) -> "Recipe":
 
 def _check_types(target: Any, head: Any, sampling: Any, name: str, texts: Any) -> None:
     """Raise UserError for an argument of another type; `name` is that of `texts`."""
+    from draftsmith.decoder.answers import Generation, Request
+    from draftsmith.decoder.sampling import Sampling
     from draftsmith.errors import UserError
-    from draftsmith.eval.decode.answers import Generation, Request
-    from draftsmith.eval.decode.sampling import Sampling
     from draftsmith.fields import shown
     from draftsmith.heads.base import DraftHead
-    from draftsmith.heads.target.target import Target
+    from draftsmith.target.target import Target
 
     kind = Request if name == "requests" else Generation
     for argument, value, allowed, wanted in (

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 if TYPE_CHECKING:
-    from draftsmith.eval.decode.sampling import Sampling
-    from draftsmith.heads.target.target import Target, TargetHead
+    from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice
 """Indices of rows, or a slice of them."""
@@ -167,7 +166,7 @@ class DraftHead(nn.Module, ABC):
     A head says its `method` (its name in the registry), what it `reads`, how long its `drafts` are and what it returns
     when it `trains`; it implements `forward` and `describe`. Every other method has a default that suits most heads.
 
-    With its method's drafter it makes these promises; heads/conformance/suite.py has a check for each, of the same
+    With its method's drafter it makes these promises; eval/conformance/suite.py has a check for each, of the same
     name:
 
     - decoding has the probabilities of training: those that `forward` gives for the same text
@@ -241,11 +240,10 @@ class DraftHead(nn.Module, ABC):
         """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
         return 1.0
 
-    def calibrate(
-        self, batches: Iterable[TrainBatch], target_head: "TargetHead", sampling: "Sampling"
-    ) -> dict[str, Any]:
-        """Calibrate the confidence after training, on held-out answers that were generated with `sampling`; return what
-        the reports show of it, nothing where nothing is fitted. Called for heads with `trains.has_confidence`."""
+    def calibrate(self, passes: Iterable[tuple[TrainBatch, HeadOutput, Tensor]]) -> dict[str, Any]:
+        """Calibrate the confidence after training; return what the reports show of it, nothing where nothing is fitted.
+        passes: over held-out answers, with [B, L, K] the chance that each draft would be accepted. Called for heads with
+        `trains.has_confidence`."""
         return {}
 
     def with_confidence_threshold(self, threshold: float) -> "DraftHead":

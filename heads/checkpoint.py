@@ -1,7 +1,7 @@
 """Save and load a head's native checkpoint: a folder with `config.json` and `model.safetensors`.
 
 The target's input embeddings are not stored again. The config records the identity of the target
-(draftsmith.heads.target.identity): a head loads only onto the target that it was trained for, unless the caller accepts
+(draftsmith.target.identity): a head loads only onto the target that it was trained for, unless the caller accepts
 warnings.
 """
 
@@ -23,9 +23,9 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.record import what_it_reads
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.config import check_config_values
-from draftsmith.heads.target.target import Target
 from draftsmith.heads.vocab import check_draft_vocab
+from draftsmith.target.config import check_config_values
+from draftsmith.target.target import Target
 
 SCHEMA_VERSION = 1
 EMBEDDING = "embed_tokens.weight"

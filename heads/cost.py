@@ -17,7 +17,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import find_method, methods
-from draftsmith.heads.target.shape import TargetShape
+from draftsmith.target.shape import TargetShape
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.target.tuned import view_of
+from draftsmith.target.tuned import view_of
 
 BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4, "float8": 8})
 """The kinds of weights and their bits: int8 and float8 (e4m3) with a scale per output channel, int4 with one per group of a row."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.files import write_json
-from draftsmith.heads.target.files import read_object
-from draftsmith.heads.target.identity import CHANGES_OUTPUT, Difference, TargetIdentity, compare
+from draftsmith.target.files import read_object
+from draftsmith.target.identity import CHANGES_OUTPUT, Difference, TargetIdentity, compare
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
-    from draftsmith.heads.target.target import Target
+    from draftsmith.target.target import Target
 
 SCHEMA_VERSION = 1
 RECORD = "draftsmith.json"

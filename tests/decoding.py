@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.eval.decode.answers import Generation, Request, Tally
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.heads.target.target import Target
+from draftsmith.decoder.answers import Generation, Request, Tally
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.target.target import Target
 
 
 def decode_like_alone(

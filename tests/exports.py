@@ -27,7 +27,7 @@ from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.head import MedusaHead, MedusaOptions
 from draftsmith.heads.peagle import head as peagle
 from draftsmith.heads.peagle.head import PEagleHead, PEagleOptions
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.models import tiny_model
 
 VOCAB = torch.tensor([0, 2, 3, 7, 50, 51, 52, 100, 159])

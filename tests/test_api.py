@@ -12,7 +12,7 @@ import torch
 
 import draftsmith
 from draftsmith import Request, Sampling, UserError
-from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.decoder.decode import decode_batch
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3.head import build

@@ -33,8 +33,8 @@ import yaml
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.load import load_conversations
-from draftsmith.eval.measure.costs import measure_costs, measure_table
-from draftsmith.eval.measure.gate import parse_thresholds
+from draftsmith.eval.clocks.costs import measure_costs, measure_table
+from draftsmith.eval.gate.gate import parse_thresholds
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.options import take_options
 from draftsmith.recipe.parse import parse_recipe

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import drafting
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.models import tiny_model
 
 EARLIER = Path(__file__).parent / "fixtures" / "earlier"

@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,21 @@ ROOMS = ("data", "heads", "train", "eval", "draftsmith", "scripts/bench")
 
 FLOORS = (
     ("draftsmith", "draftsmith/foreign", "data"),  # the ground: errors, files, typed JSON; batches and packing
-    ("heads/target", "data/conversations"),
-    ("eval/decode", "data/features"),
+    ("draftsmith/target",),
+    ("draftsmith/decoder",),
+    ("draftsmith/decoder/drafters",),
+    ("data/conversations",),
+    ("data/features",),
+    ("data/answers",),
+    ("data/embedded",),
     ("heads", "heads/layers", "heads/losses", "heads/formats"),
-    ("eval/simulate",),
-    ("eval/drafters",),
     ("heads/eagle", "heads/block"),
     ("heads/*",),  # the methods: every folder of heads/ that registers one
-    ("heads/export", "data/answers"),
-    ("heads/conformance", "data/embedded"),
+    ("heads/export",),
+    ("eval/simulate",),
+    ("eval/drafters",),
+    ("eval/conformance", "eval/results", "eval/training"),
+    ("eval/clocks", "eval/gate"),
     ("eval/measure",),
     ("eval/planner",),
     ("eval/tree_search", "eval/report", "eval/engines"),
@@ -33,6 +40,23 @@ FLOORS = (
     ("scripts/bench/*",),
 )
 """From the ground up. A folder may import from its own floor and from those below."""
+
+TOP_ROOMS = (
+    "draftsmith",
+    "draftsmith/target",
+    "draftsmith/decoder",
+    "data",
+    "heads",
+    "eval",
+    "draftsmith/recipe",
+    "train",
+    "draftsmith/plan",
+    "draftsmith/stages",
+    "draftsmith/cli",
+    "launchables of train",
+    "scripts/bench",
+)
+"""The rooms as a whole, from the ground up: each imports from those before it alone."""
 
 LAUNCHABLES = {"train/eagle.py", "train/head.py", "train/medusa.py"}
 """They stand in train/ for `accelerate launch`, on top of the command line."""
@@ -106,13 +130,31 @@ ARROWS = arrows()
 
 def test_there_are_arrows_to_judge() -> None:
     assert ("draftsmith/cli", "draftsmith/stages") in ARROWS
-    assert ("eval/decode", "heads/target") in ARROWS
+    assert ("draftsmith/decoder", "draftsmith/target") in ARROWS
     assert len(ARROWS) > 100
 
 
 def test_imports_go_down() -> None:
     up = {f"{a} -> {b}": files for (a, b), files in ARROWS.items() if floor_of(b) > floor_of(a)}
     assert not up
+
+
+def top_room(folder: str) -> str:
+    """Return the room that a folder is in; the files of the ground floor, batches and packing too, are one room."""
+    if folder in FLOORS[0]:
+        return TOP_ROOMS[0]
+    return max((room for room in TOP_ROOMS[1:] if f"{folder}/".startswith(f"{room}/")), key=len)
+
+
+def test_imports_of_top_rooms_go_down() -> None:
+    rooms = {(top_room(a), top_room(b)): files for (a, b), files in ARROWS.items()}
+    assert len(rooms) > 30
+    assert not {pair: files for pair, files in rooms.items() if TOP_ROOMS.index(pair[1]) > TOP_ROOMS.index(pair[0])}
+
+
+def test_floors_of_a_top_room_lie_together() -> None:
+    rooms = [top_room(name.removesuffix("/*")) for names in FLOORS for name in names]
+    assert [room for room, _ in groupby(rooms)] == [*TOP_ROOMS]
 
 
 def test_no_imports_go_round() -> None:
@@ -137,6 +179,6 @@ def test_what_finds_methods_imports_none() -> None:
     """Registry, formats, export and conformance suite find methods by their registration, as they find another package's."""
     from draftsmith.heads.registry import methods
 
-    finders = ("heads", "heads/formats", "heads/export", "heads/conformance")
+    finders = ("heads", "heads/formats", "heads/export", "eval/conformance")
     named = [(a, b) for a, b in ARROWS if a in finders and b.removeprefix("heads/") in methods()]
     assert not named

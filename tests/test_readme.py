@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.commands import COMMANDS
-from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.report import headline_markdown
+from draftsmith.eval.results.result import read_result
 from scripts.bench.decoder.bench import read_bench, render
 
 ROOT = Path(__file__).resolve().parents[1]

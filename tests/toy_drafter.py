@@ -9,11 +9,11 @@ from itertools import islice
 import torch
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.draft import DecodeState, Draft, StatelessDrafter
-from draftsmith.eval.decode.growth import chain_token_by_token
+from draftsmith.decoder.draft import DecodeState, Draft, StatelessDrafter
+from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.registry import Method
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from draftsmith.heads.files import read_config
 from draftsmith.heads.formats.contracts import Contract, ExportRequest, KeyRule, ModelFiles, TensorRule
 from draftsmith.heads.formats.layout import Layout
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.toy_drafter import BigramHead, BigramOptions, build
 
 CONTRACT = Contract(

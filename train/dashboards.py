@@ -17,8 +17,8 @@ import torch
 from accelerate import PartialState
 
 from draftsmith.errors import UserError, first_line
-from draftsmith.eval.measure.result import Measures, Result, read_result
 from draftsmith.eval.report.page_model import OVERALL
+from draftsmith.eval.results.result import Measures, Result, read_result
 from draftsmith.files import explain_os_error, fingerprint, sha256_file, write_text
 from draftsmith.foreign.files import read_lines
 from draftsmith.foreign.json import parse_json

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate, plan_batches
-from draftsmith.eval.decode.answers import Tally, total
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Tally, total
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target, TargetHead
 from draftsmith.progress import say
+from draftsmith.target.target import Target, TargetHead
 from draftsmith.train.metrics import tuned_figures
 
 
@@ -120,13 +121,15 @@ def calibrate_best(
     where the fit is no better. sampling: that of the answers."""
     head = load_head(folder, target).to(target.device)
 
-    def packed() -> Iterator[TrainBatch]:
+    def passes() -> Iterator[tuple[TrainBatch, HeadOutput, Tensor]]:
         for plan in batches:
             samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
-            yield collate(samples, row_tokens).to(target.device)
+            batch = collate(samples, row_tokens).to(target.device)
+            output = head(batch, head.trains.steps)
+            yield batch, output, chain_acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
 
-    with drafting(head):
-        report = head.calibrate(packed(), target.head, sampling)
+    with drafting(head), torch.no_grad():
+        report = head.calibrate(passes())
     if not report:
         return {}
     save_head(head, folder, target)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from draftsmith.eval.measure.machine import faster_in_bf16
 from draftsmith.heads.base import DraftHead
+from draftsmith.machine import faster_in_bf16
 from draftsmith.recipe.schema import TrainSpec
 
 _Groups = dict[tuple[float, bool], list[nn.Parameter]]

@@ -15,15 +15,15 @@ from typing import Any
 from draftsmith.data.answers.served import AnswerServer, answer_all
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
 from draftsmith.data.conversations.templates import Prompt
+from draftsmith.decoder.answers import Generation, Request
+from draftsmith.decoder.decode import check_requests, decode
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation, Request
-from draftsmith.eval.decode.decode import check_requests, decode
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.files import atomic_path, explain_os_error, fingerprint
 from draftsmith.foreign.json import read_json_lines
-from draftsmith.heads.target.target import Target
 from draftsmith.progress import Bar
+from draftsmith.target.target import Target
 
 BATCHES_PER_CHUNK = 4
 """Batches of answers that are decoded, and written, together."""

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
+from draftsmith.decoder.answers import Generation, Request
+from draftsmith.decoder.sampling import Sampling, penalize, probs
 from draftsmith.errors import UserError, one_line
-from draftsmith.eval.decode.answers import Generation, Request
-from draftsmith.eval.decode.sampling import Sampling, penalize, probs
 from draftsmith.foreign.server import LONGEST, ModelServer, ServerError
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 _WAITS = (1.0, 5.0, 25.0)
 """Seconds before a request that failed is sent again."""

@@ -22,7 +22,7 @@ from draftsmith.foreign.files import read_text
 from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.json import is_text, read_object
 from draftsmith.foreign.limits import try_out
-from draftsmith.heads.target.gguf_file import is_gguf, model_folder
+from draftsmith.target.gguf_file import is_gguf, model_folder
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]] | None

@@ -26,8 +26,8 @@ from draftsmith.data.features.store import (
 )
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
-from draftsmith.heads.target.target import Target, TargetHead, describe_context
 from draftsmith.progress import Bar, say
+from draftsmith.target.target import Target, TargetHead, describe_context
 
 BATCH_TOKENS = 2048
 # The full-vocabulary logits are made in pieces of this many bytes: what stays in a CPU's cache (twice as fast as

@@ -14,12 +14,12 @@ from draftsmith.cli.commands import COMMANDS, REDO
 from draftsmith.cli.gating import judge_comparison, read_gate, result_pairs
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.compare import compare_results
-from draftsmith.eval.measure.history import read_history
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.planner.decision import DECISION_MARKS
 from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, comparison_markdown, comparison_text
 from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_report
+from draftsmith.eval.results.result import read_result
+from draftsmith.eval.training.history import read_history
 from draftsmith.files import check_file, check_ours, write_json, write_text
 from draftsmith.plan import plan as planning
 from draftsmith.plan.figures import device_here, find_device

@@ -197,7 +197,7 @@ def check_hardware() -> Iterator[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Check("CPU", "ok" if cores >= 2 else "note", f"{cores} cores", "" if cores >= 2 else "expect twice the time")
     try:
-        torch, machine = (importlib.import_module(name) for name in ("torch", "draftsmith.eval.measure.machine"))
+        torch, machine = (importlib.import_module(name) for name in ("torch", "draftsmith.machine"))
         faster = machine.faster_in_bf16(torch.device("cpu"))
     except (ImportError, OSError, AttributeError):  # another check says what is missing, broken or too old
         return

@@ -10,10 +10,10 @@ from pathlib import Path
 from draftsmith.cli.boundary import tell
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.compare import Comparison
-from draftsmith.eval.measure.gate import Threshold, check_names, check_results, parse_thresholds
-from draftsmith.eval.measure.junit import JUNIT_MARK, write_junit
-from draftsmith.eval.measure.result import Result, read_result
+from draftsmith.eval.gate.compare import Comparison
+from draftsmith.eval.gate.gate import Threshold, check_names, check_results, parse_thresholds
+from draftsmith.eval.gate.junit import JUNIT_MARK, write_junit
+from draftsmith.eval.results.result import Result, read_result
 from draftsmith.files import check_file
 from draftsmith.stages.evaluation import evaluation_conversations
 from draftsmith.stages.session import Session

@@ -11,7 +11,7 @@ import torch
 
 import draftsmith.train
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.history import read_history, tell
+from draftsmith.eval.training.history import read_history, tell
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import hush, said, say
 from draftsmith.recipe.schema import TrainSpec

@@ -25,21 +25,21 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.data.conversations.templates import encode, render_text
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError, one_line
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
 from draftsmith.foreign.code import foreign_code
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import environment
 from draftsmith.progress import Bar
 from draftsmith.stages.drafters import at_temperature, load_heads, ways_to_draft
 from draftsmith.stages.planning import target_info
 from draftsmith.stages.session import Session
+from draftsmith.target.target import Target
 
 _ALONE = TargetAlone.name
 _WAITING = 4

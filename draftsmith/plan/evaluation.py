@@ -7,10 +7,10 @@ than the target alone; what drafting itself takes is left out.
 from dataclasses import dataclass
 from functools import cached_property
 
-from draftsmith.eval.decode.trees import DynamicTree
+from draftsmith.decoder.trees import DynamicTree
+from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
+from draftsmith.eval.clocks.turns import FEW, SIMULATED_BATCH
 from draftsmith.eval.drafters.system import tree_kind
-from draftsmith.eval.measure.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
-from draftsmith.eval.measure.turns import FEW, SIMULATED_BATCH
 from draftsmith.heads.registry import find_method
 from draftsmith.plan.figures import Plan
 from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec

@@ -16,12 +16,12 @@ from draftsmith.data.answers.generate import BATCHES_PER_CHUNK
 from draftsmith.data.features.store import DTYPES, estimate_bytes
 from draftsmith.data.packing import CHUNK_BATCHES
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.machine import Clocks, available_memory
 from draftsmith.heads.cost import HeadCost
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.shape import TargetShape
+from draftsmith.machine import Clocks, available_memory
 from draftsmith.recipe.schema import Recipe
+from draftsmith.target.shape import TargetShape
 
 BANDWIDTH_SHARE = 0.6
 """Share of the memory bandwidth that a decoding pass reaches, kernel launches included."""

@@ -21,24 +21,24 @@ from draftsmith.data.conversations.templates import load_tokenizer, prepare_prom
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, one_line
-from draftsmith.eval.measure.forecast import FEWEST
-from draftsmith.eval.measure.history import read_history, read_stage
-from draftsmith.eval.measure.machine import emulates_bf16
+from draftsmith.eval.training.forecast import FEWEST
+from draftsmith.eval.training.history import read_history, read_stage
 from draftsmith.heads.base import draft_vocab_size_of
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import default_layout, engines_notice, find_layout, layouts_of
 from draftsmith.heads.formats.recognise import refuse_head
-from draftsmith.heads.target.architecture import check_causal
-from draftsmith.heads.target.config import read_model_config
-from draftsmith.heads.target.pretrained import load_config
-from draftsmith.heads.target.shape import TargetShape, shape_of
-from draftsmith.heads.target.taken import check_quantization
-from draftsmith.heads.target.target import check_layer_ids
-from draftsmith.heads.target.tokens import check_mask_token
+from draftsmith.machine import emulates_bf16
 from draftsmith.plan.evaluation import EvaluationPlan
 from draftsmith.plan.figures import BANDWIDTH_SHARE, Assumptions, Device, Plan, PlannedTarget, Rates
 from draftsmith.recipe.schema import Recipe
+from draftsmith.target.architecture import check_causal
+from draftsmith.target.config import read_model_config
+from draftsmith.target.pretrained import load_config
+from draftsmith.target.shape import TargetShape, shape_of
+from draftsmith.target.taken import check_quantization
+from draftsmith.target.target import check_layer_ids
+from draftsmith.target.tokens import check_mask_token
 
 UNCOUNTED = {"": 100}
 """The prompts that a plan counts with where they are not at hand."""

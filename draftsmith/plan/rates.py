@@ -22,24 +22,24 @@ from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.features.store import DTYPES
 from draftsmith.data.packing import collate
+from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.clock import Stopwatch
+from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.verify import Noise, verify
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.cache import KVCache, run_draft
-from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.draft import Draft
-from draftsmith.eval.decode.verify import Noise, verify
-from draftsmith.eval.measure.machine import ClockWatch, available_memory
 from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import HeadCost, head_cost
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.architecture import attention_of
-from draftsmith.heads.target.products import pack_linears
-from draftsmith.heads.target.shape import TargetShape, shape_of_model
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import ClockWatch, available_memory
 from draftsmith.plan.figures import Assumptions, Device, PlannedTarget, Rates, learned_rows
 from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
+from draftsmith.target.architecture import attention_of
+from draftsmith.target.products import pack_linears
+from draftsmith.target.shape import TargetShape, shape_of_model
+from draftsmith.target.target import Target
 from draftsmith.train.parallel import autocast_of
 
 _LAYERS = 3e8

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree, load_tree
+from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree, load_tree
-from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.baselines import BaselineSpec
 from draftsmith.fields import BATCH, LATER, SHARE, TOKENS, Dtype, check_fields, require, within
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.fields import BATCH, LATER, LAYER_IDS, TOKENS, Dtype, check_fields, require, within
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.evaluate import TEMPERATURE, EvaluateSpec, FilterSpec

@@ -17,15 +17,15 @@ from rich.console import Console
 
 from draftsmith.data.conversations.live import LiveAnswer, print_legend
 from draftsmith.data.conversations.templates import render_prompt, render_text
+from draftsmith.decoder.answers import Decoded, Generation, Request, tally_generation
+from draftsmith.decoder.decode import decode_batch, decode_live
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError, printable
-from draftsmith.eval.decode.answers import Decoded, Generation, Request, tally_generation
-from draftsmith.eval.decode.decode import decode_batch, decode_live
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.verify import Typical
-from draftsmith.heads.target.target import Target
 from draftsmith.progress import say
 from draftsmith.stages.drafters import load_fitting, ways_to_draft
 from draftsmith.stages.session import Session
+from draftsmith.target.target import Target
 from draftsmith.train.stopping import ENDING, Interrupt, Terminated
 
 ALONE_TOKENS = 32

@@ -13,23 +13,23 @@ from typing import Any
 import draftsmith
 from draftsmith.data.answers.generate import read_answers
 from draftsmith.data.conversations.templates import read_tokenizer
+from draftsmith.decoder.drafters.draft_model import check_context
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.baselines import Supplies, make_baseline
-from draftsmith.eval.drafters.draft_model import check_context
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, tree_kind
-from draftsmith.eval.measure.history import trained_length
+from draftsmith.eval.training.history import trained_length
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.gguf_file import is_gguf
-from draftsmith.heads.target.target import Target
-from draftsmith.heads.target.tokens import check_same_tokens
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.heads import find_head, head_digest
 from draftsmith.stages.session import Session
+from draftsmith.target.gguf_file import is_gguf
+from draftsmith.target.target import Target
+from draftsmith.target.tokens import check_same_tokens
 
 
 def load_heads(session: Session, target: Target) -> dict[str, DraftHead]:

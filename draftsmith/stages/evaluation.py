@@ -10,26 +10,22 @@ from typing import Any
 
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
+from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
+from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.engines.server import Server
 from draftsmith.eval.engines.server_costs import TOKENS, measure_served
-from draftsmith.eval.measure.cost_table import TABLE_MARK, write_cost_table
-from draftsmith.eval.measure.history import read_history
 from draftsmith.eval.measure.lossless import check_lossless
-from draftsmith.eval.measure.machine import environment
-from draftsmith.eval.measure.result import Lossless, TargetInfo, read_result, write_result
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
+from draftsmith.eval.results.result import Lossless, TargetInfo, read_result, write_result
+from draftsmith.eval.training.history import read_history
 from draftsmith.fields import fingerprint_fields
 from draftsmith.files import check_file, fingerprint
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.record import tuned_from
-from draftsmith.heads.target.files import fingerprint_directory
-from draftsmith.heads.target.identity import TargetIdentity
-from draftsmith.heads.target.pretrained import load_config, weights_directory
-from draftsmith.heads.target.target import Target, context_of
+from draftsmith.machine import environment
 from draftsmith.progress import Bar, say
 from draftsmith.stages.drafters import (
     at_temperature,
@@ -49,6 +45,10 @@ from draftsmith.stages.planning import (
     plan_stage,
 )
 from draftsmith.stages.session import Session
+from draftsmith.target.files import fingerprint_directory
+from draftsmith.target.identity import TargetIdentity
+from draftsmith.target.pretrained import load_config, weights_directory
+from draftsmith.target.target import Target, context_of
 
 NOT_MEASURED = ("prompts", "beside", "baselines", "plan_batches", "plan_contexts", "price_per_hour")
 """Keys of the section that a result does not depend on: what prompts and heads hold counts, not where they lie, and a plan is made

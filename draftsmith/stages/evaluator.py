@@ -10,17 +10,16 @@ from typing import Any
 import torch
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.eval.decode.answers import Decoded, Generation, Request, Tally, total
-from draftsmith.eval.decode.decode import decode, decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.noise import row_key
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Decoded, Generation, Request, Tally, total
+from draftsmith.decoder.decode import decode, decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.cost_table import CostTable
+from draftsmith.eval.clocks.costs import fits_in_memory, measure_costs
+from draftsmith.eval.clocks.turns import SIMULATED_BATCH, Repeats, pack_decoded, run_systems, unpack_decoded
 from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import SystemUnderTest, simulate_systems
-from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping
-from draftsmith.eval.measure.conditions import Thinking, acceptance_by_condition
-from draftsmith.eval.measure.cost_table import CostTable
-from draftsmith.eval.measure.costs import fits_in_memory, measure_costs
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import (
     collect_texts,
@@ -32,7 +31,10 @@ from draftsmith.eval.measure.measure import (
     sweep_point,
 )
 from draftsmith.eval.measure.quality import judge_answer
-from draftsmith.eval.measure.result import (
+from draftsmith.eval.planner.plan import round_cost
+from draftsmith.eval.results.bootstrap import Text, bootstrap_tau, is_looping
+from draftsmith.eval.results.conditions import Thinking, acceptance_by_condition
+from draftsmith.eval.results.result import (
     WARNING,
     Costs,
     DrafterResult,
@@ -44,17 +46,15 @@ from draftsmith.eval.measure.result import (
     Settings,
     environment,
 )
-from draftsmith.eval.measure.turns import SIMULATED_BATCH, Repeats, pack_decoded, run_systems, unpack_decoded
-from draftsmith.eval.planner.plan import round_cost
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.files import fingerprint
 from draftsmith.foreign.journal import Journal
-from draftsmith.heads.target.target import Target
 from draftsmith.progress import Bar, say
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info
 from draftsmith.stages.session import Session
+from draftsmith.target.target import Target
 
 _KEPT_BATCHES = 4
 """Batches of them that are kept together: those of an interrupted one are made again."""

@@ -20,11 +20,11 @@ from draftsmith.heads.formats.engines import ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.record import check_made_for, read_record
-from draftsmith.heads.target.target import Target
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.heads import head_digest
 from draftsmith.stages.session import Session
+from draftsmith.target.target import Target
 
 
 def export_options(recipe: Recipe, method: str) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from draftsmith.files import fingerprint, sha256_file
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, all_weights_files, weights_file
 from draftsmith.heads.formats.recognise import CHECKPOINT, load_head, recognise, refuse_other_files
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.record import FOLLOWERS
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.run import FILES
+from draftsmith.target.target import Target
 
 WARM_START = "train.warm_start"
 

@@ -7,24 +7,24 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.cache import entry_bytes, layer_shapes
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.cache import entry_bytes, layer_shapes
+from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
+from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.cost_table import CostTable, read_cost_table, write_cost_table
-from draftsmith.eval.measure.costs import measure_table
-from draftsmith.eval.measure.history import History
-from draftsmith.eval.measure.machine import environment
-from draftsmith.eval.measure.result import Result, TargetInfo
 from draftsmith.eval.planner.checks import QUIET
 from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision
 from draftsmith.eval.planner.settings import write_settings
+from draftsmith.eval.results.result import Result, TargetInfo
+from draftsmith.eval.training.history import History
 from draftsmith.heads.formats.engines import Again
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import environment
 from draftsmith.progress import say
 from draftsmith.recipe.schema import ExportSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.session import Session
+from draftsmith.target.target import Target
 
 COSTS = "costs.json"
 

@@ -4,12 +4,12 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.machine import emulates_bf16
 from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of
 from draftsmith.heads.vocab import choose_draft_vocab
+from draftsmith.machine import emulates_bf16
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import look_at

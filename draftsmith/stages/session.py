@@ -20,16 +20,16 @@ from draftsmith.files import fingerprint
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
-from draftsmith.heads.target.files import fingerprint_directory
-from draftsmith.heads.target.identity import TargetIdentity
-from draftsmith.heads.target.pretrained import weights_directory
-from draftsmith.heads.target.target import Target, describe_context
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.progress import hush, say, warn_anew
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
+from draftsmith.target.files import fingerprint_directory
+from draftsmith.target.identity import TargetIdentity
+from draftsmith.target.pretrained import weights_directory
+from draftsmith.target.target import Target, describe_context
 from draftsmith.train.world import world
 
 

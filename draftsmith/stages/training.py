@@ -12,17 +12,13 @@ from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.history import read_history, tell, untaught
-from draftsmith.eval.measure.machine import memory_of
+from draftsmith.eval.training.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.files import fingerprint
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import head_cost
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.files import fingerprint_directory
-from draftsmith.heads.target.gguf_file import model_folder
-from draftsmith.heads.target.shape import shape_of_model
 from draftsmith.heads.vocab import (
     LOW_COVERAGE,
     Coverage,
@@ -32,12 +28,16 @@ from draftsmith.heads.vocab import (
     measure_coverage,
 )
 from draftsmith.heads.warm_start import restart
+from draftsmith.machine import memory_of
 from draftsmith.progress import say
 from draftsmith.recipe.record import FOLLOWERS, flat_inputs
 from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, stored_layers
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.session import Session
+from draftsmith.target.files import fingerprint_directory
+from draftsmith.target.gguf_file import model_folder
+from draftsmith.target.shape import shape_of_model
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of
 from draftsmith.train.meeting import meeting

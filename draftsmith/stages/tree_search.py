@@ -17,26 +17,26 @@ from rich.console import Console
 from rich.table import Table
 
 from draftsmith.data.batch import Tokenized
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import PUBLISHED, read_origin, save_tree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import PUBLISHED, read_origin, save_tree
-from draftsmith.eval.measure.machine import environment
 from draftsmith.eval.simulate.texts import to_sample
 from draftsmith.eval.tree_search.budget import Budget, TreeCosts, fastest, measure_tree_costs, sizes_up_to
 from draftsmith.eval.tree_search.ranks import TextRanks, read_ranks
 from draftsmith.eval.tree_search.search import FoundTree, find_trees, measure_tree
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import environment
 from draftsmith.progress import say
 from draftsmith.stages.data import answer_inputs, answers_file, load_samples
 from draftsmith.stages.drafters import load_fitting
 from draftsmith.stages.heads import head_digest
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import split_samples
+from draftsmith.target.target import Target
 
 NEW_ANSWERS = 300
 """Answers made for sampling settings that the run has none of."""

@@ -8,14 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.drafters.draft_model import DraftModel, draft_model_simulator
-from draftsmith.eval.drafters.lookahead import Lookahead, most_nodes
-from draftsmith.eval.drafters.prompt_lookup import MAX_NGRAM, PromptLookup, simulate_prompt_lookup
-from draftsmith.eval.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, simulate_suffix_decoding
+from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.drafters.lookahead import Lookahead, most_nodes
+from draftsmith.decoder.drafters.prompt_lookup import MAX_NGRAM, PromptLookup
+from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.simulate.headless import draft_model_simulator, simulate_prompt_lookup, simulate_suffix_decoding
 from draftsmith.fields import LATER, check_fields, require, within
 from draftsmith.files import fingerprint
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.heads.target.target import Target
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.clock import Stopwatch
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)

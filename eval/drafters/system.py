@@ -6,19 +6,19 @@ K: num_speculative_tokens.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from draftsmith.decoder.answers import Generation
+from draftsmith.decoder.cache import KVCache, entry_bytes
+from draftsmith.decoder.draft import Drafter
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation
-from draftsmith.eval.decode.cache import KVCache, entry_bytes
-from draftsmith.eval.decode.draft import Drafter
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
-from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.simulate.texts import Simulation, Simulator, head_simulator, simulate_together
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.products import pack_linears
-from draftsmith.heads.target.target import Target
+from draftsmith.target.products import pack_linears
+from draftsmith.target.target import Target
 
 DrafterFactory = Callable[[int], Drafter]
 """From a draft length to a drafter."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.decode.answers import Generation, Request, Round, Tally
+from draftsmith.decoder.answers import Generation, Request, Round, Tally
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 Gap = Callable[[str, int, int, int], float]
 """(sample id, place in the answer, our token, theirs) -> logit of our token minus that of theirs."""

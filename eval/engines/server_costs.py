@@ -12,10 +12,10 @@ from statistics import median
 
 import draftsmith
 from draftsmith.errors import UserError
+from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, Served
 from draftsmith.eval.engines.server import Batch, Server
-from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable, Served
-from draftsmith.eval.measure.machine import environment
-from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.eval.results.result import TargetInfo
+from draftsmith.machine import environment
 from draftsmith.progress import Bar
 
 TOKENS = 96

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import DecodeState, Draft, Drafter, Prompts
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.heads.target.target import Target
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import DecodeState, Draft, Drafter, Prompts
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class ChainTracer:
 
 def trace_ours(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling) -> list[EngineAnswer]:
     """Answer every request alone with our decoder; return the answers with the rounds as it counts them (see
-    `draftsmith.eval.decode.answers.Round`): a draft never exceeds what the answer may still gain, and an accepted EOS counts.
+    `draftsmith.decoder.answers.Round`): a draft never exceeds what the answer may still gain, and an accepted EOS counts.
     """
     tracer, answers = ChainTracer(drafter), []
     for request in requests:

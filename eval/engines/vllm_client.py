@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")

@@ -1,53 +1,20 @@
 """Check greedy losslessness: the same ids with and without a draft, and the same tau decoded and simulated."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from draftsmith.eval.decode.answers import Generation, Request, Tally, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling, penalize
+from draftsmith.decoder.answers import Generation, Request, Tally, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.sampling import Sampling, penalize
+from draftsmith.eval.clocks.turns import pack_decoded, unpack_decoded
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.turns import pack_decoded, unpack_decoded
+from draftsmith.eval.results.equality import Divergence, Lossless
 from draftsmith.foreign.journal import Journal
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """The first place where a speculated greedy text differs from the target alone.
-
-    prompt: the prompt's id. position: emitted tokens before it (0 = the first token of the answer).
-    expected, got: token ids of the target alone and of the speculated text. logit_gap: the target's
-    logit of `expected` minus that of `got`, in the dtype checked; rounding explains it only when tiny.
-    """
-
-    prompt: str
-    slice: str
-    position: int
-    expected: int
-    got: int
-    logit_gap: float | None = None
-
-
-@dataclass(frozen=True)
-class Lossless:
-    """Greedy equality, token for token, with the target alone.
-
-    dtype: e.g. "float32". checked: prompts compared. equal: prompts whose texts are the same ids. tau,
-    tau_simulated: accepted length of the checked greedy texts, decoded and simulated: the same number in fp32.
-    """
-
-    dtype: str
-    checked: int
-    equal: int
-    first_divergences: tuple[Divergence, ...] = ()
-    tau: float | None = None
-    tau_simulated: float | None = None
 
 
 def check_lossless(

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.decode.answers import Decoded, Generation, Tally, tally_generation, total
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Decoded, Generation, Tally, tally_generation, total
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.turns import Repeats
 from draftsmith.eval.drafters.generate_baseline import Timed
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
-from draftsmith.eval.measure.conditions import acceptance_by_condition
 from draftsmith.eval.measure.quality import Judge, compare_targets, judged_shares, perplexities
-from draftsmith.eval.measure.result import (
+from draftsmith.eval.results.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.results.conditions import acceptance_by_condition
+from draftsmith.eval.results.result import (
     Costs,
     DrafterResult,
     Lossless,
@@ -28,9 +29,8 @@ from draftsmith.eval.measure.result import (
     PromptSums,
     SweepPoint,
 )
-from draftsmith.eval.measure.turns import Repeats
 from draftsmith.eval.simulate.texts import Simulation
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
 

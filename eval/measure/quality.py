@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftsmith.decoder.answers import Generation
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation
 from draftsmith.eval.simulate.texts import target_passes, to_sample
 from draftsmith.foreign.json import parse_json
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 Judge = Callable[[Generation], Mapping[str, bool]]
 """What can be told of an answer: see `judge_answer`."""

@@ -6,9 +6,9 @@ K: num_speculative_tokens.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS
-from draftsmith.eval.measure.result import ROUNDING, Result
 from draftsmith.eval.planner.plan import Option, Plan, same_draft
+from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
+from draftsmith.eval.results.result import ROUNDING, Result
 
 _FAR = 0.1
 """A prediction that misses by more says that the costs or the turns were held up."""

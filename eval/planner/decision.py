@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.cost_table import CostTable, check_drafts, check_fits
-from draftsmith.eval.measure.gate import OVERALL
-from draftsmith.eval.measure.result import Result
+from draftsmith.eval.clocks.cost_table import CostTable, check_drafts, check_fits
+from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.checks import Check, make_checks
 from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
+from draftsmith.eval.results.result import Result
 from draftsmith.files import write_json
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.formats.engines import Again
-from draftsmith.heads.target.pretrained import DTYPES
+from draftsmith.target.pretrained import DTYPES
 
 HOUR = 3600
 MILLION = 10**6

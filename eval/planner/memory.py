@@ -7,7 +7,7 @@ beyond a text; c and d bytes that a token takes in the cache of the target and o
 from dataclasses import dataclass
 
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.eval.results.result import TargetInfo
 
 
 @dataclass(frozen=True)

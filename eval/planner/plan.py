@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.cost_table import CostPoint, CostTable
-from draftsmith.eval.measure.gate import OVERALL
-from draftsmith.eval.measure.result import Measures, Pick, Result
+from draftsmith.eval.clocks.cost_table import CostPoint, CostTable
+from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.arithmetic import RoundCost
+from draftsmith.eval.results.result import Measures, Pick, Result
 
 PAYS = 1.05
 """A draft pays from this speedup on: a smaller gain is hardly worth a second model to serve."""

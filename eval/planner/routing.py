@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.gate import OVERALL
+from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
 from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from draftsmith.eval.measure.history import UNTAUGHT
 from draftsmith.eval.planner.checks import QUIET, Check, Flaw, find_flaws
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, same_draft
+from draftsmith.eval.training.history import UNTAUGHT
 
 _CLOSE = 0.15
 """A speedup so near to what pays may be on the other side of it on a quiet machine."""

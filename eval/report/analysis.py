@@ -6,7 +6,6 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from draftsmith.eval.measure.result import Measures, MsPerRound
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
@@ -23,6 +22,7 @@ from draftsmith.eval.report.page_model import (
     whole,
 )
 from draftsmith.eval.report.plots import Series, Stack, line_panel, part_swatch, stack_panel
+from draftsmith.eval.results.result import Measures, MsPerRound
 
 PARTS = ("draft", "verify", "commit", "other")
 Curve = tuple[float | None, ...]

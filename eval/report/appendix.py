@@ -6,7 +6,6 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 import json
 from typing import Any
 
-from draftsmith.eval.measure.result import Example, Percentiles, Piece, Result
 from draftsmith.eval.planner.memory import Memory, memory_at
 from draftsmith.eval.report.page_model import (
     DASH,
@@ -24,6 +23,7 @@ from draftsmith.eval.report.page_model import (
     some,
     whole,
 )
+from draftsmith.eval.results.result import Example, Percentiles, Piece, Result
 
 
 def latency(view: View) -> Section:

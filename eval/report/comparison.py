@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.errors import one_line, printable
-from draftsmith.eval.measure.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
+from draftsmith.eval.gate.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
 from draftsmith.eval.report.page_model import DASH, OVERALL
 from draftsmith.eval.report.report import markdown_cell, terminal_cell
 

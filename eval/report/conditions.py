@@ -3,10 +3,10 @@
 Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
 
-from draftsmith.eval.measure.conditions import CONTEXTS, PAST, Group
-from draftsmith.eval.measure.result import Measures
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, number, whole
 from draftsmith.eval.report.plots import Series, line_panel
+from draftsmith.eval.results.conditions import CONTEXTS, PAST, Group
+from draftsmith.eval.results.result import Measures
 
 _COLUMNS = ("rounds", "τ decoded", "expected rounds", "τ simulated")
 

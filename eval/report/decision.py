@@ -26,7 +26,7 @@ from draftsmith.eval.report.page_model import (
     times,
 )
 from draftsmith.heads.formats.engines import ENGINES
-from draftsmith.heads.target.gguf_file import is_gguf
+from draftsmith.target.gguf_file import is_gguf
 
 
 @dataclass(frozen=True)

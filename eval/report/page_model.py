@@ -7,12 +7,12 @@ Pure: nothing here reads a clock, a file or the machine.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS
-from draftsmith.eval.measure.gate import OVERALL
-from draftsmith.eval.measure.history import History
-from draftsmith.eval.measure.result import DrafterResult, Measures, Piece, Result
+from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report.plots import swatch
+from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
+from draftsmith.eval.results.result import DrafterResult, Measures, Piece, Result
+from draftsmith.eval.training.history import History
 
 DASH = "–"
 

@@ -20,12 +20,12 @@ from rich.table import Table as TerminalTable
 from rich.text import Text
 
 from draftsmith.errors import UserError, one_line, printable
-from draftsmith.eval.measure.history import History
-from draftsmith.eval.measure.result import Piece, Result
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, conditions, losslessness, summary, training
 from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.page_model import DASH, OVERALL, Sample, View, number, significant, times, view_of
+from draftsmith.eval.results.result import Piece, Result
+from draftsmith.eval.training.history import History
 from draftsmith.files import write_text
 
 _SECTIONS = (

@@ -5,8 +5,6 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from collections.abc import Callable
 
-from draftsmith.eval.measure.bootstrap import FEWEST_PROMPTS, WITHIN, prompts_needed
-from draftsmith.eval.measure.result import Measures
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
@@ -28,6 +26,8 @@ from draftsmith.eval.report.page_model import (
     whole,
 )
 from draftsmith.eval.report.plots import Bar, bar_panel
+from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS, WITHIN, prompts_needed
+from draftsmith.eval.results.result import Measures
 
 ALONE = "target alone"
 

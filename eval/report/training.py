@@ -3,9 +3,9 @@
 Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
 
-from draftsmith.eval.measure.history import tell
 from draftsmith.eval.report.page_model import Figure, Row, Section, Table, View, number, percent
 from draftsmith.eval.report.plots import Series, line_panel
+from draftsmith.eval.training.history import tell
 
 
 def section(view: View) -> Section:

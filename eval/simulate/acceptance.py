@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.answers import Tally
+from draftsmith.decoder.sampling import Sampling, penalize, probs
+from draftsmith.decoder.trees import StaticTree
+from draftsmith.decoder.verify import look_up
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Tally
-from draftsmith.eval.decode.sampling import Sampling, penalize, probs
-from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.decode.verify import look_up
 from draftsmith.heads.base import HeadOutput, StepOutput
-from draftsmith.heads.target.target import TargetHead
+from draftsmith.target.target import TargetHead
 
 _CHUNK_ROWS = 1024
 

@@ -11,12 +11,12 @@ import torch
 from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import check_samples, compute_features
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.answers import Generation, Tally
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.decoder.answers import Generation, Tally
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, drafting
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 _TEXTS_PER_PASS = 8
 

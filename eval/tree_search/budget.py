@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
+from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.result import Costs
+from draftsmith.eval.results.result import Costs
 from draftsmith.eval.tree_search.search import FoundTree
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 _PASSES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
 """Tokens of the target passes that are timed; between them costs are interpolated."""

@@ -14,7 +14,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.eval.simulate.acceptance import find_answers, token_ranks
 from draftsmith.eval.simulate.texts import target_passes
 from draftsmith.heads.base import DraftHead, drafting
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from itertools import compress
 
 import numpy as np
 
+from draftsmith.decoder.trees import Choice, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.trees import Choice, StaticTree
 from draftsmith.eval.tree_search.ranks import TextRanks
 from draftsmith.files import fingerprint
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.noise import SAMPLE, uniforms
+from draftsmith.decoder.noise import SAMPLE, uniforms
 from draftsmith.heads.base import (
     DraftHead,
     Drafts,
@@ -44,9 +44,9 @@ from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, Ro
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
-from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.target import Target, TargetHead, steady_positions
-from draftsmith.heads.target.tokens import choose_mask_token
+from draftsmith.target.norms import RMSNorm
+from draftsmith.target.target import Target, TargetHead, steady_positions
+from draftsmith.target.tokens import choose_mask_token
 
 CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """That of decoder_layer.py for all layers, by their number."""

@@ -10,8 +10,8 @@ Shapes: B rows, n new tokens, S slots of a block, K drafted tokens, H hidden, W 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
-from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, numbers
+from draftsmith.decoder.cache import KVCache, build_mask, llama_layer_shapes
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, numbers
 from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.static_drafts import HeadDrafter, draft_chain, draft_tree
 

@@ -42,7 +42,7 @@ from draftsmith.heads.formats.published import (
     tidy,
     vocab_offsets,
 )
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 SECTION = "dflash_config"
 """Where engines find the mask token and the layers; ids there are those of layer outputs, one lower than ours."""

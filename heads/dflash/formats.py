@@ -8,7 +8,7 @@ from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 def to_dflash(head: DFlashHead, target: Target, request: ExportRequest) -> ModelFiles:

@@ -15,7 +15,7 @@ from draftsmith.heads.cost import HeadCost, flash_flops
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.draft_model.start import USUAL_LAYERS, read_llama
 from draftsmith.heads.layers.config import check_heads
-from draftsmith.heads.target.pretrained import load_config
+from draftsmith.target.pretrained import load_config
 
 
 class DraftLmCost(HeadCost):

@@ -3,9 +3,9 @@
 import torch
 from transformers import LlamaForCausalLM
 
-from draftsmith.eval.drafters.draft_model import DraftModel
+from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.heads.draft_model.head import DraftLmHead
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 class DraftLmDrafter(DraftModel):

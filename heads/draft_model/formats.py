@@ -38,8 +38,8 @@ from draftsmith.heads.formats.contracts import (
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.published import is_the_same, layer_keys
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.target.files import TOKENIZER_FILES
-from draftsmith.heads.target.target import Target
+from draftsmith.target.files import TOKENIZER_FILES
+from draftsmith.target.target import Target
 
 REMEDY = "fetch it again, or export it again"
 _ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -27,7 +27,7 @@ from draftsmith.heads.draft_model.start import describe_config, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary, rotate
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
-from draftsmith.heads.target.target import Target, context_of
+from draftsmith.target.target import Target, context_of
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from draftsmith.errors import UserError
 from draftsmith.heads.draft_model.options import SIZES, DraftLmOptions
 from draftsmith.heads.formats.recognise import is_head_config
 from draftsmith.heads.layers.config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
-from draftsmith.heads.target.files import hash_tokenizer
-from draftsmith.heads.target.pretrained import open_model
-from draftsmith.heads.target.target import Target
-from draftsmith.heads.target.tokens import check_same_tokens
+from draftsmith.target.files import hash_tokenizer
+from draftsmith.target.pretrained import open_model
+from draftsmith.target.target import Target
+from draftsmith.target.tokens import check_same_tokens
 
 USUAL_LAYERS = 2
 PROJECTION, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

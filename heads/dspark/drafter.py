@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.draft import DecodeState, Draft
-from draftsmith.eval.decode.growth import chain_token_by_token
+from draftsmith.decoder.draft import DecodeState, Draft
+from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.heads.block.drafter import BlockDrafter
 from draftsmith.heads.dspark.head import DSparkHead
 

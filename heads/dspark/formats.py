@@ -12,7 +12,7 @@ from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import Config, ExportRequest, KeyRule, ModelFiles, TensorRule
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 def to_dspark(head: DSparkHead, target: Target, request: ExportRequest) -> ModelFiles:

@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.heads.base import HeadOutput, StepOutput, shift_left
 from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.dspark.calibration import calibrate
 from draftsmith.heads.dspark.options import DSparkOptions
-from draftsmith.heads.target.target import TargetHead
 
 
 class MarkovHead(nn.Module):
@@ -116,12 +113,11 @@ class DSparkHead(BlockHead):
         return other
 
     @torch.no_grad()
-    def calibrate(self, batches: Iterable[TrainBatch], target_head: TargetHead, sampling: Sampling) -> dict[str, Any]:
+    def calibrate(self, passes: Iterable[tuple[TrainBatch, HeadOutput, Tensor]]) -> dict[str, Any]:
         """Fit the slots' temperatures to what became of drafts along answers; return them with the errors before and after."""
         log_odds, accepted, halves = [], [], []
-        for place, batch in enumerate(batches):
-            steps = self(batch, self.trains.steps).steps
-            c_BLK = chain_acceptance(HeadOutput(steps), batch, target_head, self.draft_vocab, sampling).c_BLK
+        for place, (batch, output, c_BLK) in enumerate(passes):
+            steps = output.steps
             rows = steps[0].rows
             odds = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)
             for step in steps:

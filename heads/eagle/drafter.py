@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import KVCache, WriteRange, build_mask, llama_layer_shapes
-from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
-from draftsmith.eval.decode.growth import Level, chain_token_by_token, start_beam
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.decoder.cache import KVCache, WriteRange, build_mask, llama_layer_shapes
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
+from draftsmith.decoder.growth import Level, chain_token_by_token, start_beam
+from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.static_drafts import HeadDrafter, grow_tree
 

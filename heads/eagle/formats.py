@@ -36,7 +36,7 @@ from draftsmith.heads.formats.contracts import (
     target_reference,
 )
 from draftsmith.heads.formats.published import check_sizes, layer_keys, read_layer, take_vocab, tidy, vocab_offsets
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 NATIVE_LAYER, FLAT_LAYER = "layers.0.", "midlayer."

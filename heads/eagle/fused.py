@@ -20,9 +20,9 @@ from draftsmith.heads.eagle.options import DraftShape
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import start_norm
-from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.probe import probe_ids
-from draftsmith.heads.target.target import Target, steady_positions
+from draftsmith.target.norms import RMSNorm
+from draftsmith.target.probe import probe_ids
+from draftsmith.target.target import Target, steady_positions
 
 _EMBEDDING_SPREAD = 0.02
 """Standard deviation of embeddings that start from nothing, as in Llama."""

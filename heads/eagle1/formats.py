@@ -34,7 +34,7 @@ from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target,
 from draftsmith.heads.formats.published import check_sizes, is_the_same, layer_keys, read_layer, tidy
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.layers.from_target import fold
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 FC_BIAS, OUTPUT_BIAS = "fc.bias", "layers.0.self_attn.o_proj.bias"
 PROJECTION = "lm_head.weight"

@@ -21,15 +21,15 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.noise import NOISE, uniforms
+from draftsmith.decoder.noise import NOISE, uniforms
 from draftsmith.heads.base import Reads, Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
 from draftsmith.heads.layers.from_target import embedding_scale
-from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.target import Target, TargetHead, steady_positions
+from draftsmith.target.norms import RMSNorm
+from draftsmith.target.target import Target, TargetHead, steady_positions
 
 
 class Eagle1Layer(EagleLayer):

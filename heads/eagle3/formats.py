@@ -22,7 +22,7 @@ from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.contracts import ModelFiles, flatten
 from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 def load_eagle3_directory(path: Path | str, target: Target) -> Eagle3Head:

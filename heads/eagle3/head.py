@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from draftsmith.heads.eagle.fused import FusedHead, start
 from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 class Eagle3Head(FusedHead):

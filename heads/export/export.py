@@ -26,8 +26,8 @@ from draftsmith.heads.formats.contracts import (
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
 from draftsmith.heads.record import RECORD, what_it_reads, write_record
-from draftsmith.heads.target.identity import TargetIdentity
-from draftsmith.heads.target.target import Target
+from draftsmith.target.identity import TargetIdentity
+from draftsmith.target.target import Target
 
 USUAL_TOKENS = 5
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}

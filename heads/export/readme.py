@@ -15,7 +15,7 @@ from draftsmith.heads.formats.engines import (
 )
 from draftsmith.heads.formats.layout import Layout, joined, target_obstacle
 from draftsmith.heads.formats.targets import drafts_for
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 README = "README.md"
 

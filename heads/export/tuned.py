@@ -19,11 +19,11 @@ from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
 from draftsmith.heads.record import RECORD, TUNED, write_record
-from draftsmith.heads.target.files import weight_files
-from draftsmith.heads.target.identity import TargetIdentity, identify_directory
-from draftsmith.heads.target.pretrained import open_model
-from draftsmith.heads.target.target import Target
-from draftsmith.heads.target.tuned import TunedTarget, view_of
+from draftsmith.target.files import weight_files
+from draftsmith.target.identity import TargetIdentity, identify_directory
+from draftsmith.target.pretrained import open_model
+from draftsmith.target.target import Target
+from draftsmith.target.tuned import TunedTarget, view_of
 
 FOLDERS = {"merge": "target", "keep": "adapter"}
 """The folder of the target's export, next to that of the heads."""

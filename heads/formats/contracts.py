@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Config = Mapping[str, Any]

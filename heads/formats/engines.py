@@ -15,7 +15,7 @@ from pathlib import Path
 
 from draftsmith.heads.formats import splits
 from draftsmith.heads.formats.contracts import ModelFiles
-from draftsmith.heads.target.gguf_file import is_gguf
+from draftsmith.target.gguf_file import is_gguf
 
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 ADAPTER_NAME = "tuned"

@@ -19,8 +19,8 @@ from draftsmith.heads.formats.engines import ENGINES, SERVED, SPECULATORS_COMPLE
 from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
-from draftsmith.heads.target.gguf_file import is_gguf
-from draftsmith.heads.target.target import Target
+from draftsmith.target.gguf_file import is_gguf
+from draftsmith.target.target import Target
 
 Found = Callable[[ModelFiles, Target, DraftHead], bool]
 

@@ -16,7 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
 from draftsmith.heads.files import CONFIG
 from draftsmith.heads.layers.config import describe_layer_config
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes: bool = False) -> None:

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.cache import KVCache, build_mask, llama_layer_shapes
-from draftsmith.eval.decode.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
-from draftsmith.eval.decode.growth import Level, chain_token_by_token
+from draftsmith.decoder.cache import KVCache, build_mask, llama_layer_shapes
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, chain_above, numbers
+from draftsmith.decoder.growth import Level, chain_token_by_token
 from draftsmith.heads.hydra.head import HydraHead, PrefixLayer
 from draftsmith.heads.static_drafts import HeadDrafter, grow_tree
 

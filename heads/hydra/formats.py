@@ -37,7 +37,7 @@ from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.from_target import fold
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 PREFIX = "prefix_embeding_layer."  # sic
 MLP, PREFIX_MLP = "mlp", "prefix-mlp"

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.noise import DROP, kept
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.noise import DROP, kept
 from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
@@ -30,8 +30,8 @@ from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotar
 from draftsmith.heads.layers.from_target import embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
-from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.target import Target, TargetHead
+from draftsmith.target.norms import RMSNorm
+from draftsmith.target.target import Target, TargetHead
 
 
 class ResBlock(nn.Module):

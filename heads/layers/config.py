@@ -5,7 +5,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 # The keys that define a draft layer; the rest of a LlamaConfig is at its defaults.
 LAYER_KEYS = (

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from draftsmith.heads.target.norms import RMSNorm
-from draftsmith.heads.target.products import linear
-from draftsmith.heads.target.target import Derived, Weights
+from draftsmith.target.norms import RMSNorm
+from draftsmith.target.products import linear
+from draftsmith.target.target import Derived, Weights
 
 
 class Rotary(LlamaRotaryEmbedding):

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.heads.target.probe import is_close, probe_ids
-from draftsmith.heads.target.target import Target
+from draftsmith.target.probe import is_close, probe_ids
+from draftsmith.target.target import Target
 
 
 def embedding_scale(target: Target) -> float:

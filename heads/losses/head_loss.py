@@ -21,7 +21,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import TargetHead
+from draftsmith.target.target import TargetHead
 
 _CHUNK_ROWS = 1024
 """Rows whose distributions are held at a time without gradients: block drafters are evaluated on many times the rows that

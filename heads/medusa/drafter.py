@@ -5,7 +5,7 @@ Shapes: B rows, K drafted tokens (heads used), H target hidden, V target vocab.
 
 import torch
 
-from draftsmith.eval.decode.draft import DecodeState, Draft
+from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.static_drafts import HeadDrafter, draft_chain, draft_tree
 

@@ -43,7 +43,7 @@ from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 
 def _sizes(config: Config) -> dict[str, int]:

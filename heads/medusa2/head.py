@@ -19,8 +19,8 @@ from draftsmith.heads.base import HeadOutput, StepOutput, answer_rows
 from draftsmith.heads.medusa.head import MedusaHead, start_as_the_target
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
-from draftsmith.heads.target.target import Target, TargetHead
-from draftsmith.heads.target.tuned import AdapterSpec, TunedTarget
+from draftsmith.target.target import Target, TargetHead
+from draftsmith.target.tuned import AdapterSpec, TunedTarget
 
 
 class Medusa2Head(MedusaHead):

@@ -9,8 +9,8 @@ Shapes: B rows, n new tokens, K drafted tokens, T entries of a pass (new tokens 
 import torch
 from torch import Tensor
 
-from draftsmith.eval.decode.draft import DecodeState, Draft, chain_above, numbers
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.decoder.draft import DecodeState, Draft, chain_above, numbers
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.peagle.head import PEagleHead
 from draftsmith.heads.static_drafts import draft_chain, draft_tree

@@ -33,7 +33,7 @@ from draftsmith.heads.formats.layout import Layout, Rule, Served, has_flag, serv
 from draftsmith.heads.formats.published import check_mask_token
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.peagle.head import PEagleHead, PEagleOptions
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 _MASK_HIDDEN = TensorRule("mask_hidden", ("1", "1", "A*Ht"))
 _MASK_TOKEN = KeyRule("mask_token_id", int, "the token of rows that are not drafted yet")

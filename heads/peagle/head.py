@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.noise import SAMPLE, uniforms
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.noise import SAMPLE, uniforms
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
 from draftsmith.heads.eagle.fused import FusedHead, start
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.peagle.options import PEagleOptions
-from draftsmith.heads.target.target import Target
-from draftsmith.heads.target.tokens import spare_tokens
+from draftsmith.target.target import Target
+from draftsmith.target.tokens import spare_tokens
 
 
 class PEagleHead(FusedHead):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.measure.compare import compare_results
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.gate.compare import compare_results
+from draftsmith.eval.results.result import read_result
 from tests.bad_inputs.cases import Case, Table, cut, edit_json, remove, replace_by_folder, write
 from tests.bad_inputs.results import RESULT
 

@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
-from draftsmith.heads.target.gguf_file import model_folder
+from draftsmith.target.gguf_file import model_folder
 from tests.bad_inputs.cases import Case, Table, cut, link, pipe, replace_by_folder, write
 from tests.ggufs import write_gguf
 

@@ -13,7 +13,7 @@ import torch
 
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.bad_inputs.cases import (
     Case,
     Table,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.results.result import read_result
 from tests.bad_inputs.cases import Case, Table, cut, edit_json, link, nested, pipe, remove, replace_by_folder, write
 
 FILE = "result.json"

@@ -6,8 +6,8 @@ from threading import Event
 from typing import Any
 
 from draftsmith.data.answers.served import AnswerServer
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.sampling import Sampling
 from tests.bad_inputs.cases import Case, Table, nested, write
 from tests.foreign.hostile import answering, page
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 from tests.bad_inputs.cases import (
     Case,
     Table,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.templates import load_tokenizer, render_prompt
-from draftsmith.heads.target.files import hash_chat_template, hash_tokenizer
+from draftsmith.target.files import hash_chat_template, hash_tokenizer
 from tests.bad_inputs.cases import Case, Table, cut, edit_json, link, nested, pipe, remove, replace_by_folder, write
 from tests.helpers import tiny_tokenizer
 

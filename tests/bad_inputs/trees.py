@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.decode.trees import load_tree
+from draftsmith.decoder.trees import load_tree
 from tests.bad_inputs.cases import Case, Table, cut, link, nested, pipe, replace_by_folder, write
 
 FILE = "tree.json"

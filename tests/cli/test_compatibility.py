@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from draftsmith.cli.compatibility import find_target_folder
 from draftsmith.cli.main import main
 from draftsmith.data.embedded.default import SHIPPED
-from draftsmith.eval.measure.result import read_result
 from draftsmith.eval.report.report import render_html, render_markdown
+from draftsmith.eval.results.result import read_result
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.record import read_record
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 

@@ -9,8 +9,8 @@ from xml.etree import ElementTree
 import pytest
 
 from draftsmith.cli.main import main
-from draftsmith.eval.measure.result import Result, write_result
-from tests.eval.measure.test_compare import decoded, scaled
+from draftsmith.eval.results.result import Result, write_result
+from tests.eval.gate.test_compare import decoded, scaled
 
 
 @pytest.fixture

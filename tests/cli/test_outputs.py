@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.cost_table import TABLE_MARK
+from draftsmith.eval.clocks.cost_table import TABLE_MARK
 from draftsmith.files import check_file
 
 pytestmark = pytest.mark.full

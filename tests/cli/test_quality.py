@@ -11,16 +11,16 @@ import yaml
 
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.templates import load_tokenizer, render_prompt
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.verify import Typical
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.verify import Typical
 from draftsmith.heads.checkpoint import load_checkpoint, save_head
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 from tests.workplace import make_workplace
 
 pytestmark = pytest.mark.full

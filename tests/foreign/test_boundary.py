@@ -35,7 +35,7 @@ OURS = {
     "heads/export/tuned.py": "reads back what it has just written",
     "heads/formats/targets.py": "targets.json is shipped with the code",
     "eval/engines": "talks to servers and processes that it has started",
-    "eval/measure/machine.py": "reads /proc and /sys",
+    "draftsmith/machine.py": "reads /proc and /sys",
     "draftsmith/cli/doctor.py": "reads /proc, /sys and accelerate's own settings with patterns",
     "draftsmith/stages/gguf.py": "looks for an option in a script that the user has named to be run",
     "train/trackers.py": "the identifier that it wrote itself",
@@ -43,7 +43,7 @@ OURS = {
     "train/loop.py": "makes plain JSON of a recipe",
     "draftsmith/recipe/record.py": "makes plain JSON of settings",
     "draftsmith/recipe/shipped.py": "recipes are shipped with the code",
-    "eval/measure/result.py": "makes plain JSON of a result",
+    "eval/results/result.py": "makes plain JSON of a result",
     "data/conversations/templates.py": "answers are rendered after the same template has been tried and guarded",
 }
 """Files, or folders, that read what is no foreign data, and why."""

@@ -12,8 +12,8 @@ from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.foreign.hub import why_offline
-from draftsmith.heads.target.gguf_file import open_gguf
-from draftsmith.heads.target.pretrained import load_config, weights_directory
+from draftsmith.target.gguf_file import open_gguf
+from draftsmith.target.pretrained import load_config, weights_directory
 from tests.foreign.hostile import answering, head
 
 

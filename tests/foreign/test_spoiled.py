@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from draftsmith.cli.compatibility import run_fit
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.compare import compare_results
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.report.comparison import comparison_markdown
 from draftsmith.eval.report.report import headline_table, render_markdown
+from draftsmith.eval.results.result import read_result
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.recognise import load_head

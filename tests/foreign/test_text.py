@@ -17,10 +17,10 @@ from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError, first_line, one_line, printable
-from draftsmith.eval.measure.compare import compare_results
-from draftsmith.eval.measure.result import Result, read_result
+from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.report.comparison import comparison_markdown, comparison_text
 from draftsmith.eval.report.report import headline_markdown, headline_table, render_html, render_markdown
+from draftsmith.eval.results.result import Result, read_result
 from draftsmith.stages.planning import plan_stage
 from draftsmith.stages.session import say
 from tests.helpers import tiny_tokenizer

@@ -21,8 +21,8 @@ from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.target.target import Target
 from draftsmith.train.schedule import TrainData
 from tests.models import tiny_model
 

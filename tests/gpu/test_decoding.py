@@ -5,19 +5,19 @@ from functools import cache
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Generation, Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.noise import row_key
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.selfcheck import check_decoding
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.decoder.answers import Generation, Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.selfcheck import check_decoding
+from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.probe import check_target
-from draftsmith.heads.target.target import Target
+from draftsmith.target.probe import check_target
+from draftsmith.target.target import Target
 from tests.gpu.support import (
     DEVICE,
     LAYERS,

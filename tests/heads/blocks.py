@@ -13,17 +13,17 @@ from transformers.models.llama.modeling_llama import rotate_half
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.noise import row_key
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.texts import to_sample
 from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 

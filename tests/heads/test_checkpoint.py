@@ -14,7 +14,7 @@ from draftsmith.heads.checkpoint import model_directory, save_head
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method, methods
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import make_medusa
 from tests.models import tiny_model

@@ -30,10 +30,10 @@ from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.registry import Method, methods
-from draftsmith.heads.target.shape import shape_of
-from draftsmith.heads.target.target import Target
 from draftsmith.plan.figures import activation_bytes, learned_rows, parameter_bytes, tuned_parameters
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.shape import shape_of
+from draftsmith.target.target import Target
 from draftsmith.train.optimizers import build_optimizers
 from tests.models import tiny_model
 

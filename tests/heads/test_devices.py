@@ -5,22 +5,22 @@ import torch
 
 from draftsmith.data.features.extract import compute_features, summarise_logits
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.noise import row_key
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.selfcheck import check_decoding
-from draftsmith.eval.decode.trees import StaticTree
-from draftsmith.eval.decode.verify import Typical
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.selfcheck import check_decoding
+from draftsmith.decoder.trees import StaticTree
+from draftsmith.decoder.verify import Typical
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.probe import check_target
-from draftsmith.heads.target.target import Target
+from draftsmith.target.probe import check_target
+from draftsmith.target.target import Target
 from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 from tests.far_device import far_device, move_module
 from tests.gpu.support import OPTIONS, make_data, make_texts

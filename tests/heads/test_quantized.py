@@ -4,18 +4,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.conformance.spec import tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.conformance.spec import tiny_target
 from draftsmith.heads.quantized import BITS, quantize_head, round_weights, weight_bytes
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.target import Target
-from tests.heads.conformance.test_suite import SPECS
+from draftsmith.target.target import Target
+from tests.eval.conformance.test_suite import SPECS
 
 pytestmark = pytest.mark.full
 

@@ -13,16 +13,16 @@ import draftsmith.train
 from draftsmith.cli.launching import find_script
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
+from draftsmith.eval.conformance.suite import Spec, check_checkpoint, check_layouts, tiny_target
 from draftsmith.heads import registry
-from draftsmith.heads.conformance.suite import Spec, check_checkpoint, check_layouts, tiny_target
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.registry import find_method, method_names, methods
-from draftsmith.heads.target.target import load_target
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.target.target import load_target
 from tests.toy_drafter import METHOD, BigramOptions
 from tests.workplace import make_workplace
 

@@ -15,10 +15,10 @@ from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.target.target import Target, load_target
 from draftsmith.heads.warm_start import adopt_options, restart
+from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
-from tests.heads.conformance.test_suite import SPECS, spec
+from tests.eval.conformance.test_suite import SPECS, spec
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options

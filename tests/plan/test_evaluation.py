@@ -7,10 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from draftsmith.eval.measure.turns import FEW
+from draftsmith.eval.clocks.turns import FEW
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.shape import shape_of
-from draftsmith.heads.target.target import Target
 from draftsmith.plan.evaluation import EvaluationPlan
 from draftsmith.plan.figures import find_device
 from draftsmith.plan.plan import assume, make_plan
@@ -18,6 +16,8 @@ from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec, EvaluateSpec
 from draftsmith.recipe.schema import DataSpec, Recipe, TrainSpec
 from draftsmith.stages.drafters import at_temperature, select_drafters
 from draftsmith.stages.session import Session
+from draftsmith.target.shape import shape_of
+from draftsmith.target.target import Target
 from tests.models import tiny_model
 
 PROMPTS = {"chat": 5, "code": 1}

@@ -16,19 +16,19 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.data.features.extract import extract
+from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.draft import Draft
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.cache import KVCache, run_draft
-from draftsmith.eval.decode.draft import Draft
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.shape import shape_of
-from draftsmith.heads.target.target import Target
 from draftsmith.plan import figures
 from draftsmith.plan.evaluation import EvaluationPlan
 from draftsmith.plan.figures import DEVICES, Device, device_here, find_device
 from draftsmith.plan.plan import Plan, assume, describe, make_plan, read_target, stages_of, total_seconds
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
+from draftsmith.target.shape import shape_of
+from draftsmith.target.target import Target
 from draftsmith.train.schedule import Schedule
 from tests.models import save_tiny_target, tiny_model
 

@@ -10,12 +10,12 @@ import torch
 
 from draftsmith.cli.main import main
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.shape import shape_of
 from draftsmith.plan import rates
 from draftsmith.plan.figures import PlannedTarget, device_here, learned_rows
 from draftsmith.plan.plan import Plan, assume, make_plan
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
+from draftsmith.target.shape import shape_of
 from tests.models import tiny_model
 
 SECONDS = 0.25

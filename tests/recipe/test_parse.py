@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import DynamicTree
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.parse import parse_recipe
 

@@ -15,22 +15,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draftsmith.data.conversations.load import load_conversations
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.selfcheck import check_decoding
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.heads.draft_model import cost as head_costs_draft_lm
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.probe import check_target
-from draftsmith.heads.target.shape import TargetShape, shape_of
-from draftsmith.heads.target.target import Target
 from draftsmith.plan.figures import find_device
 from draftsmith.plan.plan import Plan, assume, comment, make_plan
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
+from draftsmith.target.probe import check_target
+from draftsmith.target.shape import TargetShape, shape_of
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 
 pytestmark = pytest.mark.full

@@ -13,7 +13,7 @@ import draftsmith
 from draftsmith import Generation, Request
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.templates import encode, load_tokenizer
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,10 @@ import yaml
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.live import LiveAnswer, printable
 from draftsmith.data.conversations.templates import render_prompt
+from draftsmith.decoder.answers import Decoded, Generation, Request, Round, tally_generation
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Decoded, Generation, Request, Round, tally_generation
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.chat import ALONE_TOKENS, Chat, converse, describe
 from draftsmith.stages.session import Session

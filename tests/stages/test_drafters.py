@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.drafters.lookahead import Lookahead
+from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
+from draftsmith.decoder.drafters.suffix_decoding import SuffixRules
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.draft_model import DraftModel
-from draftsmith.eval.drafters.lookahead import Lookahead
-from draftsmith.eval.drafters.prompt_lookup import PromptLookup
-from draftsmith.eval.drafters.suffix_decoding import SuffixRules
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3.head import build as build_eagle
 from draftsmith.heads.eagle3.options import Eagle3Options

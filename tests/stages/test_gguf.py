@@ -13,9 +13,9 @@ from draftsmith.cli.main import main
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.target.gguf_file import model_folder
-from draftsmith.heads.target.target import load_target
 from draftsmith.stages.gguf import SCRIPT, check_tree, convert
+from draftsmith.target.gguf_file import model_folder
+from draftsmith.target.target import load_target
 from tests.exports import make_eagle3, make_medusa
 from tests.ggufs import tiny_llama, write_gguf
 from tests.helpers import tiny_tokenizer

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from draftsmith.cli.main import main
-from draftsmith.eval.measure.result import read_result
-from draftsmith.heads.target.target import load_target
+from draftsmith.eval.results.result import read_result
+from draftsmith.target.target import load_target
 from tests.workplace import make_workplace
 
 pytestmark = pytest.mark.slow

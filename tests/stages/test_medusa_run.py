@@ -8,9 +8,9 @@ import torch
 
 from draftsmith.cli.main import main
 from draftsmith.data.features.store import FeatureStore
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.results.result import read_result
 from draftsmith.heads.formats.layout import layouts
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options

@@ -12,21 +12,21 @@ import pytest
 import torch
 
 from draftsmith.cli.main import main
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode, decode_batch
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.measure.cost_table import CostPoint, CostTable, read_cost_table, write_cost_table
-from draftsmith.eval.measure.costs import measure_table
-from draftsmith.eval.measure.machine import hardware
-from draftsmith.eval.measure.result import DrafterResult, Result, read_result, write_result
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode, decode_batch
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.cost_table import CostPoint, CostTable, read_cost_table, write_cost_table
+from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.planner.arithmetic import RoundCost
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
+from draftsmith.eval.results.result import DrafterResult, Result, read_result, write_result
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.target.target import Target, load_target
+from draftsmith.machine import hardware
 from draftsmith.stages import evaluator
+from draftsmith.target.target import Target, load_target
 from tests.models import tiny_model
 from tests.workplace import make_workplace, options
 
@@ -207,7 +207,7 @@ def test_costs_that_contradict_each_other_are_timed_again_at_once(
             return point
         return replace(point, overhead_ms={name: 63.0 if name else 0.0 for name in point.overhead_ms})
 
-    monkeypatch.setattr("draftsmith.eval.measure.costs._point", held_up)
+    monkeypatch.setattr("draftsmith.eval.clocks.costs._point", held_up)
     few = [*words, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[10, 12, 14]"]
     assert main(["costs", *few, "--output", str(tmp_path / "costs.json")]) == 0
     assert asked == [10, 12, 14, 12]
@@ -225,7 +225,7 @@ def finished(
     copied = tmp_path / "run"
     copytree(evaluated.parent, copied)
 
-    monkeypatch.setattr("draftsmith.eval.measure.costs._point", made_up)
+    monkeypatch.setattr("draftsmith.eval.clocks.costs._point", made_up)
     monkeypatch.setattr(evaluator.Evaluator, "decoded", None)
     return copied / "evaluation", ["evaluate", *words, "--output_dir", str(copied)]
 
@@ -262,7 +262,7 @@ def test_a_finished_evaluation_keeps_its_costs_until_more_are_asked_for_elsewher
     """Costs of two machines never stand in one table."""
     folder, command = finished
     table, here = read_cost_table(folder / "costs.json"), hardware()
-    monkeypatch.setattr("draftsmith.eval.measure.machine.hardware", lambda: replace(here, cpu="another CPU"))
+    monkeypatch.setattr("draftsmith.machine.hardware", lambda: replace(here, cpu="another CPU"))
     assert main(command) == 0
     assert main([*command, "--evaluate.plan_batches", "[1]"]) == 0
     fewer = read_cost_table(folder / "costs.json")
@@ -281,7 +281,7 @@ def test_what_does_not_fit_is_not_tried_at_every_evaluation(
     finished: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, command = finished
-    monkeypatch.setattr("draftsmith.eval.measure.costs.fits_in_memory", lambda target, rows, *_, **__: rows < 8)
+    monkeypatch.setattr("draftsmith.eval.clocks.costs.fits_in_memory", lambda target, rows, *_, **__: rows < 8)
     command += ["--evaluate.plan_batches", "[1, 4, 8]"]
     assert main(command) == 0
     table = read_cost_table(folder / "costs.json")
@@ -320,7 +320,7 @@ def test_a_tree_is_planned_and_timed_beside_the_same_one_with_other_levels(
 ) -> None:
     """Where two levels of three cost least."""
     (tmp_path / "three.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")
-    monkeypatch.setattr("draftsmith.eval.measure.costs._point", made_up)
+    monkeypatch.setattr("draftsmith.eval.clocks.costs._point", made_up)
 
     def cost(_: CostTable, __: CostPoint, name: str, k: int) -> RoundCost:
         return RoundCost(10.0, 1.0 + abs(k - 2) if name == "eagle3 three" else 50.0, 1.0)
@@ -382,7 +382,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     how: tuple[str, ...], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill by any way loses the part it comes in: what came before is not decoded again, and no figure changes."""
-    place = "draftsmith.stages.evaluator.decode" if how else "draftsmith.eval.measure.turns.decode_batch"
+    place = "draftsmith.stages.evaluator.decode" if how else "draftsmith.eval.clocks.turns.decode_batch"
     work = decode if how else decode_batch
     monkeypatch.setattr("draftsmith.stages.evaluator.SIMULATED_BATCH", 1)
     monkeypatch.setattr("draftsmith.stages.evaluator._KEPT_BATCHES", 1)

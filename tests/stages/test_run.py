@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.main import main
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.results.result import read_result
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 from draftsmith.train import loop
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.main import main
-from draftsmith.eval.measure.cost_table import ALONE, read_cost_table
-from draftsmith.eval.measure.result import read_result, write_result
-from draftsmith.heads.target.target import load_target
+from draftsmith.eval.clocks.cost_table import ALONE, read_cost_table
+from draftsmith.eval.results.result import read_result, write_result
+from draftsmith.target.target import load_target
 from tests.eval.engines.fake_server import Engine, serving
 from tests.eval.planner.plans import result
 from tests.workplace import make_workplace, options

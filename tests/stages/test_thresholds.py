@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from draftsmith.cli.main import main
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.results.result import read_result
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle1 import head as eagle1
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 

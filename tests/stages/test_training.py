@@ -10,7 +10,7 @@ import pytest
 from draftsmith.heads.vocab import Coverage
 from draftsmith.stages import training
 from draftsmith.stages.training import Start, warn_of_untaught
-from tests.eval.measure.test_history import line, make_run
+from tests.eval.training.test_history import line, make_run
 
 
 def make_session(run: Path, head: Path | None = None) -> Any:

@@ -12,21 +12,21 @@ import yaml
 
 from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
-from draftsmith.eval.decode.answers import Request, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree, load_tree, read_origin
-from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.result import Costs, read_result
+from draftsmith.decoder.answers import Request, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree, load_tree, read_origin
+from draftsmith.eval.clocks.costs import measure_costs
+from draftsmith.eval.results.result import Costs, read_result
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
 from draftsmith.eval.tree_search.budget import TreeCosts
 from draftsmith.eval.tree_search.ranks import TextRanks, read_ranks
 from draftsmith.eval.tree_search.search import find_trees, measure_tree
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.target import load_target
 from draftsmith.stages.tree_search import _of_any_depth, answer_start
+from draftsmith.target.target import load_target
 from tests.workplace import digests, make_workplace
 
 pytestmark = pytest.mark.full

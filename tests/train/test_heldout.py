@@ -11,7 +11,7 @@ import torch
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate import acceptance as simulate
 from draftsmith.heads.base import HeadOutput, Trains, agree
 from draftsmith.heads.block.base import BlockHead
@@ -19,8 +19,8 @@ from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.losses import head_loss as losses
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.target import Target
 from draftsmith.train import loop
 from draftsmith.train.heldout import HeldOut, evaluate_heldout, make_heldout_batches
 from draftsmith.train.parallel import make_accelerator

@@ -12,13 +12,13 @@ import torch
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.forecast import Point, forecast
+from draftsmith.eval.training.forecast import Point, forecast
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrackingSpec, TrainSpec
+from draftsmith.target.target import Target
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import Progress, latest_checkpoint, load_training_state, save_training_state
 from draftsmith.train.dashboards import read_kept

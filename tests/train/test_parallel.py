@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from draftsmith.cli.launching import check_config, check_script
 from draftsmith.errors import UserError
 from draftsmith.heads.hydra.head import HydraHead, HydraOptions, build
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.target import Target
 from draftsmith.train import parallel
 from draftsmith.train.checkpoints import Progress, load_training_state, save_training_state
 from draftsmith.train.parallel import check_launch, deepspeed_config, launch_settings, make_accelerator

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import StoppedError
-from draftsmith.eval.measure.result import read_result
+from draftsmith.eval.results.result import read_result
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
 from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.metrics import Tracker

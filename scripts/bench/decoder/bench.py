@@ -22,24 +22,24 @@ from rich.console import Console
 from rich.markdown import Markdown
 from tqdm import tqdm
 
+from draftsmith.decoder.answers import Decoded, Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Decoded, Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.clocks.costs import measure_costs
+from draftsmith.eval.clocks.round_profile import RoundProfile, profile_rounds
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
-from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.costs import measure_costs
-from draftsmith.eval.measure.machine import environment
-from draftsmith.eval.measure.round_profile import RoundProfile, profile_rounds
 from draftsmith.files import write_json, write_text
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import environment
 from draftsmith.recipe.options import number, option, require_recipe, take_options, whole_number
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.session import Session
+from draftsmith.target.target import Target
 from scripts.bench.pages.tables import markdown_table
 
 ALONE = "target alone"

@@ -1,5 +1,5 @@
-"""Compare products of few rows with packed weights (heads/target/products.py), and the attention of single tokens in bf16
-(heads/target/attention.py), with PyTorch's own: `python -m scripts.bench.decoder.products --output FILE`.
+"""Compare products of few rows with packed weights (draftsmith/target/products.py), and the attention of single tokens in bf16
+(draftsmith/target/attention.py), with PyTorch's own: `python -m scripts.bench.decoder.products --output FILE`.
 
 Both ways take turns on every shape; each time is the first quartile of the repeats, as a busy machine only ever adds to one. Writes one
 JSON file with milliseconds and ratios.
@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
+from draftsmith.machine import environment
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 SHAPES = (

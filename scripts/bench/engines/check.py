@@ -19,8 +19,8 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow
-from draftsmith.eval.measure.machine import environment
 from draftsmith.files import write_json
+from draftsmith.machine import environment
 from draftsmith.progress import say
 from scripts.bench.engines.compare import OurSide, check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug

@@ -10,11 +10,11 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
+from draftsmith.decoder.answers import Generation, Tally, total
+from draftsmith.decoder.decode import decode
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation, Tally, total
-from draftsmith.eval.decode.decode import decode
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.engines.agreement import (
     CLOSE,
     AgreementRow,

@@ -10,20 +10,20 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.measure.machine import available_cores
 from draftsmith.files import fingerprint
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.target.gguf_file import is_gguf, model_folder, open_gguf
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import available_cores
 from draftsmith.progress import say
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
+from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
+from draftsmith.target.target import Target
 
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),

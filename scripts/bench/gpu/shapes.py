@@ -26,25 +26,25 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import OnlineSource, compute_features, extract
 from draftsmith.data.packing import collate
-from draftsmith.eval.decode.answers import Decoded, Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Decoded, Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem
-from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.measure.costs import measure_table
-from draftsmith.eval.measure.machine import read_bandwidth
-from draftsmith.eval.measure.result import TargetInfo
+from draftsmith.eval.results.result import TargetInfo
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.norms import fuse_norms
-from draftsmith.heads.target.products import pack_linears
-from draftsmith.heads.target.target import Target
+from draftsmith.machine import read_bandwidth
 from draftsmith.recipe.schema import Recipe, TrainSpec
+from draftsmith.target.norms import fuse_norms
+from draftsmith.target.products import pack_linears
+from draftsmith.target.target import Target
 from draftsmith.train.loop import train
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.schedule import TrainData

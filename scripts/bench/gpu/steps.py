@@ -23,7 +23,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", 
 
 def machine() -> dict[str, Any]:
     """Describe the machine: hardware, driver, versions, commit and date."""
-    from draftsmith.eval.measure.machine import environment
+    from draftsmith.machine import environment
 
     facts = environment()
     facts["hardware"] = asdict(facts["hardware"])

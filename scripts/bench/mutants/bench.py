@@ -17,19 +17,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from draftsmith.eval.measure.machine import environment, hardware
 from draftsmith.files import write_json
 from draftsmith.foreign.json import read_object
+from draftsmith.machine import environment, hardware
 from scripts.bench.mutants.mutate import Mutant, mutants
 from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
 
 CORE: dict[str, tuple[str, ...]] = {
-    "eval/decode/verify.py": ("tests/eval/decode/test_verify.py", "tests/eval/decode/test_verify_distributions.py"),
-    "eval/decode/cache.py": ("tests/eval/decode/test_cache.py",),
-    "eval/decode/loop.py": ("tests/eval/decode/test_loop.py",),
-    "eval/decode/growth.py": ("tests/eval/decode/test_growth.py",),
-    "eval/decode/sampling.py": ("tests/eval/decode/test_sampling.py", "tests/eval/decode/test_penalty.py"),
-    "eval/decode/trees.py": ("tests/eval/decode/test_trees.py",),
+    "draftsmith/decoder/verify.py": ("tests/decoder/test_verify.py", "tests/decoder/test_verify_distributions.py"),
+    "draftsmith/decoder/cache.py": ("tests/decoder/test_cache.py",),
+    "draftsmith/decoder/loop.py": ("tests/decoder/test_loop.py",),
+    "draftsmith/decoder/growth.py": ("tests/decoder/test_growth.py",),
+    "draftsmith/decoder/sampling.py": ("tests/decoder/test_sampling.py", "tests/decoder/test_penalty.py"),
+    "draftsmith/decoder/trees.py": ("tests/decoder/test_trees.py",),
     "eval/simulate/acceptance.py": ("tests/eval/simulate",),
     "heads/losses/divergences.py": ("tests/heads/losses/test_divergences.py",),
     "heads/losses/head_loss.py": ("tests/heads/losses/test_head_loss.py", "tests/heads/losses/test_spec.py"),
@@ -48,32 +48,32 @@ CORE: dict[str, tuple[str, ...]] = {
 """The core's files, and the tests nearest to each."""
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (
-        "eval/decode/verify.py",
+        "draftsmith/decoder/verify.py",
         "open_B = (child_B < 0) & (node_B >= 0)",
         "open_B = (child_B < 0) & (node_B > 0)",
     ): "node 0 is the root, which is no child",
     (
-        "eval/decode/verify.py",
+        "draftsmith/decoder/verify.py",
         "return Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)",
         "return Children(node_BC.masked_fill(padding_BC, -2), token_BC, uniform_BC)",
     ): "any number below 0 is padding",
     (
-        "eval/decode/cache.py",
+        "draftsmith/decoder/cache.py",
         "target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)",
         "target.forward(torch.zeros(2, 1, dtype=torch.long, device=target.device), past_key_values=cache)",
     ): "two rows have the shapes of one",
     (
-        "eval/decode/cache.py",
+        "draftsmith/decoder/cache.py",
         "self.is_initialized = True",
         "self.is_initialized = False",
     ): "the buffers are there from the start, and no model asks",
     (
-        "eval/decode/loop.py",
+        "draftsmith/decoder/loop.py",
         "ids_bL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)",
         "ids_bL = torch.tensor([[*p, *[1] * (longest - len(p))] for p in prompts], device=device)",
     ): "what stands in the padding of a prompt is read by no token that counts",
     (
-        "eval/decode/growth.py",
+        "draftsmith/decoder/growth.py",
         "return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 1, zeros_B1, nothing_B10)",
         "return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 2, zeros_B1, nothing_B10)",
     ): "any number below 0 is the root",
@@ -83,17 +83,17 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "place = torch.full((past + 2,), len(self.rows), device=device)",
     ): "a place more than is read",
     (
-        "eval/decode/sampling.py",
+        "draftsmith/decoder/sampling.py",
         "_BLOCK = 64",
         "_BLOCK = 65",
     ): "the size of a block decides speed alone",
     (
-        "eval/decode/sampling.py",
+        "draftsmith/decoder/sampling.py",
         "return torch.where(logits < 0, logits * penalty, logits / penalty)",
         "return torch.where(logits <= 0, logits * penalty, logits / penalty)",
     ): "0 is 0 either way",
     (
-        "eval/decode/growth.py",
+        "draftsmith/decoder/growth.py",
         "uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)",
         "uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 2) * children)",
     ): "each number is a hash of its own index, and those past the last node are not read",
@@ -128,27 +128,27 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=True)",
     ): "the text is searched for white space and think marks alone, which the cleaning leaves as they are",
     (
-        "eval/decode/cache.py",
+        "draftsmith/decoder/cache.py",
         "skip: int = 0",
         "skip: int = 1",
     ): "the default stands only in the range of a new cache, which is replaced before anything is written",
     (
-        "eval/decode/loop.py",
+        "draftsmith/decoder/loop.py",
         "_TOKENS_PER_PASS = 1 << 15",
         "_TOKENS_PER_PASS = 2 << 15",
     ): "the limit decides memory alone",
     (
-        "eval/decode/loop.py",
+        "draftsmith/decoder/loop.py",
         "_TOKENS_PER_PASS = 1 << 15",
         "_TOKENS_PER_PASS = 1 << 16",
     ): "the limit decides memory alone",
     (
-        "eval/decode/loop.py",
+        "draftsmith/decoder/loop.py",
         "if len(self.finished) > finished:",
         "if len(self.finished) >= finished:",
     ): "a rollback to the length that a row has changes nothing; without it a round is quicker",
     (
-        "eval/decode/sampling.py",
+        "draftsmith/decoder/sampling.py",
         "cdf_BV = weights_BV.cumsum(-1, dtype=torch.float64)",
         "cdf_BV = weights_BV.cumsum(1, dtype=torch.float64)",
     ): "the last of two dimensions",

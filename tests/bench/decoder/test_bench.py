@@ -6,17 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.measure.machine import environment
-from draftsmith.eval.measure.round_profile import FORWARDS, profile_rounds
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.round_profile import FORWARDS, profile_rounds
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.target.target import load_target
+from draftsmith.machine import environment
+from draftsmith.target.target import load_target
 from scripts.bench.decoder.bench import main, read_bench, render
-from tests.eval.decode.test_decode import GREEDY, make_requests, make_target, trained
+from tests.decoder.test_decode import GREEDY, make_requests, make_target, trained
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftsmith.decoder.answers import Request, Tally
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request, Tally
 from draftsmith.eval.engines.agreement import AgreementRow, Counts, Speed
 from draftsmith.eval.engines.llama_cpp import ServerSettings
 from draftsmith.heads.formats.layout import layouts

@@ -10,9 +10,9 @@ from draftsmith.data.answers.generate import keep, kept_path, read_answers, rege
 from draftsmith.data.conversations import templates
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import encode, prepare_prompts
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 

@@ -14,12 +14,12 @@ from draftsmith.data.answers.generate import keep, read_answers, regenerate
 from draftsmith.data.answers.served import AnswerServer, answer_all, likeness
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import prepare_prompts
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.eval.engines.fake_server import Engine, serving
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model

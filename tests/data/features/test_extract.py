@@ -17,7 +17,7 @@ from draftsmith.data.features.kept import keep, kept_path
 from draftsmith.data.features.store import FeatureStore, read_index
 from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
-from draftsmith.heads.target.target import Target, load_target
+from draftsmith.target.target import Target, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
 
 pytestmark = pytest.mark.full
@@ -190,7 +190,7 @@ sys.path[:0] = {paths!r}
 from draftsmith.data.features import store
 from tests.data.features.test_extract import SMALL, make_samples
 from draftsmith.data.features.extract import extract
-from draftsmith.heads.target.target import load_target
+from draftsmith.target.target import load_target
 
 original = store.save_file
 def killed_inside_the_third_shard(tensors, path):

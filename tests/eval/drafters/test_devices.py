@@ -5,17 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Drafter, TargetAlone
-from draftsmith.eval.decode.noise import row_key
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.draft_model import DraftModel, draft_model_simulator
-from draftsmith.eval.drafters.known_acceptance import KnownAcceptance
-from draftsmith.eval.drafters.lookahead import Lookahead
-from draftsmith.eval.drafters.prompt_lookup import PromptLookup
-from draftsmith.eval.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
-from draftsmith.heads.target.target import Target
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
+from draftsmith.decoder.drafters.lookahead import Lookahead
+from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
+from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
+from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.simulate.headless import draft_model_simulator
+from draftsmith.target.target import Target
 from tests.far_device import far_device, move_module
 from tests.models import tiny_model
 

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.eval.drafters.baselines import BaselineSpec, Supplies, make_baseline
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, simulate_systems
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.target import Target, TargetOutput
+from draftsmith.target.target import Target, TargetOutput
 from tests.heads.blocks import make_head, make_target, requests
 from tests.models import tiny_model
 

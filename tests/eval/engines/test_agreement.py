@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
 from draftsmith.eval.engines.agreement import AgreementRow, Counts, count, ratio_error, to_generations, within_text
 from draftsmith.eval.engines.traces import ChainTracer, EngineAnswer, EngineRound
 from draftsmith.heads.base import DraftHead

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from draftsmith.errors import UserError
+from draftsmith.eval.clocks.cost_table import ALONE, CostTable
 from draftsmith.eval.engines import server_costs
 from draftsmith.eval.engines.server import Batch, Event
 from draftsmith.eval.engines.server_costs import TOKENS, measure_served, time_batch
-from draftsmith.eval.measure.cost_table import ALONE, CostTable
 from tests.eval.planner.plans import TARGET
 
 

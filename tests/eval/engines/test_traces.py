@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
+from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.drafters.draft_model import DraftModel
 from draftsmith.eval.engines.agreement import compare_answers, logit_gaps
 from draftsmith.eval.engines.llama_cpp import LlamaServer, ServerSettings, counted_by_llama_cpp, read_rounds
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound, trace_ours
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.models import tiny_model
 
 GREEDY = Sampling(temperature=0.0)
@@ -105,7 +105,7 @@ def server_loop(target: Chooser, draft: Chooser, K: int, n_predict: int, ends: s
 
 
 def our_loop(target: Chooser, draft: Chooser, K: int, limit: int, eos: int) -> EngineAnswer:
-    """Our decoder for one row at temperature 0, as draftsmith.eval.decode.answers counts."""
+    """Our decoder for one row at temperature 0, as draftsmith.decoder.answers counts."""
     tokens, rounds = [target(())], []
     while tokens[-1] != eos and len(tokens) < limit:
         drafted: list[int] = []

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request
 from draftsmith.eval.engines import vllm_runner
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
 from draftsmith.eval.engines.vllm_client import VllmSettings, run_vllm

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.decode.answers import Decoded, Request
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.drafters.prompt_lookup import PromptLookup, simulate_prompt_lookup
+from draftsmith.decoder.answers import Decoded, Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure import lossless
 from draftsmith.eval.measure.lossless import check_lossless
+from draftsmith.eval.simulate.headless import simulate_prompt_lookup
 from draftsmith.foreign.journal import Journal
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.models import tiny_model
 
 REQUESTS = [Request(str(i), "ab"[i % 2], (3 + i, 5, 3 + i, 5), 6) for i in range(4)]

@@ -7,25 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Decoded, Generation, Request, Round, Tally, tally_generation
-from draftsmith.eval.decode.cache import KVCache, build_mask, run_draft
-from draftsmith.eval.decode.clock import Stopwatch
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import Draft, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.decoder.answers import Decoded, Generation, Request, Round, Tally, tally_generation
+from draftsmith.decoder.cache import KVCache, build_mask, run_draft
+from draftsmith.decoder.clock import Stopwatch
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Draft, TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.eval.clocks import turns
+from draftsmith.eval.clocks.costs import measure_costs
+from draftsmith.eval.clocks.turns import run_systems
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure import turns
-from draftsmith.eval.measure.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
-from draftsmith.eval.measure.conditions import Group
-from draftsmith.eval.measure.costs import measure_costs
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, summarize
-from draftsmith.eval.measure.result import Costs, Measures, Percentiles, PromptSums
-from draftsmith.eval.measure.turns import run_systems
+from draftsmith.eval.results.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.results.conditions import Group
+from draftsmith.eval.results.result import Costs, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.models import KINDS, tiny_model
 
 

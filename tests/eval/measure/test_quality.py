@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.eval.decode.answers import Generation, Request
+from draftsmith.decoder.answers import Generation, Request
 from draftsmith.eval.measure.quality import judge_answer, judged_shares
 
 

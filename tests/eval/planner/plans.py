@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, Served
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.cost_table import ALONE, CostPoint, CostTable, Served
-from draftsmith.eval.measure.machine import Hardware
-from draftsmith.eval.measure.result import DrafterResult, Measures, Result, Settings, SweepPoint, TargetInfo
 from draftsmith.eval.planner.plan import Plan
+from draftsmith.eval.results.result import DrafterResult, Measures, Result, Settings, SweepPoint, TargetInfo
+from draftsmith.machine import Hardware
 
 TARGET = TargetInfo("target", "f1", 1000, 2, 8, 100)
 HARDWARE = Hardware("a CPU", 2, 1, 24.0, None)

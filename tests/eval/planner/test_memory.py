@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.eval.decode.answers import Request
-from draftsmith.eval.decode.cache import KVCache, entry_bytes, layer_shapes
-from draftsmith.eval.decode.loop import Loop
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import DynamicTree, StaticTree
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes
+from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.loop import Loop
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.drafters.baselines import BaselineSpec, Supplies, make_baseline
-from draftsmith.eval.drafters.draft_model import DraftModel
 from draftsmith.eval.drafters.system import DraftInfo, SystemUnderTest, head_system
-from draftsmith.eval.measure.result import TargetInfo
 from draftsmith.eval.planner.memory import Memory, memory_at
+from draftsmith.eval.results.result import TargetInfo
 from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.registry import methods
-from draftsmith.heads.target.shape import shape_of
-from draftsmith.heads.target.target import Target
+from draftsmith.target.shape import shape_of
+from draftsmith.target.target import Target
 from tests.gpu.support import OPTIONS
 from tests.models import tiny_model
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.measure.result import Costs, DrafterResult, Measures
 from draftsmith.eval.planner.plan import PAYS, Plan, break_even_tokens, by_batch, check_one_evaluation
+from draftsmith.eval.results.result import Costs, DrafterResult, Measures
 from tests.eval.planner.plans import KS, busier, plan, result, served_table, table
 
 GOOD = {"overall": 0.8, "code": 0.9, "rag": 0.3}

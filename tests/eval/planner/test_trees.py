@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.eval.clocks.cost_table import CostTable
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.cost_table import CostTable
-from draftsmith.eval.measure.result import DrafterResult, Measures, Result
 from draftsmith.eval.planner.decision import Decision, decision_json, make_decision
 from draftsmith.eval.planner.routing import describe_rules, read_rules, route, write_rules
 from draftsmith.eval.planner.settings import engine_settings
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.eval.report.report import render_markdown
+from draftsmith.eval.results.result import DrafterResult, Measures, Result
 from tests.eval.planner.plans import measures, result, table
 
 NAME = "eagle3 bushy"

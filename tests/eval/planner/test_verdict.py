@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from draftsmith.eval.measure.cost_table import CostTable
-from draftsmith.eval.measure.result import Result, SweepPoint
+from draftsmith.eval.clocks.cost_table import CostTable
 from draftsmith.eval.planner.decision import make_decision
 from draftsmith.eval.planner.plan import PAYS
 from draftsmith.eval.planner.settings import engine_settings
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
+from draftsmith.eval.results.result import Result, SweepPoint
 from tests.eval.planner.plans import HARDWARE, plan, result, served_table, table
 
 

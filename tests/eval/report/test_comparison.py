@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from draftsmith.eval.measure.compare import METRICS, Comparison, compare_results
+from draftsmith.eval.gate.compare import METRICS, Comparison, compare_results
 from draftsmith.eval.report.comparison import _LABELS, comparison_json, comparison_markdown, comparison_text
-from tests.eval.measure.test_compare import decoded, drafting
+from tests.eval.gate.test_compare import decoded, drafting
 
 
 def printed(comparison: Comparison) -> list[str]:

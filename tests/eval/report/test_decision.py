@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.forecast import Point
-from draftsmith.eval.measure.history import History
-from draftsmith.eval.measure.machine import Clocks
-from draftsmith.eval.measure.result import Pick, TargetInfo
 from draftsmith.eval.planner.decision import Decision, decision_json, make_decision
 from draftsmith.eval.report.report import render_html, render_markdown
+from draftsmith.eval.results.result import Pick, TargetInfo
+from draftsmith.eval.training.forecast import Point
+from draftsmith.eval.training.history import History
 from draftsmith.heads.vocab import Coverage
+from draftsmith.machine import Clocks
 from tests.eval.planner.plans import result, table
 
 GOOD = {"overall": 0.8, "code": 0.9, "rag": 0.02}

@@ -15,8 +15,18 @@ from rich.console import Console
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.measure.conditions import Group
-from draftsmith.eval.measure.result import (
+from draftsmith.eval.report import report
+from draftsmith.eval.report.page_model import best_k, significant, view_of
+from draftsmith.eval.report.report import (
+    fenced,
+    headline_table,
+    markdown_cell,
+    render_html,
+    render_markdown,
+    write_report,
+)
+from draftsmith.eval.results.conditions import Group
+from draftsmith.eval.results.result import (
     Costs,
     Divergence,
     DrafterResult,
@@ -31,16 +41,6 @@ from draftsmith.eval.measure.result import (
     Settings,
     SweepPoint,
     TargetInfo,
-)
-from draftsmith.eval.report import report
-from draftsmith.eval.report.page_model import best_k, significant, view_of
-from draftsmith.eval.report.report import (
-    fenced,
-    headline_table,
-    markdown_cell,
-    render_html,
-    render_markdown,
-    write_report,
 )
 
 K = 5

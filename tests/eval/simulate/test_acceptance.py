@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.answers import Generation, Request, Round, Tally, tally_generation, total
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Generation, Request, Round, Tally, tally_generation, total
-from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import Answer, chain_acceptance, expected_tallies, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput
-from draftsmith.heads.target.target import TargetHead
+from draftsmith.target.target import TargetHead
 
 V, EOS, LIMIT = 3, 2, 5
 

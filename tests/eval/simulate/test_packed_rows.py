@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.sampling import Sampling, probs
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling, probs
-from draftsmith.eval.decode.trees import StaticTree
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, chain_acceptance, seen_in_text, token_ranks
 from draftsmith.heads.base import HeadOutput, StepOutput
-from draftsmith.heads.target.target import TargetHead
+from draftsmith.target.target import TargetHead
 from tests.eval.simulate.test_acceptance import make_batch
 
 W7, STEPS = 7, 3

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.answers import total
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import PUBLISHED, Choice, StaticTree, load_tree, read_origin, save_tree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import total
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import PUBLISHED, Choice, StaticTree, load_tree, read_origin, save_tree
-from draftsmith.eval.measure.result import Costs
+from draftsmith.eval.results.result import Costs
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate, token_ranks
 from draftsmith.eval.tree_search import search as tree_search
 from draftsmith.eval.tree_search.budget import TreeCosts, fastest, sizes_up_to
@@ -29,7 +29,7 @@ from draftsmith.eval.tree_search.search import (
     measure_tree,
 )
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
-from draftsmith.heads.target.target import TargetHead
+from draftsmith.target.target import TargetHead
 
 
 def every_tree(ranks: int, depth: int, nodes: int) -> list[tuple[Choice, ...]]:

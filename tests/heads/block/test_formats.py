@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import load_head, recognise
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.exports import LLAMA3, VOCAB, make_dflash, make_dspark, make_target
 
 MAKE = {"dflash": make_dflash, "dspark": make_dspark}

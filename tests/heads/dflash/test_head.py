@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.decoder.answers import tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.noise import SAMPLE, uniforms
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.noise import SAMPLE, uniforms
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.files import write_json
@@ -24,11 +25,10 @@ from draftsmith.heads.block import base as block_base
 from draftsmith.heads.block import drafter as block_drafter
 from draftsmith.heads.block.base import BlockAttention, BlockHead, sample_rows
 from draftsmith.heads.block.drafter import DFlashDrafter
-from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.heads.dflash.head import DFlashOptions, build
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
-from draftsmith.heads.target.target import Target
-from draftsmith.heads.target.tokens import choose_mask_token
+from draftsmith.target.target import Target
+from draftsmith.target.tokens import choose_mask_token
 from tests.decoding import assert_same, decode_like_alone
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
@@ -30,9 +30,9 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.files import TOKENIZER_FILES
-from draftsmith.heads.target.target import Target, load_target
 from draftsmith.heads.warm_start import adopt_options, restart
+from draftsmith.target.files import TOKENIZER_FILES
+from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3, shake
 from tests.helpers import tiny_tokenizer
@@ -186,7 +186,7 @@ def test_the_drafter_shares_the_weights_and_freezes_nothing() -> None:
 
 
 def test_it_drafts_no_trees() -> None:
-    from draftsmith.eval.decode.trees import PUBLISHED
+    from draftsmith.decoder.trees import PUBLISHED
 
     with pytest.raises(UserError, match="draft_model heads draft no static trees: remove the tree medusa_63"):
         head_system("draft_model", make(make_target()), 4, 8, tree=PUBLISHED["medusa_63"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.dspark import calibration

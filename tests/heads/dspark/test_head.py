@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.decoder import growth
+from draftsmith.decoder.answers import tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode import growth
-from draftsmith.eval.decode.answers import tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.sampling import Sampling
+from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
-from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.heads.dspark import head as dspark
 from draftsmith.heads.dspark.drafter import DSparkDrafter
 from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions

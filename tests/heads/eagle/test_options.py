@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.conformance.suite import Spec, run_conformance, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.conformance.suite import Spec, run_conformance, tiny_target
 from draftsmith.heads.eagle.fused import LowRankLinear
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.export.export import convert_head, export_head
@@ -23,8 +23,8 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.layers import training_pass
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target
 from draftsmith.heads.warm_start import adopt_options, restart
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import make_peagle
 from tests.heads import llama_oracle as oracle

@@ -21,9 +21,9 @@ from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.contracts import validate
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.target.target import Target, load_target
 from draftsmith.recipe.schema import ExportSpec, Recipe
 from draftsmith.stages.exporting import export_options
+from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3, make_eagle1, make_target
 from tests.models import save_tiny_target

@@ -14,16 +14,16 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import NewTokens
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.draft import NewTokens
 from draftsmith.heads.base import agree, supervised_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options, build
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.target.probe import check_target
-from draftsmith.heads.target.target import Target, load_target
+from draftsmith.target.probe import check_target
+from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 

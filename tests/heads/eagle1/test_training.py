@@ -11,10 +11,10 @@ from torch import Tensor
 
 from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import OnlineSource
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import StoppedError, UserError
-from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import drafting
 from draftsmith.heads.eagle.drafter import EagleDrafter
@@ -24,8 +24,8 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
+from draftsmith.target.target import Target
 from draftsmith.train import loop
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData

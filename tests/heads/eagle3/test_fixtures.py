@@ -18,7 +18,7 @@ from draftsmith.heads.base import HeadOutput, shift_left
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import TargetHead
+from draftsmith.target.target import TargetHead
 
 FIXTURES = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures"
 pytestmark = pytest.mark.skipif(not FIXTURES.is_dir(), reason="the reference runs (../shared/fixtures) are not here")

@@ -17,7 +17,7 @@ from draftsmith.heads.layers.config import rope_parameters
 from draftsmith.heads.layers.decoder_layer import Rotary, attend
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3
 from tests.models import tiny_model

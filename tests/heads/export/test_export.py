@@ -17,7 +17,7 @@ from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.contracts import ExportRequest, ModelFiles
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3, VOCAB, make_draft_model, make_eagle1, make_target, replace_layout
 from tests.exports import make_eagle3 as make_head

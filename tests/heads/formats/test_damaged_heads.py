@@ -16,7 +16,7 @@ from draftsmith.heads.checkpoint import model_directory, save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats.recognise import is_head_config, load_head
-from draftsmith.heads.target.identity import TargetIdentity, compare
+from draftsmith.target.identity import TargetIdentity, compare
 from tests.exports import folded_state, make_dflash, make_eagle1, make_eagle3, make_medusa, make_target
 
 WEIGHTS = "model.safetensors"

@@ -21,7 +21,7 @@ from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obs
 from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
 from draftsmith.heads.formats.targets import LISTS, drafts_for
 from draftsmith.heads.registry import methods, served_method
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from scripts.bench.engines.page import agrees, read_results
 from tests.exports import (
     LLAMA3,

@@ -20,7 +20,7 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import all_weights_files
 from draftsmith.heads.formats.layout import Layout, layouts
 from draftsmith.heads.formats.recognise import formats, is_head_config, load_head, recognise
-from draftsmith.heads.target.target import Target, load_target
+from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import (
     VOCAB,

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.hydra.head import HydraHead
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import folded_state
 from tests.heads.hydra.test_head import make_head

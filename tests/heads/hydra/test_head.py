@@ -13,24 +13,24 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.noise import DROP, kept
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.noise import DROP, kept
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
 from draftsmith.heads.base import drafting, supervised_rows
-from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.heads.hydra import head as hydra
 from draftsmith.heads.hydra import head as hydra_head
 from draftsmith.heads.hydra.drafter import HydraDrafter, PrefixCache
 from draftsmith.heads.hydra.head import HydraHead, HydraOptions, PrefixLayer, build
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.decoding import assert_same, decode_like_alone
 from tests.models import tiny_model

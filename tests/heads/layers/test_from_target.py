@@ -13,7 +13,7 @@ from draftsmith.heads.files import read_config
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.hydra import head as hydra
 from draftsmith.heads.layers.from_target import embedding_scale, fold
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 

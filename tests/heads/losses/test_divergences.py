@@ -19,9 +19,9 @@ from draftsmith.heads.losses.divergences import LOSSES, Teacher
 from draftsmith.heads.losses.head_loss import head_loss, row_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import find_method, methods
-from draftsmith.heads.target.target import Target
 from draftsmith.recipe.parse import recipe_parser
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.target import Target
 from draftsmith.train.optimizers import build_optimizers
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS

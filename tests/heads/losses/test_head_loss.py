@@ -15,7 +15,7 @@ from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import LossOutput, draft_index, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import MedusaOptions, build
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads.losses.oracles import ORACLES, Row
 from tests.models import tiny_model

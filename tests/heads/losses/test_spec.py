@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_supervised_rows, supervised_rows
 from draftsmith.heads.losses import head_loss as head_loss_module
@@ -20,7 +20,7 @@ from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_d
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import build
 from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model
 

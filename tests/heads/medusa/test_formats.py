@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.medusa.head import MedusaHead
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import make_medusa, make_target, replace_layout
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import PUBLISHED, StaticTree
+from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import DecodeState, Draft, TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import PUBLISHED, StaticTree
-from draftsmith.eval.decode.verify import Typical
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.simulate.texts import simulate_generations
@@ -25,7 +25,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.drafter import MedusaDrafter
 from draftsmith.heads.medusa.head import MedusaHead, build
 from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.target.target import Target
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.decoding import assert_same, decode_like_alone
 from tests.models import tiny_model

@@ -11,17 +11,17 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.answers import Request, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling, probs
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling, probs
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.clocks.turns import run_systems
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.measure import collect_texts
 from draftsmith.eval.measure.quality import compare_targets
-from draftsmith.eval.measure.turns import run_systems
 from draftsmith.eval.simulate.acceptance import chain_acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.eval.tree_search.budget import measure_tree_costs
@@ -37,10 +37,10 @@ from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.head import Medusa2Head, build
 from draftsmith.heads.medusa2.options import Medusa2Options
-from draftsmith.heads.target.probe import check_target
-from draftsmith.heads.target.target import Target, load_target
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.probe import check_target
+from draftsmith.target.target import Target, load_target
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.parallel import WrappedHead, run_pass
 from tests.batches import documents_of, pack

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.decode.answers import Request, tally_generation, total
-from draftsmith.eval.decode.decode import decode_batch
-from draftsmith.eval.decode.draft import TargetAlone
-from draftsmith.eval.decode.sampling import Sampling
-from draftsmith.eval.decode.trees import StaticTree
+from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.files import write_json
 from draftsmith.heads.base import supervised_rows
-from draftsmith.heads.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
@@ -29,8 +29,8 @@ from draftsmith.heads.peagle import head as peagle
 from draftsmith.heads.peagle.drafter import PEagleDrafter
 from draftsmith.heads.peagle.head import PEagleHead, build
 from draftsmith.heads.peagle.options import PEagleOptions
-from draftsmith.heads.target.target import Target
 from draftsmith.heads.warm_start import adopt_options
+from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads import llama_oracle as oracle
 from tests.models import tiny_model

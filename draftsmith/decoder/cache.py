@@ -1,0 +1,349 @@
+"""The KV cache: keys and values of several sequences, each with its own length. A commit happens in `KVCache.commit`.
+
+A row's cached tokens fill slots 0..length-1; node j of a draft is written to slot length + j. One forward over a
+draft is `run_draft`; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
+that any causal LM that takes 4D masks can use it; draft heads with layers of their own use the same class.
+
+Shapes: B rows, b some of these rows, N nodes of a draft (or new tokens), T nodes of the whole tree, D nodes of a path,
+S slots, h key/value heads, d head dim, M tensors of one shape (keys and values of all layers that share it). In
+`run_draft`: A aux layers, H target hidden.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from draftsmith.decoder.draft import Draft
+from draftsmith.errors import UserError
+from draftsmith.target.target import Target, TargetOutput
+
+
+@dataclass(frozen=True)
+class WriteRange:
+    """The slots that one forward writes: `count` entries of each row from slot lengths_B + skip on.
+
+    lengths_B: a copy of the cache's. longest: the largest lengths_B + skip of a row that matters. rows_b: the rows of
+    the buffers that are written, None for all.
+    """
+
+    lengths_B: Tensor
+    count: int
+    longest: int
+    rows_b: Tensor | None = None
+    skip: int = 0
+
+    @cached_property
+    def visible(self) -> int:
+        """Slots that the longest row uses once its entries are written."""
+        return self.longest + self.count
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether there is one row alone, whose new entries are then one slice."""
+        return self.rows_b is None and len(self.lengths_B) == 1
+
+
+class TensorShape(NamedTuple):
+    """Heads, head dim and dtype of a layer's keys or values."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class LayerShape(NamedTuple):
+    """Keys and values of one layer; they differ where attention is compressed (MLA)."""
+
+    keys: TensorShape
+    values: TensorShape
+
+
+def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
+    """Return the shapes that each layer of `target` caches, None for a layer that shares another one's.
+
+    A small forward finds them: compressed attention and heads of several sizes differ from the config.
+    """
+    known = _SHAPES.setdefault(target, {})
+    if target.dtype not in known:
+        cache = Cache(layers=[DynamicLayer() for _ in range(target.num_layers)])
+        target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)
+        pairs = [(layer.keys, layer.values) for layer in cache.layers]
+        known[target.dtype] = tuple(
+            None if pair[0] is None else LayerShape(*(TensorShape(x.shape[1], x.shape[3], x.dtype) for x in pair))
+            for pair in pairs
+        )
+    return known[target.dtype]
+
+
+_SHAPES: WeakKeyDictionary[Target, dict[torch.dtype, tuple[LayerShape | None, ...]]] = WeakKeyDictionary()
+"""Layer shapes by target and dtype, as long as the target is in memory."""
+
+
+def llama_layer_shapes(config: LlamaConfig, layers: int, dtype: torch.dtype) -> tuple[LayerShape, ...]:
+    """Return the shapes that `layers` Llama layers of `config` cache; for draft heads."""
+    kind = TensorShape(config.num_key_value_heads, config.head_dim, dtype)
+    return (LayerShape(kind, kind),) * layers
+
+
+def entry_bytes(shapes: Sequence[LayerShape | None]) -> int:
+    """Return the bytes that one token takes in a cache: the keys and values of all layers that have their own."""
+    tensors = [tensor for shape in shapes if shape is not None for tensor in shape]
+    return sum(tensor.heads * tensor.dim * tensor.dtype.itemsize for tensor in tensors)
+
+
+class _Layer(CacheLayerMixin):
+    """One layer of a KVCache in transformers' protocol: it returns every visible slot; the given mask hides some."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, cache: "KVCache", places: "tuple[_Place, _Place] | None") -> None:
+        super().__init__()
+        self.cache, self.places = cache, places
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        assert self.places is not None
+        keys, values = self.places
+        return self.cache.store(keys, key_states), self.cache.store(values, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.cache.staged.longest
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+    get_max_cache_shape = get_max_length  # its name in transformers < 5.20
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.staged.visible, 0
+
+
+class _Place(NamedTuple):
+    """Where a layer's keys or values are: tensor `number` of the buffer of their shape."""
+
+    kind: TensorShape
+    number: int
+
+
+class KVCache(Cache):
+    """Keys and values of B sequences, of the target, of a draft model or of a draft head's own layers.
+
+    A forward is framed by two calls: `stage` reserves the slots behind the cached tokens, the layers write them, and
+    a writer keeps some. What no writer keeps is overwritten by the next forward.
+
+    `lengths_B` is the one true number of cached tokens of each row, read-only outside. Three methods write it:
+
+    - `append` keeps the first entries of a forward (a prompt, or the tokens that a drafter reads);
+    - `commit` keeps the accepted path of a draft;
+    - `rollback` forgets the last tokens.
+
+    `select` drops rows and changes no length. All other lengths derive from this one: `staged.lengths_B` is a copy for
+    the forward under way; `DecodeState.length_B` is the target cache's `lengths_B` at the start of a round;
+    `DecodeState.host_lengths` is the same number counted from the emitted tokens, which spares waiting for a GPU. A
+    drafter's own cache follows the target's: rolled back to where a round's new tokens begin, it reads and appends them.
+
+    Tensors of equal shape are views of one buffer [M, B, h, S, d], so that a commit is one gather and one scatter.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape | None], rows: int, capacity: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self.capacity = capacity
+        self.shapes = tuple(shapes)
+        self._lengths_B = torch.zeros(rows, dtype=torch.long, device=device)
+        self.staged = WriteRange(self._lengths_B, 0, 0)
+        # Of the forward under way: the visible slots of every tensor of a shape, and those that a single row writes.
+        self._views: dict[TensorShape, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
+        counts: Counter[TensorShape] = Counter()
+
+        def place(kind: TensorShape) -> _Place:
+            counts[kind] += 1
+            return _Place(kind, counts[kind] - 1)
+
+        places = [None if shape is None else (place(shape.keys), place(shape.values)) for shape in self.shapes]
+        super().__init__(layers=[_Layer(self, pair) for pair in places])
+        self.buffers: dict[TensorShape, Tensor] = {
+            kind: torch.zeros(count, rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device)
+            for kind, count in counts.items()
+        }
+
+    @classmethod
+    def for_target(cls, target: Target, rows: int, capacity: int) -> "KVCache":
+        """Allocate `capacity` slots for each of `rows` sequences of `target`."""
+        return cls(layer_shapes(target), rows, capacity, target.device)
+
+    @property
+    def lengths_B(self) -> Tensor:
+        """Cached tokens of each row."""
+        return self._lengths_B
+
+    def stage(self, count: int, rows_b: Tensor | None = None, longest: int | None = None, skip: int = 0) -> WriteRange:
+        """Reserve `count` slots from length + skip on for the next forward, in all rows or in the rows `rows_b`.
+
+        longest: the largest length of a row that matters, where the host knows it.
+        """
+        lengths_B = self._lengths_B if rows_b is None else self._lengths_B[rows_b]
+        longest = int(lengths_B.max()) if longest is None else longest
+        self.staged = WriteRange(lengths_B, count, longest + skip, rows_b, skip)
+        self._views.clear()
+        assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
+        return self.staged
+
+    def write(self, layer: int, keys_bhNd: Tensor, values_bhNd: Tensor) -> tuple[Tensor, Tensor]:
+        """Write a layer's keys and values to the staged slots; return its visible ones, [b, h, S, d] each."""
+        return self.layers[layer].update(keys_bhNd, values_bhNd)
+
+    def store(self, place: _Place, new_BhNd: Tensor) -> Tensor:
+        """Write a layer's new keys or values to the staged slots; return the visible ones [b, h, S, d] of the rows written."""
+        at, kind = self.staged, place.kind
+        if kind not in self._views:
+            # Of all layers at once: a slice costs as much as a small product.
+            buffer = self.buffers[kind]
+            written = buffer.narrow(3, at.longest, at.count).unbind(0) if at.single else ()
+            self._views[kind] = buffer.narrow(3, 0, at.visible).unbind(0), written
+        visible_BhSd = self._views[kind][0][place.number]
+        if at.single:
+            self._views[kind][1][place.number].copy_(new_BhNd)
+            return visible_BhSd
+        device = at.lengths_B.device
+        rows_B = torch.arange(len(at.lengths_B), device=device) if at.rows_b is None else at.rows_b
+        slots_BN = at.lengths_B[:, None] + torch.arange(at.skip, at.skip + at.count, device=device)
+        # Rows that do not matter may write behind what is visible.
+        self.buffers[kind][place.number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
+        return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b]
+
+    def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
+        """Keep the first `count` entries that the last forward wrote to each row, or to each of `rows_b`."""
+        if rows_b is None:
+            self._lengths_B = self._lengths_B + count
+        else:
+            assert isinstance(count, Tensor)
+            self._lengths_B = self._lengths_B.index_add(0, rows_b, count)
+
+    def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
+        """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the others are dropped.
+
+        kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing. Nothing here waits for
+        the device, so nothing here may read a number of it; tokens past an answer's end are rolled back by the loop.
+        """
+        kept_B = (path_BD >= 0).sum(1) if kept_B is None else kept_B
+        if not draft.is_chain:  # the accepted nodes of a chain are in place already
+            base_B1 = self._lengths_B[:, None]
+            place_D = torch.arange(path_BD.shape[1], device=path_BD.device)
+            # Padding copies a slot onto itself.
+            source_BD = base_B1 + torch.where(path_BD >= 0, path_BD, place_D)
+            row_B1 = torch.arange(len(path_BD), device=path_BD.device)[:, None]
+            for buffer in self.buffers.values():
+                slots_MBShd = buffer.transpose(2, 3)
+                slots_MBShd[:, row_B1, base_B1 + place_D] = slots_MBShd[:, row_B1, source_BD]
+        self._lengths_B = self._lengths_B + kept_B
+
+    def rollback(self, lengths: Tensor, rows_b: Tensor | None = None) -> None:
+        """Forget every token from position `lengths` on, in all rows or in `rows_b`; shorter rows stay as they are."""
+        if rows_b is None:
+            self._lengths_B = torch.minimum(self._lengths_B, lengths)
+        else:
+            self._lengths_B = self._lengths_B.index_copy(0, rows_b, torch.minimum(self._lengths_B[rows_b], lengths))
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only the batch rows `rows` (finished rows leave)."""
+        self._lengths_B = self._lengths_B[rows]
+        self.buffers = {kind: buffer[:, rows] for kind, buffer in self.buffers.items()}
+        self._views.clear()
+
+
+def build_mask(
+    lengths_B: Tensor, ancestors_BNT: Tensor, visible: int, depth_BT: Tensor | None = None, window: int | None = None
+) -> Tensor:
+    """Return the attention mask, bool [B, 1, N, S]: a node sees the cached tokens and its ancestors, itself included.
+
+    ancestors_BNT: for each of the last N nodes of a tree, which of its T nodes are its ancestors or itself; node j sits
+    in slot length + j. window: a node sees only the last so many positions. It counts positions (length + depth_BT),
+    not slots, so that a tree sees what a chain sees.
+    """
+    rows, queries, nodes = ancestors_BNT.shape
+    if rows == 1 and window is None and visible > nodes:
+        # A single row has no slots between its cached tokens and its tree.
+        cached = ancestors_BNT.new_ones(1, queries, visible - nodes)
+        return torch.cat([cached, ancestors_BNT], 2)[:, None]
+    slot_S = torch.arange(visible, device=lengths_B.device)
+    relative_BS = slot_S - lengths_B[:, None]
+    cached_BS = relative_BS < 0
+    node_BS = relative_BS.clamp(0, nodes - 1)
+    in_tree_BS = (relative_BS >= 0) & (relative_BS < nodes)
+    ancestor_BNS = ancestors_BNT.gather(2, node_BS[:, None].expand(rows, queries, visible))
+    mask_BNS = cached_BS[:, None] | (ancestor_BNS & in_tree_BS[:, None])
+    if window is not None:
+        assert depth_BT is not None
+        position_BT = lengths_B[:, None] + depth_BT
+        key_position_BS = torch.where(cached_BS, slot_S, position_BT.gather(1, node_BS))
+        query_position_BN = position_BT[:, nodes - queries :]
+        mask_BNS &= key_position_BS[:, None] > query_position_BN[:, :, None] - window
+    return mask_BNS[:, None]
+
+
+def attention_masks(
+    config: PretrainedConfig, lengths_B: Tensor, draft: Draft, visible: int, dtype: torch.dtype
+) -> Tensor | dict[str, Tensor]:
+    """Return the draft's attention mask as the model takes it: one tensor, or one per type of `config.layer_types`.
+
+    Raises UserError for layers whose past is neither full nor a sliding window.
+    """
+
+    # Eager attention adds the mask to the scores, as does the kernel of CPUs, which would convert it in every layer.
+    added = config._attn_implementation == "eager" or lengths_B.device.type == "cpu"
+
+    def build(window: int | None) -> Tensor:
+        if added and window is None and draft.tokens_BN.numel() == 1:  # the target alone, which sees all
+            return torch.zeros(1, 1, 1, visible, dtype=dtype, device=lengths_B.device)
+        mask = build_mask(lengths_B, draft.ancestors_BNN, visible, draft.depth_BN, window)
+        if added:
+            return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        return mask
+
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return build(window)
+    if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
+        raise UserError(
+            f"A target of type {config.model_type!r} has layers of type {unknown[0]}, whose past a draft tree cannot be given "
+            "yet: choose another target."
+        )
+    return {kind: build(window if kind == "sliding_attention" else None) for kind in dict.fromkeys(layer_types)}
+
+
+def run_draft(
+    target: Target,
+    cache: KVCache,
+    draft: Draft,
+    layer_ids: tuple[int, ...] = (),
+    rows_b: Tensor | None = None,
+    longest: int | None = None,
+) -> TargetOutput:
+    """Run the target over the nodes of a draft: aux [B, N, A*H] of `layer_ids` and last [B, N, H] at every node.
+
+    Keys and values are written behind the cached ones; `cache.commit` or `cache.append` then decides which stay.
+    rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
+    """
+    at = cache.stage(draft.tokens_BN.shape[1], rows_b, longest)
+    return target.forward(
+        draft.tokens_BN,
+        layer_ids=layer_ids,
+        attention_mask=attention_masks(target.config, at.lengths_B, draft, at.visible, target.dtype),
+        position_ids=at.lengths_B[:, None] + draft.depth_BN,
+        past_key_values=cache,
+    )

@@ -1,0 +1,272 @@
+"""The interface between the decoding loop and a drafter: the state it reads and the draft it returns.
+
+A draft is a tree of tokens; a chain is a tree with one branch.
+
+Shapes: B rows, N nodes (node 0 is the root), M nodes with children, D depths of a tree, K drafted tokens of a chain, n
+new tokens, b admitted rows, L tokens of a prompt, F width of the aux streams, W draft vocab. In `NewTokens`: D hidden
+of the target.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import StaticTree
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of proposed tokens per row.
+
+    tokens_BN: node 0 is the root, the last token of the text, which the target has not read yet. parents_BN: index of
+    each node's parent, -1 for the root; parents come before their children. count_B: valid nodes per row, the root
+    included; nodes from there on are padding. draft_probs_BMW: entry i is the distribution that the children of node i
+    were drawn from, one after the other and without replacement; nodes from M on have no children. None where tokens
+    were chosen deterministically. A child drawn when no mass was left is never accepted. vocab_W: the target ids of a
+    distribution's columns, None if they are the same. tree: the static tree that all rows have, if they have one.
+    linear: whether all rows are chains, None if not known. Both save computing the shape in every round. listen: called with
+    the target's logits [B, N, V] at all nodes, once it has read them, padding included, which it reads as the tree says: for
+    drafters that learn from nodes which are never accepted.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    count_B: Tensor
+    draft_probs_BMW: Tensor | None = None
+    vocab_W: Tensor | None = None
+    tree: StaticTree | None = None
+    linear: bool | None = None
+    listen: Callable[[Tensor], None] | None = None
+
+    @classmethod
+    def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
+        """Build a static tree from its root and drafted tokens; row b's nodes deeper than limit_B[b] are padding."""
+        shape = tree.on(root_B.device)
+        count_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
+        parents_BN = shape.parents_N.expand(len(root_B), -1)
+        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, count_B, tree=tree)
+
+    @classmethod
+    def chain(
+        cls,
+        root_B: Tensor,
+        drafted_BK: Tensor,
+        count_B: Tensor | None = None,
+        draft_probs_BMW: Tensor | None = None,
+        vocab_W: Tensor | None = None,
+    ) -> "Draft":
+        """Build a chain from its root and its drafted tokens; `count_B` drafted tokens are valid (all by default)."""
+        rows, length = drafted_BK.shape
+        tokens_BN = torch.cat([root_B[:, None], drafted_BK], 1)
+        parents_BN = numbers(-1, length, root_B.device).expand(rows, -1)
+        valid_B = torch.full_like(root_B, length) if count_B is None else count_B
+        return cls(tokens_BN, parents_BN, valid_B + 1, draft_probs_BMW, vocab_W, linear=True)
+
+    def drawn_from(self, draft_probs_BMW: Tensor, vocab_W: Tensor | None) -> "Draft":
+        """Return the same draft with the distributions that its tokens were drawn from."""
+        return replace(self, draft_probs_BMW=draft_probs_BMW, vocab_W=vocab_W)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """True when every node's parent is the node before it."""
+        if self.linear is not None:
+            return self.linear
+        if self.tree is not None:
+            return self.tree.depth == len(self.tree.choices)
+        order = torch.arange(-1, self.parents_BN.shape[1] - 1, device=self.parents_BN.device)
+        return bool((self.parents_BN == order).all())
+
+    @cached_property
+    def ancestors_BNN(self) -> Tensor:
+        """Bool [B, N, N]: entry (i, j) is True where node j is node i or one of its ancestors."""
+        rows, nodes = self.parents_BN.shape
+        device = self.parents_BN.device
+        if self.tree is not None:
+            return self.tree.on(device).ancestors_NN.expand(rows, -1, -1)
+        if self.is_chain:
+            return chain_above(nodes, device).expand(rows, -1, -1)
+        # Squaring "is my parent or me" doubles how far up it reaches: a loop over levels of depth, not over nodes.
+        node = torch.arange(nodes, device=device)
+        above = ((self.parents_BN[..., None] == node) | (node[:, None] == node)).float()
+        for _ in range((nodes - 1).bit_length()):
+            above = (above @ above).clamp_(max=1)
+        return above.bool()
+
+    @cached_property
+    def depth_BN(self) -> Tensor:
+        """Depth of each node; the root has depth 0."""
+        if self.tree is not None:
+            return self.tree.on(self.parents_BN.device).depth_N.expand(len(self.parents_BN), -1)
+        if self.linear:
+            return numbers(0, self.tokens_BN.shape[1], self.tokens_BN.device).expand_as(self.tokens_BN)
+        return self.ancestors_BNN.sum(-1) - 1
+
+    @cached_property
+    def valid_BN(self) -> Tensor:
+        """Bool [B, N]: the nodes that are not padding."""
+        return numbers(0, self.tokens_BN.shape[1], self.count_B.device) < self.count_B[:, None]
+
+    @cached_property
+    def levels_BD(self) -> Tensor:
+        """Valid nodes at depth 1, 2, ... of each row."""
+        depth_BN = self.depth_BN.masked_fill(~self.valid_BN, 0)
+        return torch.zeros_like(depth_BN).scatter_add_(1, depth_BN, torch.ones_like(depth_BN))[:, 1:]
+
+
+@lru_cache(maxsize=64)
+def _short_chain_above(nodes: int, device: torch.device) -> Tensor:
+    return torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+
+
+def chain_above(nodes: int, device: torch.device) -> Tensor:
+    """Return bool [N, N]: entry (i, j) is True where node j of a chain is node i or above it."""
+    # Only short ones are cached: those of prompts are large.
+    return (_short_chain_above if nodes <= 64 else _short_chain_above.__wrapped__)(nodes, device)
+
+
+@lru_cache(maxsize=256)
+def numbers(first: int, last: int, device: torch.device) -> Tensor:
+    """Return first, ..., last - 1 as a cached tensor: every round needs the same few."""
+    return torch.arange(first, last, device=device)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """The tokens that joined the text since the last proposal, paired as heads read them: token x_{t+1} with the target's state at t.
+
+    tokens_Bn: x_{t+1}. aux_BnF: aux features of t. last_BnD: post-final-norm state of t.
+    count_B: valid entries per row, padding follows; the last valid entry has t = length - 1.
+    """
+
+    tokens_Bn: Tensor
+    aux_BnF: Tensor
+    last_BnD: Tensor
+    count_B: Tensor
+
+    def at_last(self, x_BnX: Tensor) -> Tensor:
+        """Return [B, X]: what stands in `x_BnX` at each row's last new token."""
+        return x_BnX[numbers(0, len(x_BnX), x_BnX.device), (self.count_B - 1).clamp(min=0)]
+
+    def select(self, rows: Tensor) -> "NewTokens":
+        """Keep only these rows, and no more padding than they need."""
+        count_B = self.count_B[rows]
+        width = max(1, int(count_B.max()))
+        return NewTokens(self.tokens_Bn[rows, :width], self.aux_BnF[rows, :width], self.last_BnD[rows, :width], count_B)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that are admitted to a batch.
+
+    rows_b: the batch rows they take. ids_bL: token ids, padded at the end. length_b: tokens of each prompt. new_tokens:
+    every token but the first, and the first emitted one, with the target's states (count = length).
+    """
+
+    rows_b: Tensor
+    ids_bL: Tensor
+    length_b: Tensor
+    new_tokens: NewTokens
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """What a drafter reads at the start of a round.
+
+    root_B: the last token of the text. length_B: its position, which is the number of tokens in the target's cache
+    (`KVCache.lengths_B`). limit_B: tokens that may still be emitted. keys_B: keys of the rows' random numbers.
+    new_tokens: what joined the text since the last proposal. host_lengths, host_limits: length_B and limit_B of the
+    unfinished rows where the host knows them, which saves waiting for a GPU.
+    """
+
+    root_B: Tensor
+    length_B: Tensor
+    limit_B: Tensor
+    keys_B: Tensor
+    new_tokens: NewTokens
+    sampling: Sampling
+    host_lengths: tuple[int, ...] = ()
+    host_limits: tuple[int, ...] = ()
+
+    @cached_property
+    def longest(self) -> int:
+        """The largest length of an unfinished row."""
+        return max(self.host_lengths) if self.host_lengths else int(self.length_B.max())
+
+    @cached_property
+    def longest_before(self) -> int:
+        """An upper bound of a row's length before its new tokens; exact for a single row, which has no padding."""
+        rows, count = self.new_tokens.tokens_Bn.shape
+        return self.longest - count if rows == 1 else self.longest
+
+    @cached_property
+    def tokens_left(self) -> int:
+        """The most tokens that a row may still emit, at least 1: no draft need be longer."""
+        return max(1, *self.host_limits) if self.host_limits else max(1, int(self.limit_B.max()))
+
+    def select(self, rows: Tensor) -> "DecodeState":
+        """Keep only these rows, which must hold all unfinished ones."""
+        return replace(
+            self,
+            root_B=self.root_B[rows],
+            length_B=self.length_B[rows],
+            limit_B=self.limit_B[rows],
+            keys_B=self.keys_B[rows],
+            new_tokens=self.new_tokens.select(rows),
+        )
+
+
+class Drafter(Protocol):
+    """Proposes drafts for one batch at a time, with a cache of its own if it needs one: a `KVCache` that it has as `cache` once a
+    batch begins counts in the memory that a report gives."""
+
+    name: str
+    layer_ids: tuple[int, ...]
+    max_nodes: int
+    """Most nodes a draft can have, the root included."""
+    num_speculative_tokens: int
+    """Length of the longest path that is drafted, the root not counted."""
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Begin a batch of `rows` sequences of at most `capacity` tokens, not counting drafted ones."""
+
+    def admit(self, prompts: Prompts) -> None:
+        """Read new prompts into their rows, whose former content is forgotten. The last of `prompts.new_tokens` comes
+        again as the only new token of the rows' next proposal."""
+
+    def propose(self, state: DecodeState) -> Draft:
+        """Read the new tokens, then return a draft whose root is `state.root_B`."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows."""
+
+
+class StatelessDrafter:
+    """The base of drafters that keep nothing between two rounds."""
+
+    layer_ids: tuple[int, ...] = ()
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Nothing to keep."""
+
+    def admit(self, prompts: Prompts) -> None:
+        """Nothing to read."""
+
+    def select(self, rows: Tensor) -> None:
+        """Nothing to keep."""
+
+
+class TargetAlone(StatelessDrafter):
+    """The baseline: nothing is drafted, every round is one target pass for one token."""
+
+    name = "target alone"
+    max_nodes = 1
+    num_speculative_tokens = 0
+
+    def propose(self, state: DecodeState) -> Draft:
+        """Return the root alone."""
+        return Draft.chain(state.root_B, state.root_B.new_zeros(len(state.root_B), 0))

@@ -1,0 +1,115 @@
+"""Draft with a separate, smaller language model, which has a KV cache of its own; nothing is trained.
+
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Both models read the same ids, so
+they must have the same tokens (draftsmith.target.tokens).
+
+Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R supervised rows, K drafted tokens,
+D hidden, W ids of the distribution, V target vocab.
+"""
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.draft import DecodeState, Draft, Prompts
+from draftsmith.decoder.growth import chain_token_by_token
+from draftsmith.errors import UserError
+from draftsmith.target.target import Target
+
+
+class DraftModel:
+    """Drafts chains of `num_speculative_tokens` tokens, sampled under the target's sampling settings.
+
+    vocab_size: V of the target. Where the two models pad their vocabularies differently, tokens are drawn from the ids
+    that both have. greedy_drafts: draft the argmax at every temperature.
+    """
+
+    name = "draft model"
+    layer_ids: tuple[int, ...] = ()
+    cache: KVCache
+    """Keys and values of the batch at work, from `start` on."""
+
+    def __init__(
+        self, model: Target, num_speculative_tokens: int, vocab_size: int, *, greedy_drafts: bool = False
+    ) -> None:
+        assert num_speculative_tokens >= 1
+        self.model = model
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_nodes = num_speculative_tokens + 1
+        self.greedy_drafts = greedy_drafts
+        self.width = min(vocab_size, model.vocab_size)
+        self.vocab_W = draft_vocab(model, vocab_size)
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the cache. Raises UserError where the texts do not fit the draft model's context."""
+        capacity += self.num_speculative_tokens
+        check_context(f"draft model {self.model.path}", self.model.context_length, capacity)
+        self.cache = KVCache.for_target(self.model, rows, capacity)
+
+    def admit(self, prompts: Prompts) -> None:
+        """Read the prompts; their first emitted tokens are read with the rows' next proposal."""
+        self.cache.rollback(torch.zeros_like(prompts.length_b), prompts.rows_b)
+        self._pass(prompts.ids_bL, prompts.rows_b)
+        self.cache.append(prompts.length_b, prompts.rows_b)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows."""
+        self.cache.select(rows)
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Read the tokens that the cache lacks, then draft at most K tokens, and no more than a row may still emit."""
+        length = min(self.num_speculative_tokens, state.tokens_left)
+
+        def next_logits(k: int, tokens_B: Tensor) -> Tensor:
+            if k == 0:
+                last_BD = self._read(state)
+            else:
+                last_BD = self._pass(tokens_B[:, None])[:, 0]
+                self.cache.append(1)
+            return self.model.head.logits(last_BD)[:, : self.width]
+
+        return chain_token_by_token(state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W)
+
+    def _read(self, state: DecodeState) -> Tensor:
+        """Read the tokens up to the root; return the state [B, D] at the root.
+
+        Accepted draft tokens are in the cache already, except for the last one of a draft that was accepted whole;
+        rejected ones are rolled back. So every row lacks the root and at most one token before it.
+        """
+        cache, new_tokens = self.cache, state.new_tokens
+        # A finished row may be longer than the capacity; its drafts are ignored.
+        length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
+        cache.rollback(length_B)
+        lacks_B = length_B + 1 - cache.lengths_B
+        place_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
+        # New tokens end with the root.
+        place_Bn = ((new_tokens.count_B - lacks_B)[:, None] + place_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
+        states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, place_Bn))
+        cache.append(lacks_B)
+        return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
+
+    def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None) -> Tensor:
+        """Run the draft model over tokens behind its committed ones; return their states [B, n, D]."""
+        known_Bn = readable(self.model, tokens_Bn)
+        return run_draft(self.model, self.cache, Draft.chain(known_Bn[:, 0], known_Bn[:, 1:]), rows_b=rows_b).last
+
+
+def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:
+    """Return [W] the ids that a draft model and a target of `vocab_size` both have, None for all of the target's."""
+    return None if model.vocab_size >= vocab_size else torch.arange(model.vocab_size, device=model.device)
+
+
+def readable(model: Target, tokens: Tensor) -> Tensor:
+    """Return token ids that a draft model can read: ids beyond its vocabulary, which the target has for padding, become
+    its last one. That can only cost acceptance, since any distribution may be drafted from."""
+    return tokens.clamp(max=model.vocab_size - 1)
+
+
+def check_context(name: str, context_length: int, need: int) -> None:
+    """Raise UserError where `need` tokens are more than the context of the drafter `name`."""
+    if need > context_length:
+        raise UserError(
+            f"The {name} reads at most {context_length} tokens, but the longest text with its draft has {need}: take one "
+            "with a longer context, shorten the prompts or lower max_new_tokens."
+        )

@@ -1,0 +1,91 @@
+"""What drafters without a model share: the text of every row on the host, drafts packed from it, and their exact simulation.
+
+Shapes: B rows, n new tokens, L tokens of a text, N nodes of a draft, T roots, K drafted tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.draft import DecodeState, Draft, Prompts
+
+
+@dataclass(frozen=True)
+class Branches:
+    """The drafted tokens of one row. parents: the number of each token's parent, where 0 is the root and i the i-th token;
+    parents come before their children."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> "Branches":
+        """One token after the other."""
+        return cls([*tokens], [*range(len(tokens))])
+
+    @property
+    def depths(self) -> list[int]:
+        """The depth of each token, at least 1."""
+        found = [0]
+        for parent in self.parents:
+            found.append(found[parent] + 1)
+        return found[1:]
+
+    def followed(self, text: Sequence[int]) -> int:
+        """Return how many tokens of `text` the branches hold from the root on."""
+        children = {pair: node for node, pair in enumerate(zip(self.parents, self.tokens, strict=True), 1)}
+        node = 0
+        for depth, token in enumerate(text):
+            if (node, token) not in children:
+                return depth
+            node = children[node, token]
+        return len(text)
+
+
+def pack(root_B: Tensor, rows: Sequence[Branches], *, linear: bool) -> Draft:
+    """Return the draft of all rows. linear: whether all are chains."""
+    longest = max(len(row.tokens) for row in rows)
+    padding = [*range(longest)] if linear else [0] * longest
+    tokens = [[*row.tokens, *[0] * (longest - len(row.tokens))] for row in rows]
+    parents = [[-1, *row.parents, *padding[len(row.parents) :]] for row in rows]
+    tokens_BK = torch.tensor(tokens, dtype=torch.long, device=root_B.device)
+    parents_BN = torch.tensor(parents, device=root_B.device)
+    count_B = torch.tensor([1 + len(row.tokens) for row in rows], device=root_B.device)
+    return Draft(torch.cat([root_B[:, None], tokens_BK], 1), parents_BN, count_B, linear=linear)
+
+
+class TextDrafter:
+    """The base of drafters that read the texts of their rows on the host."""
+
+    layer_ids: tuple[int, ...] = ()
+    max_nodes: int
+    _texts_BL: np.ndarray
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the texts; position p of a text is its token p."""
+        self._texts_BL = np.zeros((rows, capacity + self.max_nodes), dtype=np.int64)
+
+    def admit(self, prompts: Prompts) -> None:
+        """Store the prompts; the token after each comes with the row's next proposal."""
+        rows = prompts.rows_b.cpu().numpy()
+        self._texts_BL[rows, : prompts.ids_bL.shape[1]] = prompts.ids_bL.cpu().numpy()
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these batch rows."""
+        self._texts_BL = self._texts_BL[rows.cpu().numpy()]
+
+    def read(self, state: DecodeState) -> list[tuple[np.ndarray, int]]:
+        """Store the new tokens; return every row's text up to its root, and how many tokens it may draft: 0 where it is
+        finished."""
+        new_tokens = state.new_tokens
+        counts_B3 = torch.stack([state.length_B, new_tokens.count_B, state.limit_B], 1)
+        host = torch.cat([counts_B3, new_tokens.tokens_Bn], 1).cpu().numpy()
+        found = []
+        for text_L, (length, count, limit, *tokens) in zip(self._texts_BL, host, strict=True):
+            # The last new token is the root, at position `length`.
+            text_L[length + 1 - count : length + 1] = tokens[:count]
+            found.append((text_L[: length + 1], max(0, int(limit)) if count else 0))
+        return found

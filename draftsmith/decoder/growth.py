@@ -1,0 +1,203 @@
+"""Grow drafts: chains token by token, trees level by level, by the plan of a static one or the beam of a dynamic one.
+
+A dynamic tree (Li et al., "EAGLE-2", 2024, section 4) is a beam by cumulative probability, of whose candidates the best
+are kept. Ties go to the earlier candidate, so that no child is kept without its parent: candidates are numbered by
+level, and a child is never more likely than its parent.
+
+Shapes: B rows, K drafted tokens of a chain, W draft vocab. Static: n nodes of one level, m of them with children, T
+nodes with children so far (the root included), M nodes up to the last with children, C the most children of a node.
+Dynamic: m nodes of the beam, T nodes run so far, c candidates of one level, J all candidates, N nodes kept (the root
+included).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.draft import DecodeState, Draft
+from draftsmith.decoder.noise import DRAFT, uniforms
+from draftsmith.decoder.sampling import draw, probs
+from draftsmith.decoder.trees import DynamicTree, StaticTree
+
+
+def chain_token_by_token(
+    state: DecodeState,
+    length: int,
+    next_logits: Callable[[int, Tensor], Tensor],
+    *,
+    greedy: bool = False,
+    vocab_W: Tensor | None = None,
+) -> Draft:
+    """Return a chain of `length` tokens, each drawn under the target's sampling settings, or the most likely one: at
+    temperature 0, and everywhere where `greedy` is set (as vLLM drafts).
+
+    next_logits(k, tokens_B): the logits [B, W] of the k-th drafted token, given the token before it (for k = 0 the
+    root); called once for each k, in order. vocab_W: the target ids of their columns, None if they are the same.
+    """
+    greedy = greedy or state.sampling.greedy
+    uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
+    tokens, draft_probs = [state.root_B], []
+    for k in range(length):
+        logits_BW = next_logits(k, tokens[-1])
+        if uniform_BK is None:
+            choice_B = logits_BW.argmax(-1)
+        else:
+            draft_probs.append(probs(logits_BW, state.sampling))
+            choice_B = draw(draft_probs[-1], uniform_BK[:, k])
+        tokens.append(choice_B if vocab_W is None else vocab_W[choice_B])
+    tokens_BK, count_B = torch.stack(tokens[1:], 1), state.limit_B.clamp(0, length)
+    if not draft_probs:
+        return Draft.chain(state.root_B, tokens_BK, count_B)
+    return Draft.chain(state.root_B, tokens_BK, count_B, torch.stack(draft_probs, 1), vocab_W)
+
+
+@dataclass(frozen=True)
+class Level:
+    """The nodes at one depth of a static tree, in the order of their numbers.
+
+    above: number of nodes with children in the level above. parent_n: each node's parent, as an index into these.
+    sibling_n: its number among its siblings, by rank. rank_n: its rank. inner_m: indices of the nodes with children.
+    ancestors_mT: for each of these, which nodes with children so far, but for the root, are its ancestors or itself.
+    """
+
+    above: int
+    parent_n: Tensor
+    sibling_n: Tensor
+    rank_n: Tensor
+    inner_m: Tensor
+    ancestors_mT: Tensor
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The plan of drafting a static tree.
+
+    levels: depth 1, 2, ... inner_T: the numbers of the nodes with children. probs_M: for each node up to the last with
+    children, its index into these (0 where it has none). children: the most of any node. ranks: the largest rank + 1.
+    """
+
+    levels: tuple[Level, ...]
+    inner_T: Tensor
+    probs_M: Tensor
+    children: int
+    ranks: int
+
+
+@lru_cache(maxsize=64)
+def growth(tree: StaticTree, device: torch.device) -> Growth:
+    """Return the plan of `tree`, whose nodes are numbered by depth and then by path."""
+    paths = [(), *tree.choices]
+    parents = {path[:-1] for path in tree.choices}
+    inner = [path for path in paths if path in parents]
+    levels = []
+    for depth in range(1, tree.depth + 1):
+        here = [path for path in paths if len(path) == depth]
+        above = [path for path in inner if len(path) == depth - 1]
+        so_far = [path for path in inner if 0 < len(path) <= depth]
+        grown = [path for path in here if path in parents]
+        siblings = [sum(other[:-1] == path[:-1] for other in here[:i]) for i, path in enumerate(here)]
+        seen = [[path[: len(other)] == other for other in so_far] for path in grown]
+        levels.append(
+            Level(
+                len(above),
+                torch.tensor([above.index(path[:-1]) for path in here], device=device),
+                torch.tensor(siblings, device=device),
+                torch.tensor([path[-1] for path in here], device=device),
+                torch.tensor([here.index(path) for path in grown], dtype=torch.long, device=device),
+                torch.tensor(seen, dtype=torch.bool, device=device).view(len(grown), len(so_far)),
+            )
+        )
+    numbers = [paths.index(path) for path in inner]
+    probs = [numbers.index(node) if node in numbers else 0 for node in range(numbers[-1] + 1)]
+    children = max(int(level.sibling_n.max()) + 1 for level in levels)
+    return Growth(
+        tuple(levels), torch.tensor(numbers, device=device), torch.tensor(probs, device=device), children, tree.ranks
+    )
+
+
+def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> Tensor:
+    """Return uniforms [B, m, C] for drawing the children of the nodes `numbers_m`.
+
+    tree: before it is cut to this round's depth, so that a row's random numbers do not depend on the other rows.
+    """
+    children = growth(tree, numbers_m.device).children
+    uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)
+    return uniform_BN.unflatten(1, (-1, children))[:, numbers_m]
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A dynamic tree while it grows.
+
+    tokens_Bm, score_Bm, number_Bm: the best nodes of the last level, their cumulative log-probabilities and candidate
+    numbers (-1 is the root). parent_Bm: their parents, as indices into the beam before. ancestors_BmT: which of the
+    nodes run so far are ancestors of each or itself. candidates: tokens, scores, parents' numbers [B, c] of each level.
+    """
+
+    tree: DynamicTree
+    root_B: Tensor
+    limit_B: Tensor
+    tokens_Bm: Tensor
+    score_Bm: Tensor
+    number_Bm: Tensor
+    parent_Bm: Tensor
+    ancestors_BmT: Tensor
+    candidates: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
+
+    def extend(self, logits_BmW: Tensor, target_ids: Callable[[Tensor], Tensor]) -> "Beam":
+        """Add the most likely tokens after every node of the beam as candidates; the best of them are the new beam."""
+        branching = min(self.tree.branching, logits_BmW.shape[-1])
+        best = logits_BmW.float().log_softmax(-1).topk(branching, -1)
+        score_Bc = (self.score_Bm[..., None] + best.values).flatten(1)
+        tokens_Bc = target_ids(best.indices).flatten(1)
+        number_Bc = self.number_Bm.repeat_interleave(branching, 1)
+        first = sum(scores.shape[1] for _, scores, _ in self.candidates)
+        width = min(self.tree.branching, score_Bc.shape[1])
+        chosen = score_Bc.sort(dim=1, descending=True, stable=True)
+        place_Bm = chosen.indices[:, :width]
+        parent_Bm = place_Bm // branching
+        own_BmT = torch.eye(width, dtype=torch.bool, device=place_Bm.device).expand(len(place_Bm), -1, -1)
+        above_BmT = self.ancestors_BmT.gather(1, parent_Bm[..., None].expand(-1, -1, self.ancestors_BmT.shape[2]))
+        return replace(
+            self,
+            tokens_Bm=tokens_Bc.gather(1, place_Bm),
+            score_Bm=chosen.values[:, :width],
+            number_Bm=first + place_Bm,
+            parent_Bm=parent_Bm,
+            ancestors_BmT=torch.cat([above_BmT, own_BmT], 2),
+            candidates=(*self.candidates, (tokens_Bc, score_Bc, number_Bc)),
+        )
+
+    def draft(self) -> Draft:
+        """Return the draft of the best candidates of all levels; nodes deeper than a row's limit are padding."""
+        tokens_BJ, score_BJ, parent_BJ = (torch.cat(x, 1) for x in zip(*self.candidates, strict=True))
+        depths = [level for level, (tokens, _, _) in enumerate(self.candidates, 1) for _ in range(tokens.shape[1])]
+        depth_J = torch.tensor(depths, device=tokens_BJ.device)
+        score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
+        kept = min(self.tree.total_tokens - 1, len(depths))
+        place_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+        # From parents' numbers among all candidates to numbers among the kept ones; 0 is the root.
+        node_BJ = torch.zeros_like(parent_BJ).scatter(
+            1, place_BN, torch.arange(1, kept + 1, device=place_BN.device).expand_as(place_BN)
+        )
+        parent_BN = parent_BJ.gather(1, place_BN)
+        parents_BN = torch.where(parent_BN < 0, 0, node_BJ.gather(1, parent_BN.clamp(min=0)))
+        count_B = 1 + (score_BJ.gather(1, place_BN) > -torch.inf).sum(1)
+        root_B1 = self.root_B[:, None]
+        return Draft(
+            torch.cat([root_B1, tokens_BJ.gather(1, place_BN)], 1),
+            torch.cat([torch.full_like(root_B1, -1), parents_BN], 1),
+            count_B,
+            linear=self.tree.branching == 1,
+        )
+
+
+def start_beam(tree: DynamicTree, root_B: Tensor, limit_B: Tensor) -> Beam:
+    """Return the beam that holds the root alone."""
+    zeros_B1 = torch.zeros_like(root_B)[:, None]
+    nothing_B10 = torch.zeros(len(root_B), 1, 0, dtype=torch.bool, device=root_B.device)
+    score_B1 = torch.zeros(len(root_B), 1, device=root_B.device)
+    return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 1, zeros_B1, nothing_B10)

@@ -1,0 +1,312 @@
+"""The speculative decoding loop: propose -> one target pass -> verify -> commit -> emit (`Loop.round`).
+
+The target alone runs through the same loop with an empty draft, so a speedup compares like with like. Batches are
+continuous: a row whose answer is finished takes the next waiting prompt.
+
+Shapes: B rows, b rows that are admitted, L tokens of a prompt, N nodes of a draft, D nodes of an accepted path, V
+target vocab, X features of a state.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftsmith.decoder.answers import Generation, Request, Round
+from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.clock import Stopwatch
+from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.selfcheck import explain_not_finite
+from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
+from draftsmith.target.target import Target, TargetOutput
+
+_ADMISSION_FRACTION = 1 / 8
+"""Waiting prompts are admitted once this part of the rows is free: every prefill holds up all other rows."""
+_SHRINK_FRACTION = 3 / 4
+"""The batch shrinks, which copies the cache, once no more than this part of its rows is active."""
+_TOKENS_PER_PASS = 1 << 15
+"""Most prompt tokens, padding included, that one prefill reads."""
+
+
+@dataclass(frozen=True)
+class _HostRow:
+    """One row's round on the host. accepted, drafted: numbers of draft tokens. emitted: the accepted tokens and the
+    target's own. levels: draft tokens at each depth of a tree, empty for a chain."""
+
+    accepted: int
+    drafted: int
+    emitted: list[int]
+    levels: tuple[int, ...]
+
+
+class Loop:
+    """A batch at work. rows[b] is the answer of row b; a finished one keeps its row, and commits nothing, until a
+    waiting prompt takes the row or the batch shrinks."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        requests: Sequence[Request],
+        sampling: Sampling,
+        typical: Typical | None,
+        rows: int,
+        timed: bool = True,
+    ) -> None:
+        self.target, self.drafter, self.sampling, self.typical = target, drafter, sampling, typical
+        self.answers = [Generation(request) for request in requests]
+        self.waiting = deque(self.answers[rows:])
+        self.rows = self.answers[:rows]
+        self.finished: list[Generation] = []
+        capacity = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+        self.cache = KVCache.for_target(target, rows, capacity + drafter.max_nodes)
+        drafter.start(rows, capacity)
+        zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)
+        nothing_B10 = torch.zeros(rows, 1, 0, device=target.device)
+        new_tokens = NewTokens(zeros_B[:, None], nothing_B10, nothing_B10, zeros_B)
+        self.state = DecodeState(zeros_B, zeros_B, zeros_B, zeros_B, new_tokens, sampling)
+        # The tokens of each row's prompt and answer, for a repetition penalty.
+        self.seen_BV = None
+        if sampling.repetition_penalty != 1:
+            self.seen_BV = torch.zeros(rows, target.vocab_size, dtype=torch.bool, device=target.device)
+        # Allocation is not part of answering.
+        self.watch = Stopwatch(target.device, wait=timed)
+        self._admit(list(range(rows)))
+
+    def round(self) -> None:
+        """Run one round: propose -> one target pass -> verify -> commit -> emit."""
+        state, watch = self.state, self.watch
+        draft = self.drafter.propose(state)
+        watch.lap("draft")
+
+        output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, longest=state.longest)
+        logits_BNV = self.target.head.logits(output.last)
+        watch.lap("verify")
+
+        if draft.listen is not None:
+            draft.listen(logits_BNV)
+            watch.lap("draft")
+        verdict = self._verify(
+            self.rows, draft, logits_BNV, Noise(state.keys_B, state.length_B), self.seen_BV, self.typical
+        )
+        tokens_BD = _emitted_tokens(draft, verdict)
+        host_rows = _to_host(draft, verdict, tokens_BD)
+        depth, kept_B = self._commit(draft, verdict, host_rows)
+        self._emit(host_rows, verdict, tokens_BD)
+        self._set_state(verdict.next_B, state.keys_B, _new_tokens(draft, output, verdict, tokens_BD, depth, kept_B))
+        watch.lap("commit")
+
+    def fill(self) -> bool:
+        """Admit waiting prompts to free rows, or shrink the batch where none wait; return whether any row is at work."""
+        while free := [b for b, answer in enumerate(self.rows) if answer.finish_reason]:
+            if not self.waiting:
+                return self._shrink(free)
+            if len(free) < min(int(len(self.rows) * _ADMISSION_FRACTION), len(self.waiting)):
+                return True
+            admitted = free[: len(self.waiting)]
+            for b in admitted:
+                self.rows[b] = self.waiting.popleft()
+            self._admit(admitted)
+        return True
+
+    def take_finished(self) -> list[Generation]:
+        """Return the answers that were finished since the last call."""
+        finished, self.finished = self.finished, []
+        return finished
+
+    def _verify(
+        self,
+        answers: Sequence[Generation],
+        draft: Draft,
+        logits_BNV: Tensor,
+        noise: Noise,
+        seen_BV: Tensor | None,
+        typical: Typical | None = None,
+    ) -> Verdict:
+        """Verify drafts for `answers`. Raises UserError that says where the target's numbers are not finite."""
+        try:
+            return verify(draft, logits_BNV, self.sampling, noise, typical, seen_BV)
+        except NotFinite as found:
+            answer = answers[found.row]
+            path = draft.ancestors_BNN[found.row, found.node].nonzero()[:, 0]
+            drafted = draft.tokens_BN[found.row, path[1:]].tolist()
+            text = [*answer.request.prompt_ids, *answer.output_ids, *drafted]
+            raise explain_not_finite(self.target, answer.request.sample_id, text) from found
+
+    def _commit(self, draft: Draft, verdict: Verdict, host_rows: Sequence[_HostRow]) -> tuple[int, Tensor]:
+        """Commit the accepted paths of unfinished rows; return the most nodes of one, and each row's number."""
+        active = [not answer.finish_reason for answer in self.rows]
+        depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
+        path_BD, kept_B = verdict.path_BD[:, :depth], verdict.accepted_B + 1
+        if not all(active):
+            active_B = torch.tensor(active, device=kept_B.device)
+            path_BD, kept_B = path_BD.masked_fill(~active_B[:, None], -1), kept_B * active_B
+        self.cache.commit(draft, path_BD, kept_B)
+        return depth, kept_B
+
+    def _emit(self, host_rows: Sequence[_HostRow], verdict: Verdict, tokens_BD: Tensor) -> None:
+        """Append the emitted tokens to the answers, up to an end token or the limit, and note the round."""
+        if self.seen_BV is not None:
+            emitted_BD = tokens_BD.where(verdict.path_BD >= 0, verdict.next_B[:, None])
+            self.seen_BV = self.seen_BV.scatter(1, emitted_BD, True)
+        finished = len(self.finished)
+        for answer, row in zip(self.rows, host_rows, strict=True):
+            if answer.finish_reason:
+                continue
+            root = len(answer.output_ids) - 1
+            emitted = answer.emit(row.emitted, self.target.eos_ids)
+            answer.rounds.append(Round(root, row.drafted, min(emitted, row.accepted), row.levels))
+            if answer.finish_reason:
+                self.finished.append(answer)
+        if len(self.finished) > finished:
+            # Tokens accepted past the end are forgotten, so that a row that waits stays within its context.
+            self.cache.rollback(torch.tensor([answer.tokens_read for answer in self.rows], device=tokens_BD.device))
+
+    def _set_state(self, root_B: Tensor, keys_B: Tensor, new_tokens: NewTokens) -> None:
+        """Set what the next proposal reads."""
+        limits = torch.tensor([answer.tokens_left for answer in self.rows], device=self.target.device)
+        active = [answer for answer in self.rows if not answer.finish_reason]
+        self.state = DecodeState(
+            root_B,
+            self.cache.lengths_B,
+            limits,
+            keys_B,
+            new_tokens,
+            self.sampling,
+            tuple(answer.tokens_read for answer in active),
+            tuple(answer.tokens_left for answer in active),
+        )
+
+    def _shrink(self, free: list[int]) -> bool:
+        """Drop the free rows if they are many; return whether any row is active."""
+        active = sorted(set(range(len(self.rows))) - set(free))
+        if active and len(active) <= _SHRINK_FRACTION * len(self.rows):
+            keep = torch.tensor(active, device=self.target.device)
+            self.rows = [self.rows[b] for b in active]
+            self.cache.select(keep)
+            self.drafter.select(keep)
+            self.state = self.state.select(keep)
+            self.seen_BV = None if self.seen_BV is None else self.seen_BV[keep]
+            self.watch.lap("other")
+        return bool(active)
+
+    def _admit(self, rows: list[int]) -> None:
+        """Prefill the prompts of `rows`, in groups of at most _TOKENS_PER_PASS tokens or one prompt."""
+        group: list[int] = []
+        for b in rows:
+            longest = max(len(self.rows[a].request.prompt_ids) for a in (*group, b))
+            if group and longest * (len(group) + 1) > _TOKENS_PER_PASS:
+                self._prefill(group)
+                group = []
+            group.append(b)
+        self._prefill(group)
+
+    def _prefill(self, rows: list[int]) -> None:
+        """Read the prompts of `rows`, padded at the end, emit their first tokens, and let the drafter read them too."""
+        answers = [self.rows[b] for b in rows]
+        prompts = [answer.request.prompt_ids for answer in answers]
+        device, longest = self.target.device, max(map(len, prompts))
+        rows_b = torch.tensor(rows, device=device)
+        ids_bL = torch.tensor([[*p, *[0] * (longest - len(p))] for p in prompts], device=device)
+        length_b = torch.tensor([len(p) for p in prompts], device=device)
+        keys_b = torch.tensor([answer.request.key for answer in answers], device=device)
+        draft = Draft.chain(ids_bL[:, 0], ids_bL[:, 1:])
+        everyone = len(rows) == len(self.rows)
+        self.cache.rollback(torch.zeros_like(length_b), rows_b)
+        output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, None if everyone else rows_b)
+        self.cache.append(length_b, rows_b)
+        last_b1 = (length_b - 1)[:, None]
+        at_end = NewTokens(ids_bL[:, :1], _at_nodes(output.aux, last_b1), _at_nodes(output.last, last_b1), length_b)
+        seen_bV = None if self.seen_BV is None else _prompt_tokens(ids_bL, length_b, self.target.vocab_size)
+        # The token after a prompt is chosen by the exact rule even where drafts are accepted by a lossy one.
+        nothing = Draft.chain(keys_b, keys_b.new_zeros(len(answers), 0))
+        logits_b1V = self.target.head.logits(at_end.last_BnD)
+        root_b = self._verify(answers, nothing, logits_b1V, Noise(keys_b, length_b - 1), seen_bV).next_B
+        following_bL = torch.cat([ids_bL[:, 1:], root_b[:, None]], 1).scatter(1, last_b1, root_b[:, None])
+        for answer, token in zip(answers, root_b.tolist(), strict=True):
+            answer.emit([token], self.target.eos_ids)
+        self.finished += [answer for answer in answers if answer.finish_reason]
+        self.watch.lap("ttft")
+        for answer in answers:
+            answer.ttft_s = self.watch.last
+        self.drafter.admit(
+            Prompts(rows_b, ids_bL, length_b, NewTokens(following_bL, output.aux, output.last, length_b))
+        )
+        self.watch.lap("draft")
+        self._enter(rows_b, root_b, keys_b, at_end)
+        if self.seen_BV is not None and seen_bV is not None:
+            self.seen_BV = self.seen_BV.index_copy(0, rows_b, seen_bV.scatter(1, root_b[:, None], True))
+        self.watch.lap("other")
+
+    def _enter(self, rows_b: Tensor, root_b: Tensor, keys_b: Tensor, at_end: NewTokens) -> None:
+        """Put admitted rows into the state of the batch. at_end: the target's states at the ends of their prompts."""
+        state, new_tokens = self.state, self.state.new_tokens
+        pair = NewTokens(root_b[:, None], at_end.aux_BnF, at_end.last_BnD, torch.ones_like(root_b))
+        if len(rows_b) < len(self.rows):
+            if new_tokens.last_BnD.shape[-1] != pair.last_BnD.shape[-1]:
+                # The first prompts of a batch that is prefilled in several passes.
+                kinds = (pair.tokens_Bn, pair.aux_BnF, pair.last_BnD)
+                tokens, aux, last = (x.new_zeros(len(self.rows), *x.shape[1:]) for x in kinds)
+                new_tokens = NewTokens(tokens, aux, last, new_tokens.count_B)
+            pair = NewTokens(
+                _replace_first(new_tokens.tokens_Bn, rows_b, pair.tokens_Bn),
+                _replace_first(new_tokens.aux_BnF, rows_b, pair.aux_BnF),
+                _replace_first(new_tokens.last_BnD, rows_b, pair.last_BnD),
+                new_tokens.count_B.index_copy(0, rows_b, pair.count_B),
+            )
+        root_B = state.root_B.index_copy(0, rows_b, root_b)
+        self._set_state(root_B, state.keys_B.index_copy(0, rows_b, keys_b), pair)
+
+
+def _emitted_tokens(draft: Draft, verdict: Verdict) -> Tensor:
+    """Return [B, D]: a round's accepted tokens, then the target's own; what follows is padding."""
+    if draft.is_chain:
+        tokens_BD = F.pad(draft.tokens_BN[:, 1:], (0, 1))
+    else:
+        tokens_BD = draft.tokens_BN.gather(1, F.pad(verdict.path_BD.clamp(min=0)[:, 1:], (0, 1)))
+    return tokens_BD.scatter(1, verdict.accepted_B[:, None], verdict.next_B[:, None])
+
+
+def _to_host(draft: Draft, verdict: Verdict, tokens_BD: Tensor) -> list[_HostRow]:
+    """Copy all that the host needs of a round from the device, in one transfer."""
+    counts_B2 = torch.stack([verdict.accepted_B, draft.count_B], 1)
+    levels = [] if draft.is_chain else [draft.levels_BD]
+    rows, width = [], tokens_BD.shape[1]
+    for accepted, nodes, *rest in torch.cat([counts_B2, tokens_BD, *levels], 1).tolist():
+        deep = rest[width:]
+        deep = deep[: deep.index(0)] if 0 in deep else deep
+        rows.append(_HostRow(accepted, nodes - 1, rest[: accepted + 1], tuple(deep)))
+    return rows
+
+
+def _new_tokens(
+    draft: Draft, output: TargetOutput, verdict: Verdict, tokens_BD: Tensor, depth: int, kept_B: Tensor
+) -> NewTokens:
+    """Pair the emitted tokens with the target's states along the accepted paths, at most `depth` nodes long."""
+    if draft.is_chain:  # its nodes are the path
+        return NewTokens(tokens_BD[:, :depth], output.aux[:, :depth], output.last[:, :depth], kept_B)
+    node_BD = verdict.path_BD[:, :depth].clamp(min=0)
+    return NewTokens(tokens_BD[:, :depth], _at_nodes(output.aux, node_BD), _at_nodes(output.last, node_BD), kept_B)
+
+
+def _at_nodes(states_BNX: Tensor, node_BD: Tensor) -> Tensor:
+    """Return the states [B, D, X] at these nodes."""
+    return states_BNX.gather(1, node_BD[..., None].expand(-1, -1, states_BNX.shape[-1]))
+
+
+def _replace_first(entries_Bn: Tensor, rows_b: Tensor, first_b1: Tensor) -> Tensor:
+    """Return `entries_Bn` with the first entry of each of `rows_b` replaced."""
+    entries_Bn = entries_Bn.clone()
+    entries_Bn[rows_b, :1] = first_b1
+    return entries_Bn
+
+
+def _prompt_tokens(ids_bL: Tensor, length_b: Tensor, vocab_size: int) -> Tensor:
+    """Return bool [b, V]: the tokens that each prompt holds."""
+    inside_bL = torch.arange(ids_bL.shape[1], device=ids_bL.device) < length_b[:, None]
+    counts_bV = torch.zeros(len(ids_bL), vocab_size, dtype=torch.int32, device=ids_bL.device)
+    return counts_bV.scatter_add_(1, ids_bL, inside_bL.int()) > 0

@@ -1,0 +1,125 @@
+"""What a target costs, from its config alone: parameters, FLOPs, bytes. No weights are loaded.
+
+Symbols: n layers, H hidden, N query heads, G key/value heads, D head size, V vocab, L tokens of a text.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
+from draftsmith.target.target import context_of
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """The dimensions of a target that cost formulas need.
+
+    parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
+    projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
+    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    intermediate: int | None
+    vocab: int
+    parameters: int
+    lookup: int
+    experts: int
+    expert_share: float
+    windows: tuple[int | None, ...]
+    context: int
+    itemsize: int
+
+    @property
+    def tied(self) -> bool:
+        """Whether input embeddings and output projection are one matrix."""
+        return self.lookup == 0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Memory of the weights."""
+        return float(self.parameters * self.itemsize)
+
+    @property
+    def active(self) -> float:
+        """Parameters that one token is multiplied with: all but the lookup and the experts that it does not visit."""
+        return self.parameters - self.lookup - self.experts * (1 - self.expert_share)
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the feed-forward layers. Raises UserError for a target whose config names none, or one for each layer."""
+        if self.intermediate is None:
+            raise UserError("The target names no intermediate_size: set head.intermediate_size.")
+        return self.intermediate
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that one cached token takes: a key and a value of G*D in every layer."""
+        return 2 * self.layers * self.groups * self.head_dim * self.itemsize
+
+    def touched_bytes(self, rows: float) -> float:
+        """Weight bytes read by a pass over one token in each of `rows` texts.
+
+        Everything dense once; of the experts those that any of the rows visits: a share 1 - (1 - share)^rows where
+        tokens choose independently and evenly.
+        """
+        visited = 1 - (1 - self.expert_share) ** rows
+        return (self.parameters - self.lookup - self.experts * (1 - visited)) * self.itemsize
+
+    def forward_flops(self, length: float) -> float:
+        """FLOPs of one pass over a text of `length` tokens, logits included.
+
+        A multiplication and an addition per active parameter and token; and per layer, token and key that it sees
+        2*N*D for the score and 2*N*D for the value. A token at place t sees min(t, window) keys, so over the text
+        that is L^2/2, or w*L - w^2/2 where the window w is shorter than L.
+        """
+        seen = sum(length**2 / 2 if w is None or w >= length else w * length - w**2 / 2 for w in self.windows)
+        return 2 * self.active * length + 4 * self.heads * self.head_dim * seen
+
+    def step_flops(self, context: float) -> float:
+        """FLOPs of one more token after `context` tokens."""
+        seen = sum(context if w is None else min(w, context) for w in self.windows)
+        return 2 * self.active + 4 * self.heads * self.head_dim * seen
+
+
+def shape_of(config: Any, itemsize: int) -> TargetShape:
+    """Read the dimensions of a transformers config; parameters are counted on a model without memory (meta device)."""
+    with foreign_code("No model can be built from the target's config", "check its path"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return shape_of_model(model, itemsize)
+
+
+def shape_of_model(model: Any, itemsize: int) -> TargetShape:
+    """Read the dimensions of a transformers model, whose weights may be anywhere."""
+    text = model.config.get_text_config(decoder=True)
+    counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    types = getattr(text, "layer_types", None) or ["any"] * text.num_hidden_layers
+    window = getattr(text, "sliding_window", None)
+    heads = text.num_attention_heads
+    return TargetShape(
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=heads,
+        groups=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        intermediate=width if isinstance(width := getattr(text, "intermediate_size", None), int) else None,
+        vocab=output.shape[0],
+        parameters=sum(counts.values()),
+        lookup=0 if output is embedding else embedding.numel(),
+        experts=sum(size for name, size in counts.items() if ".experts." in name),
+        expert_share=chosen / experts if experts and chosen else 1.0,
+        windows=tuple(window if kind in ("sliding_attention", "any") else None for kind in types),
+        context=context_of(text) or 1 << 20,
+        itemsize=itemsize,
+    )

@@ -1,0 +1,1 @@
+"""What passes and answers take: drafters in turns, costs of passes, their table."""

@@ -1,0 +1,322 @@
+"""costs.json: what single steps cost on one machine, by batch and context, to plan for that machine anywhere.
+
+Acceptance does not depend on the machine and costs do not depend on the text, so that a table made where the head will be
+served (`draftsmith costs`) decides together with acceptance that was measured elsewhere. This decoder's steps are timed one by one; of
+running servers (`draftsmith costs --server`) only whole rounds can be timed.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.results.result import TargetInfo
+from draftsmith.eval.results.upgrade import with_sizes
+from draftsmith.files import write_json
+from draftsmith.foreign.json import read_json
+from draftsmith.foreign.typed import read_dataclass
+from draftsmith.machine import Hardware
+
+SCHEMA_VERSION = 3
+ALONE = ""
+"""The name of the target alone among drafters."""
+_APART = 0.25
+"""The share of a round from which on two costs that cannot both be right contradict each other: smaller ones are noise."""
+
+TABLE_MARK = r'\A\{\n  "schema_version": .*"points": '
+"""How a table's text is known."""
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """Milliseconds of steps for `batch` rows, each behind `context` tokens; sizes are text keys, as JSON has no others.
+
+    verify_ms: {"n": one target pass over n new tokens a row}. draft_ms: {drafter: {"k": proposing k tokens, or a tree of depth k}}.
+    admit_ms: {drafter: reading a prompt of `context` tokens before its first draft}, which the target alone need not do.
+    overhead_ms: {drafter: what a round spends on neither}, "" for the target alone.
+    round_ms: {drafter: {"k": a whole round that drafts k tokens}}, "" for the target alone, which drafts "0": where it is given nothing
+    is known of a round's parts, so that verify_ms, draft_ms and overhead_ms are empty.
+    """
+
+    batch: int
+    context: int
+    verify_ms: dict[str, float]
+    draft_ms: dict[str, dict[str, float]]
+    admit_ms: dict[str, float]
+    overhead_ms: dict[str, float]
+    round_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def alone_ms(self) -> float:
+        """A round of the target alone: one token for each row."""
+        return self.round_ms[ALONE]["0"] if self.round_ms else self.verify(1) + self.overhead_ms[ALONE]
+
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters that were timed."""
+        return [name for name in self.round_ms or self.draft_ms if name != ALONE]
+
+    def verify(self, tokens: int) -> float:
+        """Return the target's pass over `tokens` tokens a row, between measured sizes by straight lines."""
+        return _between(self.verify_ms, tokens)
+
+    def draft(self, drafter: str, k: int) -> float:
+        """Return what proposing takes, between measured lengths by straight lines."""
+        return _between(self.draft_ms[drafter], k)
+
+    def whole(self, drafter: str, k: int) -> float | None:
+        """Return a whole round, between measured lengths by straight lines; None outside them."""
+        lengths = sorted(map(int, self.round_ms[drafter]))
+        return _between(self.round_ms[drafter], k) if lengths[0] <= k <= lengths[-1] else None
+
+    @property
+    def largest(self) -> int:
+        """The most tokens of a measured pass."""
+        return max(map(int, self.verify_ms))
+
+    @property
+    def total_ms(self) -> float:
+        """All costs together, to compare with those of another measurement of the same place."""
+        kinds = (self.verify_ms, self.admit_ms, self.overhead_ms, *self.draft_ms.values(), *self.round_ms.values())
+        return sum(ms for costs in kinds for ms in costs.values())
+
+
+def _between(costs: dict[str, float], size: int) -> float:
+    sizes = sorted(map(int, costs))
+    return float(np.interp(size, sizes, [costs[str(n)] for n in sizes]))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running server that costs were measured from. engine: with its version. model: the name that it serves the target by.
+    num_speculative_tokens: that it drafts in every round, 0 for the target alone."""
+
+    url: str
+    engine: str
+    model: str
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """A (batch, context) whose costs those of another context contradict, and how, a clause."""
+
+    place: tuple[int, int]
+    text: str
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of a target and its drafters on one machine.
+
+    dtype: of both. nodes: {drafter: {"k": tokens of the target's pass}} for trees, whose pass does not read k + 1 tokens.
+    weights_bytes: of the target, read in every pass. bandwidth: bytes per second that this machine reads memory with, measured.
+    too_large: the (batch, context) that did not fit in memory, which nobody need try again.
+    command, commit, date, hardware, versions: as in result.json. servers: that whole rounds were measured from, none where steps were
+    timed here; dtype, weights_bytes and hardware of servers are not known. drafts: {drafter: how it drafts}, as far as that is known.
+    """
+
+    target: TargetInfo
+    dtype: str | None
+    points: tuple[CostPoint, ...]
+    nodes: dict[str, dict[str, int]]
+    weights_bytes: int | None
+    bandwidth: float | None
+    hardware: Hardware | None
+    versions: dict[str, str]
+    command: str
+    commit: str | None
+    date: str
+    servers: tuple[Served, ...] = ()
+    too_large: tuple[tuple[int, int], ...] = ()
+    drafts: dict[str, DraftInfo] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def place(self) -> str:
+        """Where the costs are of, in words."""
+        if self.hardware is not None:
+            return self.hardware.gpu or self.hardware.cpu
+        return f"running servers ({', '.join(f'{one.engine} at {one.url}' for one in self.servers)})"
+
+    @property
+    def batches(self) -> list[int]:
+        """The batch sizes, ascending."""
+        return sorted({point.batch for point in self.points})
+
+    @property
+    def contexts(self) -> list[int]:
+        """The contexts, ascending."""
+        return sorted({point.context for point in self.points})
+
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters that were timed at every point."""
+        return [name for name in self.points[0].drafters if all(name in point.drafters for point in self.points)]
+
+    @property
+    def contradictions(self) -> list[Contradiction]:
+        """The places that were held up while they were timed, as a place of the same batch with another context shows: a pass and a
+        draft take no less behind more tokens, and what a round spends besides grows no faster than these do. What else runs only
+        ever adds to a time, so that the dearer place is wrong."""
+        found: dict[tuple[int, int], str] = {}
+        for batch, name in product(self.batches, (ALONE, *self.drafters)):
+            points = [point for point in self.points if point.batch == batch]
+            costs = [(point, *self._parts(points, point, name)) for point in points]
+            for (one, parts, rest), (other, fewer, less) in permutations(costs, 2):
+                whose = f"{name}'s" if name else "the target alone's"
+                if one.context < other.context and parts > (1 + _APART) * fewer:
+                    what, ms = f"{whose} round", (parts, fewer)
+                elif rest - less > _APART * (fewer + less) + max(0.0, parts - fewer):
+                    what, ms = f"{whose} overhead", (rest, less)
+                else:
+                    continue
+                text = f"{what} takes {ms[0]:.3g} ms behind {one.context} tokens and {ms[1]:.3g} behind {other.context}"
+                found.setdefault((batch, one.context), f"at batch {batch} {text}")
+        return [Contradiction(place, text) for place, text in sorted(found.items())]
+
+    def _parts(self, points: Sequence[CostPoint], point: CostPoint, name: str) -> tuple[float, float]:
+        """Return what the steps of a round take at a point, of the longest draft that all `points` have, and what the rest does."""
+        if point.round_ms:
+            return point.round_ms[name][max(point.round_ms[name], key=int)], 0.0
+        if name == ALONE:
+            return point.verify(1), point.overhead_ms[name]
+        k = min(max(map(int, one.draft_ms[name])) for one in points)
+        return point.verify(self.tokens(name, k)) + point.draft(name, k), point.overhead_ms[name]
+
+    def at(self, batch: int, context: int) -> CostPoint | None:
+        """Return the costs at a measured batch and context, None where these did not fit."""
+        return next((p for p in self.points if (p.batch, p.context) == (batch, context)), None)
+
+    def lacks(self, places: Set[tuple[int, int]]) -> bool:
+        """Return whether a (batch, context) of `places` was never tried."""
+        return bool(places - {(p.batch, p.context) for p in self.points} - set(self.too_large))
+
+    def settled(self, measure: Callable[[int, int], CostPoint], places: Collection[tuple[int, int]]) -> "CostTable":
+        """Return the table with those of `places` that contradict others measured again, where that found them cheaper."""
+        again = {one.place: measure(*one.place) for one in self.contradictions if one.place in places}
+        points = (min(p, again.get((p.batch, p.context), p), key=lambda p: p.total_ms) for p in self.points)
+        return replace(self, points=tuple(points))
+
+    def only(self, places: Set[tuple[int, int]]) -> "CostTable":
+        """Return the table without what it holds of other (batch, context)."""
+        points = tuple(point for point in self.points if (point.batch, point.context) in places)
+        return replace(self, points=points, too_large=tuple(place for place in self.too_large if place in places))
+
+    def middle(self, batch: int) -> CostPoint:
+        """Return the costs at the middle one of the contexts that were measured at a batch of the table."""
+        points = sorted((point for point in self.points if point.batch == batch), key=lambda point: point.context)
+        return points[len(points) // 2]
+
+    def tokens(self, drafter: str, k: int) -> int:
+        """Return the tokens of the target's pass over a draft of length `k`, the root included."""
+        return self.nodes.get(drafter, {}).get(str(k), k + 1)
+
+    @property
+    def share_of_bandwidth(self) -> float | None:
+        """How near the target alone is to its floor at the smallest batch and context: the time it takes to read its weights
+        once, over its pass. Far below 1, a slow baseline flatters every speedup."""
+        first = self.at(self.batches[0], self.contexts[0])
+        if self.bandwidth is None or self.weights_bytes is None or first is None:
+            return None
+        return 1000 * self.weights_bytes / self.bandwidth / first.verify(1)
+
+
+def read_cost_table(path: str | Path) -> CostTable:
+    """Read and check a costs.json. Raises UserError for what is none, and for costs that are no positive numbers."""
+    value = read_json(path, "give the path of a table that `draftsmith costs` wrote")
+    if isinstance(value, dict) and value.get("schema_version") == 1 and isinstance(value.get("points"), list):
+        # Before costs were measured from servers, and before it was kept what did not fit.
+        points = [point | {"round_ms": {}} if isinstance(point, dict) else point for point in value["points"]]
+        value |= {"schema_version": 2, "points": points, "servers": [], "too_large": []}
+    if isinstance(value, dict) and value.get("schema_version") == 2:
+        value |= {"schema_version": SCHEMA_VERSION, "drafts": {}}  # names alone were kept
+    if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
+        )
+    with_sizes(value)
+    table = read_dataclass(CostTable, value, str(path))
+    if not table.points:
+        raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
+    if bool(table.servers) == (table.hardware is not None):
+        raise UserError(f"{path} is of a machine or of 'servers', one of the two: write the table again.")
+    for place, point in enumerate(table.points):
+        _check_point(point, f"{path}: 'points[{place}]'", whole=bool(table.servers))
+    if table.bandwidth is not None and table.bandwidth <= 0:
+        raise UserError(f"{path}: 'bandwidth' is {table.bandwidth:g}, which no memory has: write the table again.")
+    return table
+
+
+def _check_point(point: CostPoint, where: str, *, whole: bool) -> None:
+    """Raise UserError for costs that are no positive numbers, or lack a part: `whole` rounds, or verify_ms and the others."""
+    again = "write the table again with `draftsmith costs`"
+    if point.batch < 1 or point.context < 1:
+        raise UserError(
+            f"{where} is for batch {point.batch} and context {point.context}, which must be at least 1: {again}."
+        )
+    kinds = {f"{kind}.{n}".rstrip("."): c for kind in ("draft_ms", "round_ms") for n, c in getattr(point, kind).items()}
+    for name, costs in (kinds if whole else {"verify_ms": point.verify_ms, **kinds}).items():
+        least = 0 if name == "round_ms" else 1  # the target alone
+        odd = [size for size in costs if not (size.isascii() and size.isdecimal() and int(size) >= least)]
+        if odd or not costs:
+            raise UserError(f"{where} has {name} by {odd[0]!r}" if odd else f"{where} has no {name}" + f": {again}.")
+        if wrong := [size for size, ms in costs.items() if ms <= 0]:
+            raise UserError(
+                f"{where} says that {name} of {wrong[0]} takes {costs[wrong[0]]:g} ms, which is no time: {again}."
+            )
+    parts = point.verify_ms or point.draft_ms or point.overhead_ms
+    if bool(parts) == whole or bool(point.round_ms) != whole:
+        raise UserError(
+            f"{where} must have {'round_ms alone' if whole else 'no round_ms'}, as the table's 'servers' say: {again}."
+        )
+    alone = "0" in point.round_ms.get(ALONE, {}) if whole else "1" in point.verify_ms and ALONE in point.overhead_ms
+    if not alone:
+        raise UserError(f"{where} lacks the costs of the target alone: {again}.")
+    for kind in ("admit_ms",) if whole else ("admit_ms", "overhead_ms"):
+        held: dict[str, float] = getattr(point, kind)
+        if missing := set(point.drafters) - held.keys():
+            raise UserError(f"{where} lacks {kind} of {sorted(missing)[0]}: {again}.")
+        if negative := [name for name, ms in held.items() if ms < 0]:
+            raise UserError(
+                f"{where} says that {kind} of {negative[0]!r} is {held[negative[0]]:g} ms, below zero: {again}."
+            )
+
+
+def write_cost_table(path: Path, table: CostTable) -> None:
+    """Write the table atomically."""
+    values = asdict(table)
+    write_json(path, {"schema_version": values.pop("schema_version"), **values})
+
+
+def check_drafts(table: CostTable, source: str, drafts: Mapping[str, DraftInfo | None]) -> None:
+    """Raise UserError where a table is of another drafter than a result under the same name."""
+    for name, timed in table.drafts.items():
+        if (draft := drafts.get(name)) is not None and (apart := timed.unlike(draft)):
+            raise UserError(
+                f"{source} holds the costs of another {name} than the result's: it has {apart}. Measure the costs with the head of "
+                "the result (`draftsmith costs`, with its recipe), or evaluate the other head."
+            )
+
+
+def check_fits(table: CostTable, source: str, target: TargetInfo, dtype: str, drafters: Collection[str]) -> None:
+    """Raise UserError where a table is of another target or dtype than a result, or knows none of its drafters."""
+    if table.target.fingerprint != target.fingerprint:
+        raise UserError(
+            f"{source} holds the costs of another target ({table.target.path}, {table.target.fingerprint}) than the result "
+            f"({target.path}, {target.fingerprint}): measure them again with `draftsmith costs`."
+        )
+    if table.dtype is not None and table.dtype != dtype:
+        raise UserError(
+            f"{source} holds the costs in {table.dtype}, but the result was measured in {dtype}: measure the costs with "
+            f"--evaluate.dtype {dtype}, or evaluate in {table.dtype}."
+        )
+    if not set(table.drafters) & set(drafters):
+        raise UserError(
+            f"{source} holds the costs of {', '.join(table.drafters) or 'no drafter'}, but the result is of "
+            f"{', '.join(drafters)}: measure the costs with the same evaluate.drafts."
+        )

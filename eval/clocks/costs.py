@@ -1,0 +1,297 @@
+"""Time single steps on this machine: a target pass over n tokens, and proposing k tokens.
+
+Each cost is the first quartile of repeats in turns at a context length: drifts of the machine hit all alike, and what else runs on it only
+ever adds to a time.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes, run_draft
+from draftsmith.decoder.clock import Stopwatch
+from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
+from draftsmith.decoder.loop import Loop
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable
+from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.results.result import Costs, TargetInfo
+from draftsmith.machine import available_memory, environment, read_bandwidth
+from draftsmith.progress import Bar
+from draftsmith.target.target import Target
+
+WARM_UP = 2
+"""Times that everything is done before it is timed."""
+REPEATS = 31
+"""Times that it is timed, at most."""
+_PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
+"""Tokens of the target passes that a table holds at its smallest batch; between them costs are straight lines."""
+_FEWER = (1, 2, 3, 5, 9, 17, 33, 64)
+"""The same at larger batches."""
+_ROUNDS = 12
+"""Rounds of an answer whose rounds are timed whole."""
+_WHOLE = "round"
+
+Job = Callable[[], object]
+
+
+@torch.no_grad()
+def measure_costs(
+    target: Target,
+    systems: Sequence[SystemUnderTest],
+    context_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    rows: int = 1,
+    repeats: int = REPEATS,
+    passes: Sequence[int] | None = None,
+) -> Costs:
+    """Time every draft length of every drafter, and target passes of the sizes they need, after `context_ids`, for
+    `rows` rows. passes: time target passes over so many tokens, and over one, instead."""
+    sizes = {1} | ({c.nodes(k) for c in systems for k in c.lengths} if passes is None else {*passes})
+    # Short prompts are repeated until the largest draft fits.
+    context_ids = (list(context_ids) * (max(sizes) + 1))[: max(len(context_ids), max(sizes) + 1)]
+    jobs = _verify_jobs(target, context_ids, rows, sorted(sizes))
+    for c in systems:
+        jobs |= _draft_jobs(target, c, c.lengths, context_ids, rows, sampling)
+    cost = _by_name(_time(jobs, target.device, repeats))
+    return Costs(cost.pop("verify"), cost, _tree_nodes(systems))
+
+
+@torch.no_grad()
+def measure_table(
+    target: Target,
+    info: TargetInfo,
+    systems: Sequence[SystemUnderTest],
+    context_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    places: Set[tuple[int, int]],
+    command: str,
+    kept: CostTable | None = None,
+    seconds: float = 1.0,
+) -> CostTable:
+    """Time target passes and drafts at every (batch, context) of `places` that fits in memory; the text is `context_ids`, repeated.
+
+    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again. seconds: for the repeats of
+    a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them verifies cost as the untuned
+    one does, whose sizes are the same.
+    """
+    found = {} if kept is None else {(point.batch, point.context): point for point in kept.points}
+    too_large = set() if kept is None else set(kept.too_large)
+
+    def measure(rows: int, context: int) -> CostPoint:
+        ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
+        return _point(target, systems, ids, rows, sampling, seconds)
+
+    missing = sorted(places - found.keys() - too_large)
+    with Bar(total=len(missing), desc="costs", unit="point") as bar:
+        for rows, context in missing:
+            bar.set_postfix_str(f"batch {rows}, context {context}")
+            too_large.add((rows, context))
+            # The target alone and every drafter have an answer under way while passes are timed.
+            if not found or fits_in_memory(target, rows, context, caches=3 + len(systems)):
+                try:
+                    found[rows, context] = measure(rows, context)
+                    too_large.remove((rows, context))
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+            bar.update()
+    table = CostTable(
+        target=info,
+        dtype=target.dtype_name,
+        points=tuple(point for _, point in sorted(found.items())),
+        nodes=_tree_nodes(systems),
+        weights_bytes=target.weight_bytes,
+        bandwidth=read_bandwidth(target.device) if kept is None else kept.bandwidth,
+        command=command,
+        **environment(),
+        too_large=tuple(sorted(too_large)),
+        drafts={c.name: c.info for c in systems},
+    )
+    table = table.only(places)
+    # What was held up shows against the other places, and may no longer be.
+    return table.settled(measure, missing)
+
+
+def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:
+    """Whether `caches` caches, and the states, of a batch take at most half of the memory that is free."""
+    cached = entry_bytes(layer_shapes(target))
+    states = 8 * target.hidden_size * target.dtype.itemsize
+    return rows * (context + _PASSES[-1]) * (caches * cached + states) < available_memory(target.device) / 2
+
+
+def _point(
+    target: Target,
+    systems: Sequence[SystemUnderTest],
+    ids: Sequence[int],
+    rows: int,
+    sampling: Sampling,
+    seconds: float,
+) -> CostPoint:
+    """Time a batch behind a context. A round's overhead is all that it takes, as the loop runs it, beyond the pass and the draft
+    that were timed by themselves: emptied caches and the reading of more tokens are in it, too."""
+    largest = max([9, *(c.nodes(k) for c in systems for k in c.lengths)])
+    passes = pass_sizes(rows, largest)
+    passes |= {c.nodes(c.num_speculative_tokens) for c in systems}
+    jobs = _verify_jobs(target, ids, rows, sorted(passes))
+    jobs[_WHOLE, ALONE] = _Rounds(target, TargetAlone(), ids, rows, sampling, None)
+    for c in systems:
+        own = c.num_speculative_tokens
+        lengths = [k for k in c.lengths if rows == 1 or k in (1, 2, 4, own, c.lengths[-1])]
+        jobs |= _draft_jobs(target, c, lengths, ids, rows, sampling)
+        jobs["admit", c.name] = _admit_job(target, c, ids, rows)
+        jobs[_WHOLE, c.name] = _Rounds(c.verified_by(target), c.make(own), ids, rows, sampling, c.typical)
+    started = time.perf_counter()
+    _time(jobs, target.device, 1)
+    once = (time.perf_counter() - started) / (1 + WARM_UP)
+    cost = _by_name(_time(jobs, target.device, repeats_within(seconds, once)))
+    verify, admit, whole = (cost.pop(kind, {}) for kind in ("verify", "admit", _WHOLE))
+    parts = {c.name: verify[str(c.nodes(k))] + cost[c.name][str(k)] for c in systems if (k := c.num_speculative_tokens)}
+    overhead = {name: max(0.0, ms - parts.get(name, verify["1"])) for name, ms in whole.items()}
+    return CostPoint(rows, len(ids), verify, admit_ms=admit, draft_ms=cost, overhead_ms=overhead)
+
+
+def pass_sizes(rows: int, largest: int) -> set[int]:
+    """Return the tokens of the target passes that are timed for a batch of `rows`, where drafts have `largest` nodes at most."""
+    return {n for n in (_PASSES if rows == 1 else _FEWER) if n <= max(largest, 64 if rows == 1 else 0)} | {largest}
+
+
+def repeats_within(seconds: float, once: float) -> int:
+    """Return how often work that takes `once` seconds is timed in about `seconds`, 3 times at least."""
+    return max(3, min(REPEATS, int(seconds / once)))
+
+
+class _Rounds:
+    """A job that runs one more round of answers as the decoding loop does. `prepare` begins them anew before one ends, so that the
+    batch stays whole."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter, ids: Sequence[int], rows: int, sampling: Sampling, typical: Any
+    ) -> None:
+        tokens = 1 + _ROUNDS * (drafter.num_speculative_tokens + 1)
+        room = target.context_length - len(ids) - drafter.max_nodes
+        limit = max(2, min(tokens, room))
+        requests = [Request(str(row), "costs", tuple(ids), limit, row, ignore_eos=True) for row in range(rows)]
+        self._begin = lambda: Loop(target, drafter, requests, sampling, typical, rows)
+        self._loop: Loop | None = None
+
+    def prepare(self) -> None:
+        """Have a round to run, with every row at work."""
+        if self._loop is None or any(answer.finish_reason for answer in self._loop.rows):
+            self._loop = self._begin()
+
+    def __call__(self) -> None:
+        assert self._loop is not None
+        self._loop.round()
+
+
+def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: int) -> dict[tuple[str, str], float]:
+    """Return the first quartile of the milliseconds of each job over repeats in turns, after a warm-up."""
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
+    for repeat in range(repeats + WARM_UP):
+        for key, job in jobs.items():
+            if isinstance(job, _Rounds):
+                job.prepare()
+            watch = Stopwatch(device)
+            job()
+            watch.lap("job")
+            if repeat >= WARM_UP:
+                times[key].append(1000 * watch.seconds["job"])
+    return _ascending({key: sorted(found)[len(found) // 4] for key, found in times.items()})
+
+
+def _ascending(times: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
+    """Return the costs with none above that of a larger size of the same kind: less work never takes longer, so that what does was
+    held up."""
+    found: dict[tuple[str, str], float] = {}
+    least: dict[str, float] = {}
+    sized = [key for key in times if key[1].isdecimal()]
+    for name, size in sorted(sized, key=lambda key: int(key[1]), reverse=True):
+        least[name] = min(times[name, size], least.get(name, times[name, size]))
+        found[name, size] = least[name]
+    return {key: found.get(key, ms) for key, ms in times.items()}
+
+
+def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
+    for (name, size), ms in times.items():
+        found.setdefault(name, {})[size] = ms
+    return found
+
+
+def _tree_nodes(systems: Sequence[SystemUnderTest]) -> dict[str, dict[str, int]]:
+    return {c.name: {str(k): c.nodes(k) for k in c.lengths} for c in systems if c.tree or c.most_nodes}
+
+
+def _prefill(
+    target: Target, cache: KVCache, context_ids: Sequence[int], rows: int, layer_ids: tuple[int, ...]
+) -> Prompts:
+    """Read the context into every row of the cache; return it as prompts for a drafter."""
+    ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
+    output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
+    cache.append(ids_BL.shape[1])
+    new_tokens = NewTokens(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
+    return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, new_tokens)
+
+
+def _verify_jobs(
+    target: Target, context_ids: Sequence[int], rows: int, sizes: Sequence[int]
+) -> dict[tuple[str, str], Job]:
+    """Return a job for a target pass of each size. They share a cache, as nothing is committed."""
+    cache = KVCache.for_target(target, rows, len(context_ids) + max(sizes))
+    _prefill(target, cache, context_ids, rows, ())
+
+    def pass_over(nodes: int) -> Job:
+        ids_BN = torch.tensor([(list(context_ids) * nodes)[:nodes]] * rows, device=target.device)
+
+        def job() -> object:
+            # All of what a round does between the draft and the verdict.
+            output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]))
+            return target.head.logits(output.last)
+
+        return job
+
+    return {("verify", str(n)): pass_over(n) for n in sizes}
+
+
+def _draft_jobs(
+    target: Target,
+    system: SystemUnderTest,
+    lengths: Sequence[int],
+    context_ids: Sequence[int],
+    rows: int,
+    sampling: Sampling,
+) -> dict[tuple[str, str], Job]:
+    """Return a job for a draft of each length."""
+    cache = KVCache.for_target(target, rows, len(context_ids))
+    prompts = _prefill(target, cache, context_ids, rows, system.make(1).layer_ids)
+    return {(system.name, str(k)): _draft_job(system.make(k), prompts, sampling) for k in lengths}
+
+
+def _admit_job(target: Target, system: SystemUnderTest, context_ids: Sequence[int], rows: int) -> Job:
+    """Return a job that reads the prompts before the first draft."""
+    cache, drafter = KVCache.for_target(target, rows, len(context_ids)), system.make(system.num_speculative_tokens)
+    prompts = _prefill(target, cache, context_ids, rows, drafter.layer_ids)
+    drafter.start(rows, len(context_ids))
+    return lambda: drafter.admit(prompts)
+
+
+def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Job:
+    """Return a job that proposes as in the middle of an answer, with two new tokens."""
+    rows, length = prompts.ids_bL.shape
+    drafter.start(rows, length)
+    drafter.admit(prompts)
+    new_tokens = prompts.new_tokens
+    last_two = NewTokens(
+        new_tokens.tokens_Bn[:, -2:],
+        new_tokens.aux_BnF[:, -2:],
+        new_tokens.last_BnD[:, -2:],
+        torch.full_like(new_tokens.count_B, 2),
+    )
+    zeros_B = torch.zeros_like(prompts.length_b)
+    state = DecodeState(new_tokens.tokens_Bn[:, -1], prompts.length_b, zeros_B + 10_000, zeros_B, last_two, sampling)
+    return lambda: drafter.propose(state)

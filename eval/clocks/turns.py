@@ -1,0 +1,177 @@
+"""Decode with several systems in turns, group by group, so that drifts of the machine hit all alike; keep what is done.
+
+Groups hold one slice, so that seconds belong to a slice.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from draftsmith.decoder.answers import Decoded, Generation, Request, Round
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.verify import Typical
+from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed
+from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.foreign.journal import Journal
+from draftsmith.machine import Clocks, ClockWatch
+from draftsmith.target.target import Target
+
+FEW = 2
+"""Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""
+SIMULATED_BATCH = 32
+"""Answers made together where nothing is timed."""
+_WAITING = 3
+"""Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
+
+Repeats = list[list[Decoded]]
+"""What one system decoded: of each repeat its groups of requests, slice by slice."""
+
+_Way = tuple[Target, Drafter, Typical | None]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What was decoded. by_name: the target alone is "". generate: of transformers' own decoding, by repeat. clocks: of all turns."""
+
+    by_name: dict[str, Repeats]
+    generate: list[list[Timed]]
+    clocks: Clocks
+
+
+def run_systems(
+    target: Target,
+    systems: Sequence[SystemUnderTest],
+    requests_by_repeat: Sequence[Sequence[Request]],
+    sampling: Sampling,
+    *,
+    batch: int,
+    on_batch: Callable[[int], None] = lambda requests: None,
+    on_kept: Callable[[int], None] | None = None,
+    picks: Sequence[SystemUnderTest] = (),
+    generate: GenerateSystem | None = None,
+    journal: Journal | None = None,
+) -> Turns:
+    """Decode every repeat's requests with the target alone and with every drafter, in turns.
+
+    A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
+    serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
+    groups of each slice, the latter one request after the other. journal: what it holds is not decoded again, and on_kept, else
+    on_batch, is told how many requests.
+    """
+    ways: dict[str, _Way] = {"": (target, TargetAlone(), None)}
+    ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in (*systems, *picks)}
+    journal = journal or Journal()
+    partly, warm = {s.name for s in picks}, False
+    found: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
+    answered: list[list[Timed]] = [[] for _ in requests_by_repeat]
+    clocks: list[Clocks] = []
+    for repeat, requests in enumerate(requests_by_repeat):
+        seen: Counter[str] = Counter()
+        for number, group in enumerate(_groups(requests, batch if batch == 1 else (1 + _WAITING) * batch)):
+            seen[group[0].slice] += 1
+            first = seen[group[0].slice] <= (FEW if batch == 1 else 1)
+            taking = {name: way for name, way in ways.items() if first or name not in partly}
+            asking = generate if first else None
+            name = f"{repeat}/{number}"
+            turn = _kept(journal.get(name), group, taking, asking)
+            done = on_kept or on_batch
+            if turn is None:
+                done = on_batch
+                if not warm:
+                    _warm_up(ways, generate, requests_by_repeat[0][0], sampling)
+                    warm = True
+                turn = _take(taking, asking, group, sampling, batch)
+                journal.add(name, _pack_turn(turn))
+            for way in taking:
+                found[way][repeat].append(turn.by_name[way])
+            answered[repeat] += turn.generate
+            clocks.append(turn.clocks)
+            done(len(group))
+    return Turns(found, answered, Clocks.together(clocks))
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What all systems made of one group."""
+
+    by_name: dict[str, Decoded]
+    generate: list[Timed]
+    clocks: Clocks
+
+
+def _take(
+    ways: dict[str, _Way], generate: GenerateSystem | None, group: list[Request], sampling: Sampling, batch: int
+) -> _Turn:
+    watch, by_name = ClockWatch(), {}
+    for name, (own, drafter, typical) in ways.items():
+        on_gpu = own.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(own.device)
+        decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
+        by_name[name] = replace(decoded, peak_bytes=torch.cuda.max_memory_allocated(own.device) if on_gpu else None)
+    answered = [] if generate is None else [generate.answer(request, sampling) for request in group]
+    return _Turn(by_name, answered, watch.read())
+
+
+def _warm_up(ways: dict[str, _Way], generate: GenerateSystem | None, request: Request, sampling: Sampling) -> None:
+    """Decode a few tokens every way, as first passes are slow."""
+    short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
+    for own, drafter, typical in ways.values():
+        decode_batch(own, drafter, [short], sampling, typical)
+    if generate is not None:
+        generate.answer(short, sampling)
+
+
+def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
+    """Split requests by slice, then into groups of at most `size`."""
+    by_slice: dict[str, list[Request]] = defaultdict(list)
+    for request in requests:
+        by_slice[request.slice].append(request)
+    return [group[i : i + size] for group in by_slice.values() for i in range(0, len(group), size)]
+
+
+def _pack_turn(turn: _Turn) -> dict[str, Any]:
+    """Return a turn as JSON; the requests are known."""
+    return {
+        "by_name": {name: pack_decoded(decoded) for name, decoded in turn.by_name.items()},
+        "generate": [_without_request(timed) for timed in turn.generate],
+        "clocks": asdict(turn.clocks),
+    }
+
+
+def _kept(value: Any, group: Sequence[Request], ways: dict[str, _Way], generate: GenerateSystem | None) -> _Turn | None:
+    """Return the turn that a journal holds, None where it holds none or not every system's."""
+    if value is None or not ways.keys() <= value["by_name"].keys() or (generate and not value["generate"]):
+        return None
+    return _Turn(
+        {name: unpack_decoded(decoded, group) for name, decoded in value["by_name"].items()},
+        [
+            Timed(request, **{**timed, "output_ids": tuple(timed["output_ids"])})
+            for request, timed in zip(group if generate else (), value["generate"], strict=False)
+        ],
+        Clocks(**value["clocks"]),
+    )
+
+
+def pack_decoded(decoded: Decoded) -> dict[str, Any]:
+    """Return what was decoded as JSON, without the requests."""
+    generations = [_without_request(g) | {"rounds": [asdict(r) for r in g.rounds]} for g in decoded.generations]
+    return {**vars(decoded), "generations": generations, "seconds": dict(decoded.seconds)}
+
+
+def unpack_decoded(value: dict[str, Any], requests: Sequence[Request]) -> Decoded:
+    """Return what `pack_decoded` packed of the answers to `requests`."""
+    generations = [
+        Generation(request, **{**g, "rounds": [Round(**{**r, "levels": tuple(r["levels"])}) for r in g["rounds"]]})
+        for request, g in zip(requests, value["generations"], strict=True)
+    ]
+    return Decoded(**{**value, "generations": generations})
+
+
+def _without_request(one: Generation | Timed) -> dict[str, Any]:
+    return {name: value for name, value in vars(one).items() if name != "request"}

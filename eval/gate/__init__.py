@@ -1,0 +1,1 @@
+"""Comparing results and holding them against thresholds, for CI."""

@@ -1,0 +1,400 @@
+"""Compare two result.json, such as those before and after a new target: what changed, and whether that is beyond noise.
+
+    draftsmith compare OLD NEW
+
+The interval of a change of tau is over pairs: both results on the same resampled prompts, as a prompt that one drafter finds hard
+the other one does too. Results of schema versions before 9 hold no figures of single prompts, and other numbers have none: there the
+interval of a difference is made from the intervals of the two numbers, as if they were independent. Distances to the ends of both
+are added in squares (Zou and Donner, Statistics in Medicine 27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics
+in Medicine 17, 1998). That is too wide: what is called beyond noise is, a smaller change may be missed.
+The intervals are 95% over prompts, and of what is timed the range of the repeats. There is none below 10 prompts, of a single
+repeat, and of acceptance by position, which adds up to tau. Pure: results in, differences out.
+K: num_speculative_tokens. Drafters of another K are compared by their curves of simulated tau over draft lengths, which do not depend on
+the K of the decoded run; the curves hold no intervals.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from draftsmith.errors import UserError
+from draftsmith.eval.gate.gate import OVERALL
+from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS, bootstrap_tau
+from draftsmith.eval.results.result import DrafterResult, Lossless, Measures, PromptSums, Result, TargetInfo
+
+Interval = tuple[float, float]
+BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "same"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that is compared.
+
+    value, interval: of the measures, None where there is none. sign: 1 where more is better, -1 where less is, 0 where
+    neither is. timed: depends on the machine. exact: no sample, so that every difference counts. rounds: of a tau, those of a prompt.
+    of_k: depends on the draft length.
+    """
+
+    name: str
+    value: Callable[[Measures], float | None]
+    interval: Callable[[Measures], Interval | None] = lambda m: None
+    sign: int = 1
+    timed: bool = False
+    exact: bool = False
+    rounds: Callable[[PromptSums], float | None] | None = None
+    of_k: bool = False
+
+    def interval_of(self, m: Measures, repeats: int) -> Interval | None:
+        """Return the interval of a value, None where too few prompts or repeats made it."""
+        value = self.value(m)
+        if self.exact and value is not None:
+            return value, value
+        enough = repeats > 1 if self.timed else m.prompts >= FEWEST_PROMPTS
+        return self.interval(m) if enough else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One metric on one slice.
+
+    metric: a name of result.json; acceptance_at[0] is that of the first draft position, k_sweep[3] the simulated tau of K = 3; differing and differing_timed count
+    greedy answers other than the target's, in float32 and as timed. interval: of `change`, None where one of the numbers has
+    none. verdict: whether 0 lies outside it: better, worse, or changed for the speed of the target alone; noise where it lies
+    inside, same for equal numbers, None without an interval.
+    """
+
+    slice: str
+    metric: str
+    old: float
+    new: float
+    change: float
+    interval: Interval | None
+    verdict: str | None
+
+
+@dataclass(frozen=True)
+class DrafterComparison:
+    """A drafter of the old result and what it is compared with in the new one. k: draft lengths of both."""
+
+    old: str
+    new: str
+    k: tuple[int, int]
+    differences: tuple[Difference, ...]
+
+    @property
+    def name(self) -> str:
+        """The drafter's name, or both."""
+        return self.old if self.old == self.new else f"{self.old} -> {self.new}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """old, new: the files. sides: of what run or head each is, when and at which temperature it was measured. notes: what else
+    changed, what is left out, and why; sentences without a full stop."""
+
+    old: str
+    new: str
+    sides: tuple[str, str]
+    notes: tuple[str, ...]
+    drafters: tuple[DrafterComparison, ...]
+
+    @property
+    def worse(self) -> list[str]:
+        """A sentence for every number that is worse beyond noise."""
+        return [
+            f"{one.name}: {'' if d.slice == OVERALL else d.slice + '.'}{d.metric} {d.new:.4g} is worse than {d.old:.4g} beyond noise "
+            f"({d.interval[0]:+.3g} to {d.interval[1]:+.3g})."
+            for one in self.drafters
+            for d in one.differences
+            if d.verdict == WORSE and d.interval is not None
+        ]
+
+    def require_intervals(self) -> None:
+        """Raise UserError where nothing could be worse beyond noise, as the overall tau of a drafter has no interval."""
+        for one in self.drafters:
+            taus = [d for d in one.differences if d.slice == OVERALL and d.metric in ("tau", "tau_simulated")]
+            if one.k[0] != one.k[1]:
+                raise UserError(
+                    f"--fail-if-worse: {one.name} drafts {one.k[0]} tokens in {self.old} and {one.k[1]} in {self.new}, and taus of "
+                    "other draft lengths have no interval: evaluate both with the same evaluate.num_speculative_tokens."
+                )
+            if all(d.interval is None for d in taus):
+                raise UserError(
+                    f"--fail-if-worse: tau of {one.name} has no interval in both {self.old} and {self.new}, so nothing could be worse "
+                    f"beyond noise: evaluate at least {FEWEST_PROMPTS} prompts, with this version."
+                )
+
+
+def compare_results(
+    old: Result, new: Result, files: tuple[str, str] = ("old", "new"), pairs: Sequence[str] = ()
+) -> Comparison:
+    """Compare the drafters of two results that `pairs` names, each NAME or OLD=NEW; without pairs those of the same name.
+
+    files: what messages call the two. Raises UserError for results of other settings or prompts, and for a pair that names no
+    drafter of each.
+    """
+    _refuse_unlike(old, new, files)
+    _refuse_other_prompts(old, new, files)
+    names = _match(old, new, files, pairs)
+    timed = _machine(old) == _machine(new)
+    repeats = (old.settings.repeats, new.settings.repeats)
+    drafters = tuple(
+        DrafterComparison(a, b, k, tuple(_differences(old.drafters[a], new.drafters[b], k, repeats, timed=timed)))
+        for (a, b), k in names.items()
+    )
+    notes = [*_notes(old, new, names), *_notes_of_speed(old, new, min(repeats))]
+    return Comparison(*files, (_side(old), _side(new)), tuple(notes), drafters)
+
+
+def _side(result: Result) -> str:
+    """Return what a result was measured of, when, and how."""
+    recipe, head = result.recipe or {}, re.search(r"--head[ =]('[^']*'|\S+)", result.command)
+    run = recipe.get("output_dir") or recipe.get("name")
+    parts = [
+        f"head {head[1]}" if head else "",
+        f"run {run}" if run else "",
+        result.date[:10],
+        f"temperature {result.settings.temperature:g}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _refuse_unlike(old: Result, new: Result, files: tuple[str, str]) -> None:
+    """Raise UserError where acceptance was measured with other settings."""
+
+    def facts(result: Result) -> dict[str, object]:
+        s = result.settings
+        return {"temperature": s.temperature, **s.filters, "dtype": s.dtype}
+
+    ours, theirs = facts(old), facts(new)
+    unlike = [f"{key} {_shown(ours[key])} and {_shown(theirs[key])}" for key in ours if ours[key] != theirs[key]]
+    if unlike:
+        raise UserError(
+            f"{files[0]} and {files[1]} cannot be compared, as they were measured with other settings: {', '.join(unlike)}; evaluate "
+            "one of them again with the settings of the other."
+        )
+
+
+def _shown(value: object) -> str:
+    return "off" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _refuse_other_prompts(old: Result, new: Result, files: tuple[str, str]) -> None:
+    """Raise UserError where the prompts, or what they were cut to, are others, as far as both results tell."""
+    a, b = old.settings.prompts, new.settings.prompts
+    counts = _prompts_by_slice(old), _prompts_by_slice(new)
+    if (a is None or b is None or a == b) and counts[0] == counts[1]:
+        return
+    both = [name for name in dict.fromkeys((*counts[0], *counts[1])) if counts[0].get(name) != counts[1].get(name)]
+    shown = "; ".join(f"{name}: {counts[0].get(name, 0)} and {counts[1].get(name, 0)}" for name in both[:5])
+    raise UserError(
+        f"{files[0]} and {files[1]} were measured on other prompts{f' ({shown})' if shown else ''}: evaluate both with the same "
+        "evaluate.prompts, evaluate.per_slice and evaluate.max_new_tokens."
+    )
+
+
+def _prompts_by_slice(result: Result) -> dict[str, int]:
+    """Return the number of prompts in each slice, which every drafter of a result has."""
+    first = next(iter(result.drafters.values()), None)
+    return {} if first is None else {name: measures.prompts for name, measures in first.slices.items()}
+
+
+def _match(
+    old: Result, new: Result, files: tuple[str, str], pairs: Sequence[str]
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the drafters to compare, with the draft lengths of both. Raises UserError where there are none, or where other draft lengths
+    have no part of their simulated curves in common."""
+    names = [_read_pair(text, old, new, files) for text in dict.fromkeys(pairs)]
+    if not pairs:
+        names = [(name, name) for name in old.drafters if name in new.drafters]
+    if not names:
+        raise UserError(
+            f"No drafter has the same name in both: {files[0]} has {_listed(old)} and {files[1]} has {_listed(new)}; name what "
+            "belongs together with --drafter OLD=NEW."
+        )
+    found = {}
+    for a, b in names:
+        drafts = (old.drafters[a].draft or old.settings, new.drafters[b].draft or new.settings)
+        found[a, b] = ours, theirs = drafts[0].num_speculative_tokens, drafts[1].num_speculative_tokens
+        if ours != theirs and not _curve(old.drafters[a].overall).keys() & _curve(new.drafters[b].overall).keys():
+            raise UserError(
+                f"{a} drafts {ours} tokens in {files[0]} and {b} {theirs} in {files[1]}, and no draft length was simulated in both: "
+                "evaluate both with the same evaluate.num_speculative_tokens."
+            )
+    return found
+
+
+def _curve(m: Measures) -> dict[int, float]:
+    """Return the simulated tau of every draft length."""
+    points = m.k_sweep or ()
+    return {p.num_speculative_tokens: p.tau_simulated for p in points if p.tau_simulated is not None}
+
+
+def _read_pair(text: str, old: Result, new: Result, files: tuple[str, str]) -> tuple[str, str]:
+    """Read NAME or OLD=NEW, where a name may hold an equals sign itself."""
+    splits = [(text, text), *((text[:i], text[i + 1 :]) for i, sign in enumerate(text) if sign == "=")]
+    for a, b in splits:
+        if a in old.drafters and b in new.drafters:
+            return a, b
+    raise UserError(
+        f"--drafter {text!r} names no drafter of each result: write NAME or OLD=NEW; {files[0]} has {_listed(old)} and {files[1]} has "
+        f"{_listed(new)}."
+    )
+
+
+def _listed(result: Result) -> str:
+    return ", ".join(result.drafters) or "none"
+
+
+def _differences(
+    old: DrafterResult, new: DrafterResult, k: tuple[int, int], repeats: tuple[int, int], *, timed: bool
+) -> Iterator[Difference]:
+    """Yield what both have measured, over all slices and then of each; of another K what does not depend on it."""
+    alike = k[0] == k[1]
+    scopes = [(OVERALL, old.overall, new.overall)]
+    scopes += [(name, measures, new.slices[name]) for name, measures in old.slices.items() if name in new.slices]
+    for slice_name, ours, theirs in scopes:
+        if not alike:
+            after = _curve(theirs)
+            for length, tau in _curve(ours).items():
+                if length in after:
+                    change = after[length] - tau
+                    yield Difference(slice_name, f"k_sweep[{length}]", tau, after[length], change, None, None)
+        for metric in (one for one in METRICS if alike or not one.of_k):
+            a, b = metric.value(ours), metric.value(theirs)
+            if a is not None and b is not None and (timed or not metric.timed):
+                ends = metric.interval_of(ours, repeats[0]), metric.interval_of(theirs, repeats[1])
+                interval = _paired_interval(metric, old, new, slice_name) or difference_interval(a, b, *ends)
+                verdict = _verdict(b - a, interval, metric.sign)
+                yield Difference(slice_name, metric.name, a, b, b - a, interval, verdict)
+        decoded = ours.acceptance_at, theirs.acceptance_at
+        simulated = ours.acceptance_at_simulated, theirs.acceptance_at_simulated
+        at, at_new = (decoded if all(decoded) else simulated) if alike else ((), ())
+        for place, (a, b) in enumerate(zip(at or (), at_new or (), strict=False)):
+            if a is not None and b is not None:
+                yield Difference(slice_name, f"acceptance_at[{place}]", a, b, b - a, None, None)
+
+
+def _paired_interval(metric: Metric, old: DrafterResult, new: DrafterResult, slice_name: str) -> Interval | None:
+    """Return the interval of a change of tau on the same prompts, None for other numbers and where a result has no sums of prompts."""
+    rounds = metric.rounds
+    if rounds is None or old.prompts.keys() != new.prompts.keys():
+        return None
+    names = [name for name, sums in old.prompts.items() if slice_name in (OVERALL, sums.slice)]
+    before, after = (
+        [(of[name].tokens, rounds(of[name]) or 0.0) for name in names] for of in (old.prompts, new.prompts)
+    )
+    return bootstrap_tau(after, before)
+
+
+def difference_interval(old: float, new: float, of_old: Interval | None, of_new: Interval | None) -> Interval | None:
+    """Return the interval of `new - old` from theirs (see the top of the file), None where one has none."""
+    if of_old is None or of_new is None:
+        return None
+    down = ((new - of_new[0]) ** 2 + (of_old[1] - old) ** 2) ** 0.5
+    up = ((of_new[1] - new) ** 2 + (old - of_old[0]) ** 2) ** 0.5
+    return new - old - down, new - old + up
+
+
+def _verdict(change: float, interval: Interval | None, sign: int) -> str | None:
+    if interval is None:
+        return None
+    if change == 0:
+        return SAME
+    if interval[0] <= 0 <= interval[1]:
+        return NOISE
+    return CHANGED if not sign else BETTER if change * sign > 0 else WORSE
+
+
+def wilson(share: float, count: int) -> Interval:
+    """Return Wilson's 95% interval of a share of `count` (Journal of the American Statistical Association 22, 1927)."""
+    z = 1.959964
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return middle - half, middle + half
+
+
+def _looping(m: Measures) -> Interval | None:
+    return None if m.looping is None else wilson(m.looping, m.prompts)
+
+
+def _differing(lossless: Lossless | None) -> int | None:
+    return lossless.checked - lossless.equal if lossless else None
+
+
+def _differing_timed(m: Measures) -> Interval | None:
+    """Return the interval of greedy answers that differ as timed, from that of their share."""
+    if m.lossless_timed is None or not m.lossless_timed.checked:
+        return None
+    count = m.lossless_timed.checked
+    low, high = wilson(1 - m.lossless_timed.equal / count, count)
+    return count * low, count * high
+
+
+METRICS = (
+    Metric("tau", lambda m: m.tau, lambda m: m.tau_interval, rounds=lambda p: p.rounds, of_k=True),
+    Metric(
+        "tau_simulated",
+        lambda m: m.tau_simulated,
+        lambda m: m.tau_simulated_interval,
+        rounds=lambda p: p.rounds_simulated,
+        of_k=True,
+    ),
+    Metric("speedup", lambda m: m.speedup, lambda m: m.speedup_spread, timed=True, of_k=True),
+    Metric("decode_tok_s", lambda m: m.decode_tok_s, lambda m: m.decode_tok_s_spread, timed=True, of_k=True),
+    Metric("baseline_tok_s", lambda m: m.baseline_tok_s, lambda m: m.baseline_tok_s_spread, sign=0, timed=True),
+    Metric("ttft_s", lambda m: m.ttft_s, sign=-1, timed=True),
+    Metric("looping", lambda m: m.looping, _looping, sign=-1),
+    Metric("differing", lambda m: _differing(m.lossless), sign=-1, exact=True),
+    Metric("differing_timed", lambda m: _differing(m.lossless_timed), _differing_timed, sign=-1),
+)
+"""In the order of the comparison, which acceptance by position follows."""
+
+
+def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, int]]) -> Iterator[str]:
+    """Yield what changed besides the numbers, and what was not compared."""
+    if old.target.fingerprint is not None and old.target.fingerprint == new.target.fingerprint:
+        yield f"the same target: {new.target.path}"
+    else:
+        yield f"the target changed: {_identity(old.target)} -> {_identity(new.target)}"
+    if versions := [name for name in old.versions if new.versions.get(name, old.versions[name]) != old.versions[name]]:
+        yield f"versions changed: {', '.join(f'{n} {old.versions[n]} -> {new.versions[n]}' for n in versions)}"
+    if None in (old.settings.prompts, new.settings.prompts):
+        yield "prompts are compared by slice and number only, as a result of an earlier version does not identify them"
+    for (a, b), (ours, theirs) in names.items():
+        before, after = old.drafters[a].draft, new.drafters[b].draft
+        if before and after and (unlike := after.unlike(before)):
+            yield f"{b} in the new result has {unlike} as in the old one"
+        if ours != theirs:
+            yield (
+                f"{b} drafts {theirs} tokens and not {ours} as in the old result: tau is compared as simulated at the draft lengths that "
+                "both hold, without intervals; tau as decoded, its speeds and acceptance by position are left out"
+            )
+    for result, which, taken in ((old, "old", {a for a, _ in names}), (new, "new", {b for _, b in names})):
+        if alone := [name for name in result.drafters if name not in taken]:
+            yield f"not compared, in the {which} result: {', '.join(alone)}"
+    for text in dict.fromkeys((*old.warnings, *new.warnings)):
+        where = " and the ".join(name for name, one in (("old", old), ("new", new)) if text in one.warnings)
+        yield f"warning in the {where} result: {text.rstrip('.')}"
+    if few := [name for name, count in _prompts_by_slice(new).items() if count < FEWEST_PROMPTS]:
+        yield f"fewer than {FEWEST_PROMPTS} prompts, so without an interval: {', '.join(few)}"
+
+
+def _identity(target: TargetInfo) -> str:
+    return f"{target.path} ({(target.fingerprint or 'unknown')[:8]})"
+
+
+def _notes_of_speed(old: Result, new: Result, repeats: int) -> Iterator[str]:
+    """Yield what is to be known of speeds, where both results hold some."""
+    if not all(any(d.overall.decode_tok_s for d in result.drafters.values()) for result in (old, new)):
+        return
+    if (ours := _machine(old)) != (theirs := _machine(new)):
+        yield f"speeds are left out, as they are of other machines or batches: {ours}; {theirs}"
+    elif repeats > 1:
+        yield "intervals of speeds are those of the repeats: another load of the machine is not in them"
+
+
+def _machine(result: Result) -> str:
+    """Return what speeds depend on besides the models."""
+    h, batch = result.hardware, result.settings.batch
+    return f"{h.gpu or h.cpu}, {h.cores} cores, {h.threads} threads, batch {batch}"

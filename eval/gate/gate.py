@@ -1,0 +1,238 @@
+"""Check result.json against thresholds, for CI after a new target or a new head.
+
+    draftsmith evaluate --recipe R --fail-under tau=2.5,code.tau.low=2.4
+    draftsmith report RESULT.json --fail-under "eagle3:code.tau@T0=3"
+
+A threshold is [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER. What is left out is not narrowed down: without a
+drafter it applies to every drafter, without @T to every sampling setting; without a slice it applies to the sum over
+all slices. `.low` is the lower end of the metric's interval: 95% over prompts for tau and tau_simulated, over the repeats
+for what is timed. A threshold that names nothing, that nothing measured, or that nothing could miss is refused: a gate must never
+pass because it looked at nothing. Pure: results and thresholds in, checks out.
+"""
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from draftsmith.errors import UserError
+from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
+from draftsmith.eval.results.result import Measures, Result
+
+OVERALL = "overall"
+
+_METRICS: dict[str, Callable[[Measures], float | None]] = {
+    "tau": lambda m: m.tau,
+    "tau.low": lambda m: m.tau_interval and m.tau_interval[0],
+    "tau_simulated": lambda m: m.tau_simulated,
+    "tau_simulated.low": lambda m: m.tau_simulated_interval and m.tau_simulated_interval[0],
+    "speedup": lambda m: m.speedup,
+    "speedup.low": lambda m: m.speedup_spread and m.speedup_spread[0],
+    "acceptance_rate": lambda m: m.acceptance_rate,
+    "decode_tok_s": lambda m: m.decode_tok_s,
+    "decode_tok_s.low": lambda m: m.decode_tok_s_spread and m.decode_tok_s_spread[0],
+}
+#: The metrics that exist without decoding (`--no-decode`).
+SIMULATED_METRICS = ("tau_simulated", "tau_simulated.low", "acceptance_rate")
+_OVER_PROMPTS = ("tau.low", "tau_simulated.low")
+# Every round emits at least one token; the others have no such floor but 0.
+_FLOORS = {"tau": 1.0, "tau.low": 1.0, "tau_simulated": 1.0, "tau_simulated.low": 1.0}
+_FORM = "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER, such as tau=2.5 or eagle3:code.tau.low@T0=3"
+_TEMPERATURE = re.compile(r"(.*)@[tT]=?(\d+(?:\.\d+)?)")
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """One threshold. drafter, temperature: None = all of them. metric: a key of the metrics, `.low` included.
+    text: as it was typed, for messages."""
+
+    metric: str
+    minimum: float
+    slice: str = OVERALL
+    drafter: str | None = None
+    temperature: float | None = None
+    text: str = ""
+
+    @property
+    def name(self) -> str:
+        """The slice and the metric, as typed: `code.tau.low`."""
+        return self.metric if self.slice == OVERALL else f"{self.slice}.{self.metric}"
+
+
+@dataclass(frozen=True)
+class ThresholdCheck:
+    """A threshold compared with one drafter at one sampling setting. source: the name of its result."""
+
+    threshold: Threshold
+    drafter: str
+    temperature: float
+    setting: str
+    source: str
+    measured: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the measured value reaches the threshold."""
+        return self.measured >= self.threshold.minimum
+
+    @property
+    def message(self) -> str:
+        """One sentence: system and setting, metric, measured value, threshold."""
+        word = "reaches" if self.passed else "is below"
+        return (
+            f"{self.drafter} at {self.setting}: {self.threshold.name} {self.measured:.4g} {word} the threshold "
+            f"{self.threshold.minimum:g} ({self.source})."
+        )
+
+
+def parse_thresholds(texts: Sequence[str]) -> list[Threshold]:
+    """Parse the values of --fail-under, each a comma-separated list. Raises UserError for what is no threshold."""
+    return [_parse(part) for text in texts for part in _split(text)]
+
+
+def check_names(
+    thresholds: Sequence[Threshold],
+    *,
+    slices: Mapping[str, int],
+    temperatures: Collection[float],
+    drafters: Collection[str],
+    decode: bool = True,
+) -> None:
+    """Refuse, before any work, thresholds that an evaluation of these slices, temperatures and drafters cannot meet.
+
+    slices: their numbers of prompts. decode: False where nothing will be decoded, only simulated.
+    """
+    for threshold in thresholds:
+        if not decode and threshold.metric not in SIMULATED_METRICS:
+            raise UserError(
+                f"--fail-under {threshold.text}: {threshold.metric} needs decoding, which --no-decode leaves out; use "
+                "tau_simulated (or tau_simulated.low), or drop --no-decode."
+            )
+        _expect(threshold, "slice", threshold.slice, [OVERALL, *slices])
+        count = sum(slices.values()) if threshold.slice == OVERALL else slices[threshold.slice]
+        if threshold.metric in _OVER_PROMPTS and count < FEWEST_PROMPTS:
+            raise UserError(
+                f"--fail-under {threshold.text}: {threshold.slice} has {count} prompts, and there is no interval over fewer than "
+                f"{FEWEST_PROMPTS}: give more, or leave .low out."
+            )
+        _expect(threshold, "temperature", threshold.temperature, temperatures)
+        _expect(threshold, "drafter", threshold.drafter, drafters)
+
+
+def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]) -> list[ThresholdCheck]:
+    """Compare every threshold with every drafter and setting that it applies to; at least one check each.
+
+    results: by the name that messages give them, such as their file. Raises UserError for a threshold that names a
+    drafter, a slice or a temperature that is not there, and for a number that was not measured.
+    """
+    checks = []
+    for threshold in thresholds:
+        systems = _systems(results, threshold)
+        for source, drafter in systems:
+            result = results[source]
+            found = result.drafters[drafter]
+            _expect(threshold, "slice", threshold.slice, [OVERALL, *found.slices], f" for {drafter} in {source}")
+            measures = found.overall if threshold.slice == OVERALL else found.slices[threshold.slice]
+            measured = _METRICS[threshold.metric](measures)
+            if measured is None or not math.isfinite(measured):
+                raise UserError(
+                    f"--fail-under {threshold.text}: {threshold.name} was not measured for {drafter} at "
+                    f"{_setting(result)} ({source}){_instead(threshold, measures)}."
+                )
+            checks.append(
+                ThresholdCheck(threshold, drafter, result.settings.temperature, _setting(result), source, measured)
+            )
+    return checks
+
+
+def _systems(results: Mapping[str, Result], threshold: Threshold) -> list[tuple[str, str]]:
+    """Return (result's name, drafter) of everything that the threshold applies to."""
+    _expect(threshold, "temperature", threshold.temperature, [r.settings.temperature for r in results.values()])
+    names = [
+        (source, name)
+        for source, result in results.items()
+        for name in result.drafters
+        if threshold.temperature in (None, result.settings.temperature)
+    ]
+    _expect(threshold, "drafter", threshold.drafter, [name for _, name in names])
+    systems = [(source, name) for source, name in names if threshold.drafter in (None, name)]
+    if not systems:
+        raise UserError(f"--fail-under {threshold.text}: the results hold no drafter to check; evaluate one first.")
+    return systems
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas, but for those in a drafter's name, which a colon ends."""
+    parts: list[str] = []
+    waiting: list[str] = []
+    for piece in text.split(","):
+        waiting.append(piece)
+        if "=" in piece:
+            parts += [",".join(waiting)] if ":" in piece and all(waiting) else waiting
+            waiting = []
+    return [part.strip() for part in parts + waiting]
+
+
+def _parse(text: str) -> Threshold:
+    path, equals, number = text.rpartition("=")
+    if not equals or not path:
+        raise UserError(f"--fail-under {text!r} is no threshold: write {_FORM}.")
+    try:
+        minimum = float(number)
+    except ValueError:
+        minimum = math.nan
+    if not math.isfinite(minimum):
+        raise UserError(f"--fail-under {text}: {number.strip()!r} is not a number; write {_FORM}.")
+    found = _TEMPERATURE.fullmatch(path.strip())
+    path, temperature = (found[1], float(found[2])) if found else (path.strip(), None)
+    drafter, _, path = path.rpartition(":")
+    # A slice may hold dots: the metric is the longest known end.
+    metric = next((m for m in sorted(_METRICS, key=len, reverse=True) if path == m or path.endswith("." + m)), None)
+    if metric is None:
+        raise UserError(
+            f"--fail-under {text}: {path!r} ends in no metric that has a threshold; they are {', '.join(_METRICS)}."
+        )
+    slice_name = path[: -len(metric)].removesuffix(".") or OVERALL
+    floor = _FLOORS.get(metric, 0.0)
+    if minimum <= floor or (metric == "acceptance_rate" and minimum > 1):
+        raise UserError(
+            f"--fail-under {text}: nothing could {'miss' if minimum <= floor else 'reach'} it, as {metric} is never "
+            f"{f'below {floor:g}' if minimum <= floor else 'above 1'}; choose another number."
+        )
+    return Threshold(metric, minimum, slice_name, drafter or None, temperature, text)
+
+
+def _expect(
+    threshold: Threshold, what: str, wanted: str | float | None, known: Collection[str | float], where: str = ""
+) -> None:
+    """Raise UserError where what a threshold is narrowed down to, if it is, is not among the known ones."""
+    if wanted is None:
+        return
+    name, *names = (x if isinstance(x, str) else f"{x:g}" for x in (wanted, *dict.fromkeys(known)))
+    if name not in names:
+        raise UserError(
+            f"--fail-under {threshold.text}: there is no {what} {name}{where}; there {'is' if len(names) == 1 else 'are'} "
+            f"{', '.join(names) or 'none'}."
+        )
+
+
+def _setting(result: Result) -> str:
+    settings = result.settings
+    parts = [f"T={settings.temperature:g}"]
+    parts += [f"top_k={settings.top_k}"] if settings.top_k is not None else []
+    parts += [f"top_p={settings.top_p:g}"] if settings.top_p is not None else []
+    parts += [f"batch {settings.batch}"] if settings.batch > 1 else []
+    return ", ".join(parts)
+
+
+def _instead(threshold: Threshold, measures: Measures) -> str:
+    if threshold.metric in ("tau", "tau.low") and measures.tau is None and measures.tau_simulated is not None:
+        return ": it was only simulated, so use tau_simulated"
+    whole = _METRICS[threshold.metric.removesuffix(".low")](measures)
+    if threshold.metric in _OVER_PROMPTS and whole is not None:
+        few = measures.prompts < FEWEST_PROMPTS
+        why = f"over {measures.prompts} prompts there is no interval" if few else "an earlier version wrote no interval"
+        return f": {why}, so leave .low out, or evaluate {'more prompts' if few else 'again'}"
+    if threshold.metric.startswith("tau_simulated") and measures.tau is not None:
+        return ": it was only decoded, so use tau, or name the drafters that have it"
+    return ": leave the threshold out, or name the drafters and settings that have it"

@@ -1,0 +1,1 @@
+"""result.json: what an evaluation measured."""

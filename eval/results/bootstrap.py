@@ -1,0 +1,79 @@
+"""Compute statistics over decoded answers: intervals over prompts, the sampling error of acceptance, loops.
+
+Shapes: K speculative tokens.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.decoder.answers import Generation, Tally
+
+FEWEST_PROMPTS = 10
+"""No interval over prompts is given of fewer: resampling them says little about prompts that are not among them."""
+
+
+WITHIN = 0.02
+"""The half-width of an interval, as a share of the number, that is worth asking for."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A decoded answer with its decoded tally and its simulated tallies for K = 1, 2, ..."""
+
+    generation: Generation
+    decoded: Tally
+    simulated: list[Tally]
+
+
+def mean_tau(prompts: Sequence[tuple[float, float]]) -> float | None:
+    """Return the mean of the prompts' own tau, each prompt weighing the same; prompts: see `bootstrap_tau`."""
+    ratios = [tokens / rounds for tokens, rounds in prompts if rounds]
+    return sum(ratios) / len(ratios) if ratios else None
+
+
+def bootstrap_tau(
+    prompts: Sequence[tuple[float, float]], before: Sequence[tuple[float, float]] | None = None, draws: int = 1000
+) -> tuple[float, float] | None:
+    """Return the 95% interval of tau, all tokens over all rounds, by resampling prompts; None where there are fewer than
+    FEWEST_PROMPTS with a round.
+
+    prompts: tokens and rounds of each, all answers to it together. before: those of the same prompts in the same order with another
+    drafter; the interval is then of tau minus the other one's tau, on the same resampled prompts.
+    """
+    both = [prompts] if before is None else [prompts, before]
+    sides = np.array(both).reshape(len(both), -1, 2)
+    # A prompt counts in both taus where one drafter alone had rounds for it.
+    sides = sides[:, (sides[..., 1] > 0).any(0)]
+    if (sides[..., 1] > 0).sum(1).min() < FEWEST_PROMPTS:
+        return None
+    picks = np.random.default_rng(0).integers(0, sides.shape[1], (draws, sides.shape[1]))
+    sums = sides[:, picks].sum(2)
+    sums = sums[:, (sums[..., 1] > 0).all(0)]
+    taus = sums[..., 0] / sums[..., 1]
+    low, high = np.percentile(taus[0] if before is None else taus[0] - taus[1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def prompts_needed(value: float, interval: tuple[float, float], prompts: int) -> int:
+    """Return how many prompts of the same kind would bring an interval to +-WITHIN of the value: its width falls with their root."""
+    half = (interval[1] - interval[0]) / 2 / value
+    return max(1, math.ceil(round(prompts * (half / WITHIN) ** 2, 6)))
+
+
+def sampling_error(texts: Sequence[Text], k: int) -> float | None:
+    """Return the standard error of decoded tau around simulated tau on the same texts: the sampling error of acceptance."""
+    rounds = sum(t.decoded.rounds for t in texts)
+    if not rounds:
+        return None
+    variance = sum((t.decoded.rounds - t.simulated[k - 1].rounds) ** 2 for t in texts)
+    return float(sum(t.decoded.tokens for t in texts) / rounds**2 * variance**0.5)
+
+
+def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
+    """Return whether some `length`-gram occurs at least `times` times."""
+    grams = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
+    return max(grams.values(), default=0) >= times

@@ -1,0 +1,400 @@
+"""result.json: every number of one evaluation at one sampling setting, with one meaning each.
+
+Written by the evaluation, read by the report, the gate and the comparison. `None` (null in the file) means "not
+measured" and is never replaced by a guess. All shares are between 0 and 1, all times are wall clock. The accepted
+length tau counts the bonus token (as EAGLE and Spec-Bench do), so the target alone has tau = 1.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.results.conditions import Group, explain_past
+from draftsmith.eval.results.equality import Divergence as Divergence
+from draftsmith.eval.results.equality import Lossless as Lossless
+from draftsmith.eval.results.upgrade import check_figures, upgrade
+from draftsmith.files import write_json
+from draftsmith.foreign.json import read_json
+from draftsmith.foreign.typed import read_dataclass
+from draftsmith.machine import Clocks
+from draftsmith.machine import Hardware as Hardware
+from draftsmith.machine import environment as environment
+
+SCHEMA_VERSION = 10
+WARNING = "warning"
+"""How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
+
+# From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
+_BUSY, _DRIFT, _IDEAL, _TTFT = 0.15, 0.15, 0.05, 0.25
+ROUNDING = 0.02  # so much above tau a speedup may be
+
+
+@dataclass(frozen=True)
+class MsPerRound:
+    """Mean milliseconds of one decode round, by part; the four add up to the round.
+
+    draft: proposing, with the drafter's own prefill spread over the rounds. verify: the target's pass. commit: accepting
+    and committing. other: everything else between two rounds.
+    """
+
+    draft: float | None = None
+    verify: float | None = None
+    commit: float | None = None
+    other: float | None = None
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    """One draft length K = num_speculative_tokens of the sweep.
+
+    tau_simulated, acceptance_rate: exact, from one teacher-forced pass; the rate is null where that does not tell how many
+    tokens are drafted. predicted_speedup: see `Costs.speedup`.
+    """
+
+    num_speculative_tokens: int
+    tau_simulated: float | None = None
+    acceptance_rate: float | None = None
+    predicted_speedup: float | None = None
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Seconds: the median and the 95th percentile, over requests or tokens."""
+
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What was measured for one drafter on one slice, or over all slices (sums, never means of ratios)."""
+
+    #: Prompts evaluated.
+    prompts: int
+    #: Tokens emitted in the decode phase: after the first token of each answer, up to and with EOS.
+    tokens: int | None = None
+    #: Target verification passes in the decode phase.
+    rounds: int | None = None
+    #: Accepted length as decoded: tokens / rounds, bonus included; the target alone has 1.
+    tau: float | None = None
+    #: The mean of the prompts' own ratios, all answers to a prompt together, each prompt weighing the same.
+    tau_mean_over_prompts: float | None = None
+    #: 95% bootstrap interval of tau over prompts; none below 10 prompts.
+    tau_interval: tuple[float, float] | None = None
+    #: Accepted length, exact, from one teacher-forced pass over the target's answers.
+    tau_simulated: float | None = None
+    #: 95% bootstrap interval of tau_simulated over prompts.
+    tau_simulated_interval: tuple[float, float] | None = None
+    #: Standard error of tau - tau_simulated: the sampling error of acceptance on the same texts (0 when greedy).
+    tau_difference_se: float | None = None
+    #: Accepted / drafted tokens.
+    acceptance_rate: float | None = None
+    #: [K] P(draft position i accepted), over all rounds.
+    acceptance_at: tuple[float | None, ...] | None = None
+    #: [K] P(draft position i accepted, given that all before it were); null where no round came that far.
+    alpha_at: tuple[float | None, ...] | None = None
+    #: The same two by simulation.
+    acceptance_at_simulated: tuple[float | None, ...] | None = None
+    alpha_at_simulated: tuple[float | None, ...] | None = None
+    #: Acceptance by the tokens that stood before the draft, prompt and answer; up to and past the length that the head was trained to
+    #: (null where that is not known); in thought and after it (null where no answer thinks).
+    contexts: tuple[Group, ...] | None = None
+    training_split: tuple[Group, ...] | None = None
+    thinking: tuple[Group, ...] | None = None
+    #: Draft lengths, ascending.
+    k_sweep: tuple[SweepPoint, ...] | None = None
+    #: Emitted tokens after the first per second of decoding with this drafter, median over repeats.
+    decode_tok_s: float | None = None
+    #: [min, max] over repeats.
+    decode_tok_s_spread: tuple[float, float] | None = None
+    #: The same for the target alone: same engine, prompts, stop rule and counter, interleaved.
+    baseline_tok_s: float | None = None
+    baseline_tok_s_spread: tuple[float, float] | None = None
+    #: decode_tok_s / baseline_tok_s, median over repeats.
+    speedup: float | None = None
+    speedup_spread: tuple[float, float] | None = None
+    #: Tokens per second over those of transformers' `generate`, both on the prompts that it was timed on.
+    speedup_vs_generate: float | None = None
+    #: The same for the target alone, on generate's prompts too.
+    baseline_vs_generate: float | None = None
+    #: Seconds from the request's start to its first token (prefill only), median over requests.
+    ttft_s: float | None = None
+    #: The same for the target alone.
+    ttft_baseline_s: float | None = None
+    #: Seconds per request, start to last token, and the same for the target alone.
+    latency_s: Percentiles | None = None
+    latency_baseline_s: Percentiles | None = None
+    #: Seconds that a reader of the stream waits for each token after the first, and the same for the target alone; a round's
+    #: tokens come together, so all but its first take 0.
+    token_wait_s: Percentiles | None = None
+    token_wait_baseline_s: Percentiles | None = None
+    ms_per_round: MsPerRound | None = None
+    #: tau / (verify(K + 1)/verify(1) + draft(K)/verify(1)): see `Costs.speedup`.
+    ideal_speedup: float | None = None
+    #: Greedy equality in float32, and in the dtype of the timed run (where rounding may tip near ties).
+    lossless: Lossless | None = None
+    lossless_timed: Lossless | None = None
+    #: Share of answers that hold a 6-gram 4 times.
+    looping: float | None = None
+    #: Perplexity of the drafter's texts under the target at temperature 1, and of the target's own texts at the same
+    #: sampling setting; only for lossy drafters and for those that change the target.
+    perplexity: float | None = None
+    perplexity_baseline: float | None = None
+    #: Where the target was tuned with the drafter (Medusa-2), on the original target's own texts: share of tokens where
+    #: both targets' likeliest choice is the same, and the mean of KL(original || tuned) per token in nats, at temperature 1.
+    agreement: float | None = None
+    kl: float | None = None
+    #: Lossy or changed alike: shares of right answers, of the drafter and of the target alone, among answers with a reference.
+    exact_match: float | None = None
+    exact_match_baseline: float | None = None
+    referenced: int | None = None
+    #: The same for valid JSON, among the answers of slices with the word json in their name.
+    valid_json: float | None = None
+    valid_json_baseline: float | None = None
+    json_answers: int | None = None
+    #: Largest GPU memory in use while decoding, weights included, and the same for the target alone.
+    peak_memory_bytes: int | None = None
+    peak_memory_baseline_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PromptSums:
+    """What all answers to one prompt add to tau, which is tokens / rounds: tokens after the first, target passes, and the passes
+    that the simulation expects at the decoded draft length; null where nothing was decoded, or simulated."""
+
+    slice: str
+    tokens: float
+    rounds: float | None
+    rounds_simulated: float | None
+
+
+@dataclass(frozen=True)
+class DrafterResult:
+    """One drafter's measures over everything and per slice. draft: how it drafts. prompts: by id, empty where the file is older."""
+
+    overall: Measures
+    slices: dict[str, Measures]
+    draft: DraftInfo | None = None
+    prompts: dict[str, PromptSums] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured milliseconds of single steps, by size; the sizes are text keys, as JSON has no others.
+
+    verify_ms: {"n": one target pass over n new tokens}; "1" is the target alone and K drafted tokens
+    need n = K + 1. draft_ms: {"<drafter>": {"k": proposing k tokens}}; for a tree k is its depth.
+    nodes: {"<drafter>": {"k": n of its target pass}} for trees, whose pass does not read K + 1 tokens.
+    """
+
+    verify_ms: dict[str, float]
+    draft_ms: dict[str, dict[str, float]]
+    nodes: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def speedup(self, drafter: str, num_speculative_tokens: int, tau: float) -> float | None:
+        """Return tau / (verify(n)/verify(1) + draft(K)/verify(1)), n = K + 1 for a chain; None where a cost is missing."""
+        alone = self.verify_ms.get("1")
+        nodes = self.nodes.get(drafter, {}).get(str(num_speculative_tokens), num_speculative_tokens + 1)
+        verify = self.verify_ms.get(str(nodes))
+        draft = self.draft_ms.get(drafter, {}).get(str(num_speculative_tokens))
+        if alone is None or verify is None or draft is None or verify + draft <= 0:
+            return None
+        return tau * alone / (verify + draft)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A draft that the plan chose, a neighbour of it, or the decoded one, timed in the same turns as everything else on some prompts.
+
+    tau_simulated: on the same prompts. speedup: over the target alone on them, median over repeats; spread: [min, max] of these.
+    """
+
+    drafter: str
+    num_speculative_tokens: int
+    prompts: int
+    tau_simulated: float | None
+    speedup: float | None
+    spread: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A token of a worked example. position: null = the target's own (first, correction or bonus),
+    0.. = an accepted draft at that position."""
+
+    text: str
+    position: int | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A generation to look at. prompt: as a person reads it; pieces: the answer, token by token."""
+
+    drafter: str
+    slice: str
+    prompt: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The sampling setting and how it was run.
+
+    temperature 0 is greedy. top_k, top_p, min_p, repetition_penalty: null = off. num_speculative_tokens: K of the decoded
+    run. batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system. prompts: identifies
+    the prompts by ids, slices, messages and the most tokens of their answers, whatever tokenizer and template make of them.
+    longest_text: the most tokens that a prompt and its answer may have together.
+    """
+
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    num_speculative_tokens: int
+    batch: int
+    dtype: str
+    seed: int
+    repeats: int
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    prompts: str | None = None
+    longest_text: int | None = None
+
+    @property
+    def filters(self) -> dict[str, float | None]:
+        """The filters of the target's distribution besides the temperature, by the name a report gives them."""
+        return {
+            "top-k": self.top_k,
+            "top-p": self.top_p,
+            "min-p": self.min_p,
+            "repetition penalty": self.repetition_penalty,
+        }
+
+
+@dataclass(frozen=True)
+class TargetInfo:
+    """The frozen target: path or Hub name, fingerprint of weights and config, its size. weight_bytes: of its weights as it ran;
+    cache_bytes: of a token's keys and values, of all layers."""
+
+    path: str
+    fingerprint: str | None = None
+    parameters: int | None = None
+    num_layers: int | None = None
+    hidden_size: int | None = None
+    vocab_size: int | None = None
+    weight_bytes: int | None = None
+    cache_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One evaluation at one sampling setting: the whole result.json.
+
+    command: as typed. commit: of the working directory, "-dirty" if modified, null outside git. date: UTC, ISO 8601.
+    recipe: as a plain object. drafters: in the order of the report. supplement: further facts by name, shown at the end.
+    """
+
+    command: str
+    commit: str | None
+    date: str
+    hardware: Hardware
+    versions: dict[str, str]
+    recipe: dict[str, Any] | None
+    target: TargetInfo
+    settings: Settings
+    drafters: dict[str, DrafterResult]
+    costs: Costs | None = None
+    picks: tuple[Pick, ...] = ()
+    clocks: Clocks | None = None
+    examples: tuple[Example, ...] = ()
+    supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the numbers doubtful, such as a head that was made for another target."""
+        noted = [str(text) for name, text in self.supplement.items() if name.startswith(f"{WARNING} ")]
+        return noted + self.past_training
+
+    @property
+    def past_training(self) -> list[str]:
+        """Which heads drafted in longer texts than they learned from, and what tau does there, a sentence each."""
+        found = []
+        for name, drafter in self.drafters.items():
+            trained = None if drafter.draft is None else drafter.draft.trained_length
+            text = "" if trained is None else explain_past(trained, drafter.overall.training_split or ())
+            if text:
+                found.append(f"at temperature {self.settings.temperature:g} {name} drafted {text}.")
+        return found
+
+    @property
+    def impossible(self) -> list[str]:
+        """Which speedups were measured above tau, a clause each: a round takes no less than a token of the target alone."""
+        found = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in self.drafters.items()]
+        found += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
+        above = [(name, gain, tau) for name, gain, tau in found if gain and tau and gain > (1 + ROUNDING) * tau]
+        return [f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})" for name, gain, tau in above]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the times of this result should not be quoted, a clause each; empty where nothing is known against them."""
+        found = self.impossible
+        if self.clocks is not None and (busy := self.clocks.others) is not None and busy > _BUSY:
+            found.append(f"other programs used {100 * busy:.0f}% of the cores while it was timed")
+        for name, drafter in self.drafters.items():
+            m = drafter.overall
+            if m.baseline_tok_s and m.baseline_tok_s_spread:
+                low, high = m.baseline_tok_s_spread
+                if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
+                    found.append(f"the target alone varied by {100 * drift:.0f}% between repeats")
+            if m.speedup and m.ideal_speedup and m.speedup > (1 + _IDEAL) * m.ideal_speedup:
+                found.append(
+                    f"{name} was faster than its costs allow ({100 * m.speedup / m.ideal_speedup:.0f}% of the ideal)"
+                )
+            # In a larger batch rows finish at other rounds with drafts, so that other prompts share a prefill.
+            alone = self.settings.batch == 1
+            if alone and m.ttft_s and m.ttft_baseline_s and abs(m.ttft_s / m.ttft_baseline_s - 1) > _TTFT:
+                moved = 100 * (m.ttft_s / m.ttft_baseline_s - 1)
+                found.append(
+                    f"the time to the first token moved by {moved:+.0f}% with {name}, which drafting cannot do"
+                )
+        return list(dict.fromkeys(found))
+
+
+def to_json(result: Result) -> dict[str, Any]:
+    """Return the plain JSON object, schema_version first; every field is present, null where not measured."""
+    values: dict[str, Any] = json.loads(json.dumps(asdict(result)))  # lists instead of tuples
+    return {"schema_version": values.pop("schema_version"), **values}
+
+
+def from_json(value: Any, source: str = "result.json") -> Result:
+    """Check and build a Result, also of an earlier version; UserError names the wrong, unknown or missing key."""
+    value = upgrade(value)
+    if isinstance(value, dict) and value.get("schema_version") != SCHEMA_VERSION:
+        raise UserError(
+            f"{source}: 'schema_version' is {value.get('schema_version')!r} but this draftsmith reads {SCHEMA_VERSION}; "
+            "give a result.json of an evaluation, or evaluate again with this version."
+        )
+    result = read_dataclass(Result, value, source)
+    for name, drafter in result.drafters.items():
+        if "overall" in drafter.slices:
+            raise UserError(
+                f"{source}: 'drafters.{name}.slices' has a slice named overall; that name is kept for the sum of all."
+            )
+        for place, measures in {"overall": drafter.overall, **drafter.slices}.items():
+            check_figures(measures, f"{source}: 'drafters.{name}' says of {place} that")
+    return result
+
+
+def read_result(path: str | Path) -> Result:
+    """Read and check a result.json."""
+    return from_json(read_json(path, "give the path of a result.json that an evaluation wrote"), str(path))
+
+
+def write_result(path: str | Path, result: Result) -> None:
+    """Check `result` as a reader would and write it atomically."""
+    value = to_json(result)
+    from_json(value, str(path))
+    write_json(Path(path), value)

@@ -1,0 +1,198 @@
+"""Lookahead decoding against a dense reimplementation of the paper's rule: one plain pass of the target for every guess."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
+from draftsmith.decoder.drafters.lookahead import Lookahead, Pool, most_nodes
+from draftsmith.decoder.sampling import Sampling, probs
+from draftsmith.errors import UserError
+from draftsmith.target.target import Target
+from tests.decoder.spies import KnowsTexts
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    # Small weights make greedy texts run in loops, where guesses come true.
+    return Target(tiny_model("llama", initializer_range=0.06), path="tiny", fingerprint="0")
+
+
+def most_likely(target: Target, ids: list[int]) -> int:
+    """The target's next token, in one plain causal pass."""
+    output = target.model(torch.tensor([ids], device=target.device))
+    return int(output.logits[0, -1].argmax())
+
+
+def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
+    """All paths of a row's draft down to each of its tokens."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, int(draft.count_B[row])):
+        found[node] = (*found[int(draft.parents_BN[row, node])], int(draft.tokens_BN[row, node]))
+    return {path for path in found.values() if path}
+
+
+class Spy(KnowsTexts, Lookahead):
+    """Checks every draft and every window against the rule, for texts that it keeps itself.
+
+    window[r][c] and pool of each row are the oracle's own; only the first window, which is drawn, is taken over.
+    """
+
+    target: Target
+    checked = drafted = 0
+
+    def start(self, rows: int, capacity: int) -> None:
+        super().start(rows, capacity)
+        self.oracle: list[tuple[list[list[int]], dict[int, list[tuple[int, ...]]]] | None] = [None] * rows
+
+    def admit(self, prompts) -> None:  # type: ignore[no-untyped-def]
+        super().admit(prompts)
+        for row in prompts.rows_b.tolist():
+            self.oracle[row] = None
+
+    def select(self, rows: Tensor) -> None:
+        super().select(rows)
+        self.oracle = [self.oracle[row] for row in rows.tolist()]
+
+    def propose(self, state: DecodeState) -> Draft:
+        draft = super().propose(state)
+        for row, text in self.remember(state):
+            if self.oracle[row] is None:
+                first = [list(guesses) for guesses in self._requests[row].rows]
+                assert {token for guesses in first for token in guesses} <= set(text)
+                self.oracle[row] = (first, {})
+            kept = self.oracle[row]
+            assert kept is not None
+            window, pool = kept
+            window[0][0] = text[-1]
+            assert self._requests[row].rows == window
+            most = min(self.N - 1, int(state.limit_B[row]))
+            guesses = [ngram[:most] for ngram in pool.get(text[-1], [])]
+            assert paths(draft, row) == {ngram[:n] for ngram in guesses for n in range(1, most + 1)}
+            self.checked, self.drafted = self.checked + 1, self.drafted + bool(guesses)
+            self._step(text, window, pool)
+        return draft
+
+    def _step(self, text: list[int], window: list[list[int]], pool: dict[int, list[tuple[int, ...]]]) -> None:
+        """The next token of column c follows the text, row 0 up to c, and the column below it."""
+        new = []
+        for c in range(self.W):
+            seen = [*text, *window[0][1 : c + 1], *(window[r][c] for r in range(1, self.N - 1))]
+            new.append(most_likely(self.target, seen))
+        for c in range(self.W):
+            first, *rest = [*(window[r][c] for r in range(self.N - 1)), new[c]]
+            known = pool.setdefault(first, [])
+            if tuple(rest) in known:
+                known.remove(tuple(rest))
+            pool[first] = [*known, tuple(rest)][-self.G :]
+        window[:] = [*window[1:], new]
+
+
+def requests(count: int, new_tokens: int = 24) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randint(5, 150, (n,), generator=generator).tolist() * 2 for n in (5, 9, 4, 12, 3, 7)[:count]]
+    return [Request.seeded(f"p{i}", "ab"[i % 2], ids, new_tokens, 0) for i, ids in enumerate(found)]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
+@pytest.mark.parametrize(("W", "N", "G"), [(4, 3, 3), (5, 4, 2), (1, 3, 2), (6, 2, 4)])
+def test_every_draft_and_window_is_that_of_the_rule(target: Target, sampling: Sampling, W: int, N: int, G: int) -> None:
+    spy = Spy(W, N, G)
+    spy.target = target
+    asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(4), (20, 3, 12, 16), strict=True)]
+    found = decode_batch(target, spy, asked, sampling, rows=2).generations
+    assert spy.checked > 10
+    assert spy.drafted > (0 if W == 1 else 3)
+    for request, generation in zip(asked, found, strict=True):
+        (alone,) = decode_batch(target, Lookahead(W, N, G), [request], sampling).generations
+        assert (alone.output_ids, alone.rounds) == (generation.output_ids, generation.rounds)
+        if sampling.greedy:
+            (plain,) = decode_batch(target, TargetAlone(), [request], sampling).generations
+            assert plain.output_ids == generation.output_ids
+    if sampling.greedy and W > 1:
+        assert any(round_.accepted for g in found for round_ in g.rounds)
+        assert max(round_.accepted for g in found for round_ in g.rounds) <= N - 1
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral"])
+def test_sliding_windows_see_the_guesses_at_their_positions(kind: str) -> None:
+    target = Target(tiny_model(kind, initializer_range=0.06), path="tiny", fingerprint="0")
+    spy = Spy(4, 3, 3)
+    spy.target = target
+    asked = requests(2, 10)
+    found = decode_batch(target, spy, asked, Sampling()).generations
+    plain = decode_batch(target, TargetAlone(), asked, Sampling()).generations
+    assert [g.output_ids for g in found] == [g.output_ids for g in plain]
+    assert spy.checked > 5
+
+
+def test_sampled_texts_follow_the_distribution_of_the_target() -> None:
+    """Frequencies of whole answers against the products of the target's probabilities, where guesses are accepted often."""
+    small = Target(tiny_model("llama", vocab_size=8, eos_token_id=None), path="tiny", fingerprint="0")
+    sampling, prompt, new, rows = Sampling(1.0, top_k=2), (3, 4, 5, 3, 4), 5, 3000
+    asked = [Request.seeded(f"{i}", "a", prompt, new, 0) for i in range(rows)]
+    found = decode_batch(small, Lookahead(3, 3, 4), asked, sampling, rows=500).generations
+    assert sum(r.accepted for g in found for r in g.rounds) > rows / 4
+    counts: dict[tuple[int, ...], int] = {}
+    for g in found:
+        counts[tuple(g.output_ids)] = counts.get(tuple(g.output_ids), 0) + 1
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(new):
+        texts = [*expected]
+        with torch.no_grad():
+            logits = small.model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1]
+        table = probs(logits, sampling).tolist()
+        pairs = product(zip(texts, table, strict=True), range(8))
+        expected = {(*text, token): expected[text] * p[token] for (text, p), token in pairs if p[token] > 0}
+    assert set(counts) <= set(expected)
+    chi2 = sum((counts.get(text, 0) - rows * p) ** 2 / (rows * p) for text, p in expected.items() if rows * p > 5)
+    degrees = sum(rows * p > 5 for p in expected.values())
+    assert degrees > 8
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_the_pool_keeps_the_latest_ngrams_and_each_path_once() -> None:
+    pool = Pool(2)
+    for ngram in [(1, 2, 3), (1, 2, 4), (1, 2, 3), (1, 5, 6), (2, 7, 7)]:
+        pool.add(ngram)
+    branches = pool.draft(1, 2)  # (1, 2, 4) was added the longest time ago
+    assert list(zip(branches.tokens, branches.parents, strict=True)) == [(2, 0), (3, 1), (5, 0), (6, 3)]
+    assert pool.draft(1, 1).tokens == [2, 5]
+    assert pool.draft(3, 2).tokens == []
+
+
+def test_sizes_are_the_largest_that_occur(target: Target) -> None:
+    """Every pass stays within max_nodes, and no node lies further ahead than the checks of contexts know."""
+    for W, N, G in ((4, 3, 3), (1, 4, 2), (6, 2, 4), (1, 2, 1)):
+        drafter = Lookahead(W, N, G)
+        seen: list[Draft] = []
+        propose = drafter.propose
+
+        def noting(state: DecodeState, propose=propose, seen=seen) -> Draft:  # type: ignore[no-untyped-def]
+            seen.append(propose(state))
+            return seen[-1]
+
+        drafter.propose = noting  # type: ignore[method-assign]
+        decode_batch(target, drafter, requests(3), Sampling())
+        assert drafter.max_nodes == most_nodes(W, N, G)
+        assert max(draft.tokens_BN.shape[1] for draft in seen) <= drafter.max_nodes
+        assert max(int(draft.depth_BN.max()) for draft in seen) <= drafter.num_speculative_tokens
+    request = replace(requests(1)[0], max_new_tokens=256 - 10 - 5)
+    with pytest.raises(UserError, match="6 drafted"):
+        decode_batch(target, Lookahead(5, 4, 2), [request], Sampling())
+
+
+def test_draft_and_window_stay_apart(target: Target) -> None:
+    """What lies behind the valid nodes is never accepted: no round accepts more than its draft held."""
+    (g,) = decode_batch(target, Lookahead(6, 3, 3), requests(1), Sampling()).generations
+    assert all(round_.accepted <= len(round_.levels) for round_ in g.rounds if round_.levels)
+    assert all(round_.accepted == 0 for round_ in g.rounds if not round_.drafted)
+    assert [b.root - a.root - 1 for a, b in pairwise(g.rounds)] == [r.accepted for r in g.rounds[:-1]]

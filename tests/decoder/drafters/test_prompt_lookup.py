@@ -1,0 +1,166 @@
+"""Prompt lookup against a search that tries every n-gram at every place."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, TargetAlone
+from draftsmith.decoder.drafters.prompt_lookup import PromptLookup, find_continuation
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.simulate.headless import simulate_prompt_lookup
+from draftsmith.target.target import Target
+from tests.decoder.spies import KnowsTexts
+from tests.models import tiny_model
+
+pytestmark = pytest.mark.full
+
+
+def slow_continuation(ids: list[int], max_ngram: int) -> int:
+    """What the paper says: the longest suffix first, its occurrences from the left."""
+    for size in range(max_ngram, 0, -1):
+        for start in range(len(ids) - size):
+            if ids[start : start + size] == ids[len(ids) - size :]:
+                return start + size
+    return len(ids)
+
+
+@pytest.mark.parametrize("symbols", [2, 4, 30])
+@pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
+def test_the_continuation_is_that_of_a_slow_search(symbols: int, max_ngram: int) -> None:
+    generator = np.random.default_rng(symbols)
+    found, lost = 0, 0
+    for length in [*range(1, 12), 40, 200]:
+        for _ in range(8):
+            ids = generator.integers(0, symbols, length)
+            expected = slow_continuation(ids.tolist(), max_ngram)
+            assert find_continuation(ids, max_ngram) == expected, ids
+            found, lost = found + (expected < length), lost + (expected == length)
+    assert found > 20
+    assert lost > 2
+
+
+def test_of_several_occurrences_the_first_is_taken_as_in_transformers() -> None:
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+    generator = torch.Generator().manual_seed(0)
+    reference = PromptLookupCandidateGenerator(num_output_tokens=5, max_matching_ngram_size=3, max_length=10_000)
+    for length in range(2, 60):
+        ids = torch.randint(0, 4, (1, length), generator=generator)
+        candidates, _ = reference.get_candidates(ids)
+        start = find_continuation(ids[0].numpy())
+        assert candidates[0, length:].tolist() == ids[0, start : start + 5].tolist()
+
+
+def state(texts: list[list[int]], new_tokens: list[int], limits: list[int]) -> DecodeState:
+    """The state in which the last `fresh` tokens of each text were committed since the last proposal."""
+    widest = max(new_tokens)
+    tokens = [text[len(text) - n :] + [0] * (widest - n) for text, n in zip(texts, new_tokens, strict=True)]
+    nothing = torch.zeros(len(texts), widest, 0)
+    length = torch.tensor([len(text) - 1 for text in texts])
+    pairs = NewTokens(torch.tensor(tokens), nothing, nothing, torch.tensor(new_tokens))
+    root = torch.tensor([text[-1] for text in texts])
+    return DecodeState(root, length, torch.tensor(limits), torch.zeros_like(root), pairs, Sampling())
+
+
+def prompts(rows: list[int], texts: list[list[int]]) -> Prompts:
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [9] * (longest - len(text)) for text in texts])
+    lengths = torch.tensor([len(text) for text in texts])
+    nothing = torch.zeros(len(texts), longest, 0)
+    return Prompts(torch.tensor(rows), ids, lengths, NewTokens(ids, nothing, nothing, lengths))
+
+
+def proposed(draft: Draft) -> list[list[int]]:
+    return [tokens[1:count] for tokens, count in zip(draft.tokens_BN.tolist(), draft.count_B.tolist(), strict=True)]
+
+
+def test_rows_remember_their_own_texts() -> None:
+    drafter = PromptLookup(3)
+    drafter.start(2, 20)
+    drafter.admit(prompts([0, 1], [[1, 2, 3, 4, 1], [5, 6, 7]]))
+    first = drafter.propose(state([[1, 2, 3, 4, 1, 2], [5, 6, 7, 8]], [1, 1], [9, 9]))
+    assert proposed(first) == [[3, 4, 1], []]
+    assert first.is_chain
+    assert first.draft_probs_BMW is None
+    # Two tokens were accepted in row 0, and in row 1 the text comes round to its beginning.
+    second = drafter.propose(state([[1, 2, 3, 4, 1, 2, 3, 4, 2], [5, 6, 7, 8, 5]], [3, 1], [9, 2]))
+    assert proposed(second) == [[3, 4, 1], [6, 7]], "no more than the limit"
+    drafter.select(torch.tensor([1]))
+    assert proposed(drafter.propose(state([[5, 6, 7, 8, 5, 5]], [1], [9]))) == [[6, 7, 8]]
+
+
+def test_a_new_prompt_takes_a_row_over() -> None:
+    drafter = PromptLookup(4)
+    drafter.start(2, 20)
+    drafter.admit(prompts([0, 1], [[1, 2, 1], [3, 3, 4, 3]]))
+    drafter.propose(state([[1, 2, 1, 7], [3, 3, 4, 3, 3]], [1, 1], [9, 9]))
+    drafter.admit(prompts([0], [[8, 4]]))
+    found = drafter.propose(state([[8, 4, 8], [3, 3, 4, 3, 3, 4, 3]], [1, 2], [9, 0]))
+    assert proposed(found) == [[4, 8], []], "nothing of the old text, and nothing where nothing may be drafted"
+
+
+def test_where_nothing_is_found_the_target_reads_one_token() -> None:
+    drafter = PromptLookup(4)
+    drafter.start(1, 20)
+    drafter.admit(prompts([0], [[1, 2, 3]]))
+    assert drafter.propose(state([[1, 2, 3, 4]], [1], [9])).tokens_BN.shape == (1, 1)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    # Small weights make greedy texts run in loops, where prompt lookup finds something.
+    return Target(tiny_model("llama", initializer_range=0.06), path="tiny", fingerprint="0")
+
+
+def requests(count: int, new_tokens: int = 24) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    found = [torch.randint(5, 150, (n,), generator=generator).tolist() * 2 for n in (5, 9, 4, 12, 3, 7)[:count]]
+    return [Request.seeded(f"p{i}", "ab"[i % 2], ids, new_tokens, 0) for i, ids in enumerate(found)]
+
+
+class Spy(KnowsTexts, PromptLookup):
+    """Checks every proposal against the slow search over a text that it keeps itself."""
+
+    checked = drafted = 0
+
+    def propose(self, state: DecodeState) -> Draft:
+        draft = super().propose(state)
+        drafted = proposed(draft)
+        for row, text in self.remember(state):
+            start, limit = slow_continuation(text, self.max_ngram), int(state.limit_B[row])
+            assert drafted[row] == text[start : start + min(self.num_speculative_tokens, limit)]
+            self.checked, self.drafted = self.checked + 1, self.drafted + bool(drafted[row])
+        return draft
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
+def test_in_a_batch_that_changes_texts_and_drafts_are_right(target: Target, sampling: Sampling) -> None:
+    asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(6), (24, 3, 12, 1, 24, 9), strict=True)]
+    spy = Spy(4)
+    found = decode_batch(target, spy, asked, sampling, rows=2).generations
+    assert spy.checked > spy.drafted > 5
+    for request, generation in zip(asked, found, strict=True):
+        (alone,) = decode_batch(target, PromptLookup(4), [request], sampling).generations
+        assert (alone.output_ids, alone.rounds) == (generation.output_ids, generation.rounds)
+        if sampling.greedy:
+            (plain,) = decode_batch(target, TargetAlone(), [request], sampling).generations
+            assert plain.output_ids == generation.output_ids
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_the_simulation_is_what_was_decoded(target: Target, sampling: Sampling, length: int) -> None:
+    """At any temperature: what was proposed, what was accepted, and how often nothing was proposed."""
+    found = decode_batch(target, PromptLookup(length), requests(6), sampling, rows=3).generations
+    decoded = total([tally_generation(g, length) for g in found], length)
+    tallies = simulate_prompt_lookup(found, 5).tallies
+    simulated = total([t[length - 1] for t in tallies], length)
+    assert (decoded.tokens, decoded.rounds, decoded.drafted) == (simulated.tokens, simulated.rounds, simulated.drafted)
+    assert decoded.accepted_K.tolist() == simulated.accepted_K.tolist()
+    assert decoded.reached_K.tolist() == simulated.reached_K.tolist()
+    assert decoded.accepted_K[-1 if sampling.greedy else 0] > 0
+    assert any(r.drafted == 0 for g in found for r in g.rounds)

@@ -1,0 +1,442 @@
+"""verify's distribution, by hundreds of thousands of rounds without a model; its edges; and mutants that the tests must catch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.decoder import verify as verifier
+from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.noise import ACCEPT, DRAFT, EMIT, row_key, uniforms
+from draftsmith.decoder.sampling import Sampling, draw, draw_children, penalize, probs
+from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
+from draftsmith.errors import UserError
+from tests.decoder.plain_rule import plain_probs
+
+pytestmark = pytest.mark.full
+
+ROUNDS, V, ROOT, PROMPT = 200_000, 5, 2, 4
+SETTINGS = [Sampling(0.8, top_k=4, top_p=0.9), Sampling(1.2, min_p=0.1, repetition_penalty=1.7)]
+SHAPES = {"chain": (-1, 0, 1), "tree": (-1, 0, 0, 0, 1, 1, 2)}
+Verify = Callable[..., Verdict]
+
+
+class Toy:
+    """A target and a drafter whose distributions depend on the last token only, with a draft vocab of 4 of 5 tokens."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.target_VV = torch.randn(V, V, generator=generator)
+        self.vocab_W = torch.tensor([0, 1, 3, 4])
+        self.draft_VW = 0.6 * self.target_VV[:, self.vocab_W] + torch.randn(V, 4, generator=generator)
+
+    def propose(self, shape: str, root_B: Tensor, noise: Noise, sampling: Sampling, drawn: bool) -> Draft:
+        """Draw each node's children, or take its most likely ones; some rows draft less than others."""
+        parents = SHAPES[shape]
+        tokens, draft_probs = [root_B, *[root_B] * (len(parents) - 1)], []
+        uniform_BN = noise.draw(DRAFT, len(parents))
+        for node in range(len(parents)):
+            draft_probs.append(probs(self.draft_VW[tokens[node]], sampling))
+            if below := [child for child, parent in enumerate(parents) if parent == node]:
+                best_BC = draft_probs[-1].argsort(dim=-1, descending=True, stable=True)
+                chosen_BC = draw_children(draft_probs[-1], uniform_BN[:, below]) if drawn else best_BC
+                for place, child in enumerate(below):
+                    tokens[child] = self.vocab_W[chosen_BC[:, place]]
+        parents_BN = torch.tensor(parents).expand(len(root_B), -1)
+        count_B = len(parents) - noise.keys_B % 3
+        tokens_BN = torch.stack(tokens, 1).where(torch.arange(len(parents)) < count_B[:, None], 0)
+        draft = Draft(tokens_BN, parents_BN, count_B)
+        return replace(draft, draft_probs_BMW=torch.stack(draft_probs, 1), vocab_W=self.vocab_W) if drawn else draft
+
+    def joint(self, sampling: Sampling) -> Tensor:
+        """The target's distribution of the next three tokens, [V, V, V]."""
+        found = torch.ones(V, V, V, dtype=torch.float64)
+        for text in product(range(V), repeat=3):
+            for place in range(3):
+                seen = {PROMPT, ROOT, *text[:place]}
+                last = text[place - 1] if place else ROOT
+                found[text] *= plain_probs(self.target_VV[last].tolist(), sampling, seen)[text[place]]
+        return found
+
+
+def emitted(
+    toy: Toy, shape: str, drawn: bool, sampling: Sampling, rule: Verify = verify, rounds: int = ROUNDS
+) -> Tensor:
+    """Run rounds until every row has three tokens; return their joint histogram, [V, V, V]."""
+    text_BL = torch.full((rounds, 8), -1)
+    length_B = torch.zeros(rounds, dtype=torch.long)
+    keys_B = torch.arange(rounds) * 7919 + row_key(1, "law")
+    seen_BV = torch.zeros(rounds, V, dtype=torch.bool).index_fill_(1, torch.tensor([PROMPT, ROOT]), True)
+    while len(todo := (length_B < 3).nonzero()[:, 0]) > 0:
+        last_b = torch.where(length_B[todo] > 0, text_BL[todo, length_B[todo] - 1], ROOT)
+        noise = Noise(keys_B[todo], length_B[todo])
+        draft = toy.propose(shape, last_b, noise, sampling, drawn)
+        seen_bV = seen_BV[todo]
+        verdict = rule(draft, toy.target_VV[draft.tokens_BN], sampling, noise, seen_BV=seen_bV)
+        path_bD = torch.nn.functional.pad(verdict.path_BD, (0, 1), value=-1)[:, 1:]
+        token_bD = draft.tokens_BN.gather(1, path_bD.clamp(min=0)).where(path_bD >= 0, verdict.next_B[:, None])
+        seen_BV[todo] = seen_bV.scatter(1, token_bD, True)
+        for place in range(token_bD.shape[1]):
+            kept = place <= verdict.accepted_B
+            text_BL[todo[kept], length_B[todo][kept] + place] = token_bD[kept, place]
+        length_B[todo] += verdict.accepted_B + 1
+    place_B = (text_BL[:, 0] * V + text_BL[:, 1]) * V + text_BL[:, 2]
+    return torch.bincount(place_B, minlength=V**3).view(V, V, V) / rounds
+
+
+def distance(shape: str, drawn: bool, sampling: Sampling, rule: Verify = verify, rounds: int = ROUNDS) -> float:
+    """Total variation between the emitted triples and the target's distribution."""
+    toy = Toy()
+    return float((emitted(toy, shape, drawn, sampling, rule, rounds) - toy.joint(sampling)).abs().sum() / 2)
+
+
+# 125 cells and 200k rounds leave a total variation of at most about 0.4 * sqrt(125 / 200k) = 0.010 by chance.
+LIMIT = 0.013
+
+
+@pytest.mark.parametrize("sampling", SETTINGS, ids=str)
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most likely"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_emitted_tokens_have_the_targets_distribution(shape: str, drawn: bool, sampling: Sampling) -> None:
+    assert distance(shape, drawn, sampling) < LIMIT
+
+
+def bonus_ignores_temperature(draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise, **_: object) -> Verdict:
+    """Where everything on a path was accepted, the next token is drawn from the raw softmax."""
+    verdict = verify(draft, logits, sampling, noise)
+    last_B = verdict.path_BD.amax(1)
+    leaf_B = ~(draft.parents_BN == last_B[:, None]).any(1)
+    raw_B = draw(probs(logits[torch.arange(len(last_B)), last_B], Sampling(1.0)), noise.draw(EMIT, 1)[:, 0])
+    return replace(verdict, next_B=torch.where(leaf_B, raw_B, verdict.next_B))
+
+
+def draft_probs_ignored(draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise, **_: object) -> Verdict:
+    """Takes q to be 1 everywhere: accepts with probability p(x), and leaves an empty residual."""
+    assert draft.draft_probs_BMW is not None
+    return verify(replace(draft, draft_probs_BMW=torch.ones_like(draft.draft_probs_BMW)), logits, sampling, noise)
+
+
+def ratio_for_the_most_likely(draft: Draft, logits: Tensor, sampling: Sampling, noise: Noise, **_: object) -> Verdict:
+    """Accepts children that were not drawn by p/q, as if they had been."""
+    draft_probs = probs(Toy().draft_VW[draft.tokens_BN], sampling)
+    return verify(replace(draft, draft_probs_BMW=draft_probs, vocab_W=Toy().vocab_W), logits, sampling, noise)
+
+
+def patched(attribute: str, wrong: Callable[..., object]) -> Verify:
+    """verify with one of its parts replaced."""
+
+    def rule(*args: object, **kwargs: object) -> Verdict:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(verifier, attribute, wrong)
+            return verify(*args, **kwargs)  # type: ignore[arg-type]
+
+    return rule
+
+
+def difference(p: Tensor, q: Tensor, vocab_W: Tensor | None) -> Tensor:
+    """(p - q)+, its mass less than 1."""
+    assert vocab_W is not None
+    return p.index_add(1, vocab_W, -q).clamp(min=0)
+
+
+def missing_mass_on_the_last(p: Tensor, q: Tensor, vocab_W: Tensor | None) -> Tensor:
+    left = difference(p, q, vocab_W)
+    left[:, -1] += 1 - left.sum(1)
+    return left
+
+
+def removed_first(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
+    rest = verifier.without(q, column)
+    return verifier.residual(p, rest, vocab_W), rest
+
+
+def probs_unchanged(p: Tensor, q: Tensor, column: Tensor, vocab_W: Tensor | None) -> tuple[Tensor, Tensor]:
+    return verifier.residual(p, q, vocab_W), q
+
+
+def everything(draft: Draft) -> Tensor:
+    return torch.ones_like(draft.tokens_BN, dtype=torch.bool)
+
+
+def padding_accepted(*args: object, **kwargs: object) -> Verdict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Draft, "valid_BN", property(everything))
+        return verify(*args, **kwargs)  # type: ignore[arg-type]
+
+
+MUTANTS: dict[str, tuple[Verify, tuple[str, ...], bool]] = {
+    "bonus ignores temperature": (bonus_ignores_temperature, ("chain", "tree"), True),
+    "bonus ignores temperature, most likely": (bonus_ignores_temperature, ("tree",), False),
+    "draft distribution ignored": (draft_probs_ignored, ("chain", "tree"), True),
+    "p/q for children that were not drawn": (ratio_for_the_most_likely, ("chain", "tree"), False),
+    "residual is the target's distribution": (patched("residual", lambda p, q, vocab_W: p), ("chain", "tree"), True),
+    "residual not renormalised": (patched("residual", missing_mass_on_the_last), ("chain", "tree"), True),
+    "not renormalised between siblings": (patched("residual", difference), ("tree",), True),
+    "sibling removed before the residual": (patched("reject", removed_first), ("tree",), True),
+    "draft distribution unchanged after a rejection": (patched("reject", probs_unchanged), ("tree",), True),
+    "padding accepted": (padding_accepted, ("chain", "tree"), True),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, shape) for name, (_, shapes, _) in MUTANTS.items() for shape in shapes]
+)
+def test_mutants_are_caught(name: str, shape: str) -> None:
+    rule, _, drawn = MUTANTS[name]
+    assert distance(shape, drawn, Sampling(0.5), rule, rounds=40_000) > 3 * LIMIT
+
+
+# --- Edges ----------------------------------------------------------------------------------------------------------
+
+
+def no_noise(rows: int) -> Noise:
+    return Noise(torch.arange(rows) * 7919, torch.zeros(rows, dtype=torch.long))
+
+
+def facts(verdict: Verdict) -> list[object]:
+    return [
+        [[n for n in p if n >= 0] for p in verdict.path_BD.tolist()],
+        verdict.accepted_B.tolist(),
+        verdict.next_B.tolist(),
+    ]
+
+
+def test_greedy_tree_takes_the_longest_matching_path() -> None:
+    # root 5 -> {7, 3}, 3 -> {1, 4}, 4 -> {9}; the target continues 5 with 3, 3 with 4, 4 with 2.
+    tokens = torch.tensor([[5, 7, 3, 1, 4, 9]])
+    parents = torch.tensor([[-1, 0, 0, 2, 2, 4]])
+    logits = torch.zeros(1, 6, 10)
+    for node, token in enumerate([3, 0, 4, 0, 2, 0]):
+        logits[0, node, token] = 1
+    verdict = verify(Draft(tokens, parents, torch.tensor([6])), logits, Sampling(), no_noise(1))
+    assert facts(verdict) == [[[0, 2, 4]], [2], [2]]
+
+
+def test_a_greedy_tree_that_repeats_a_token_is_followed_where_it_goes_deeper() -> None:
+    # root -> {3, 3}, and only the second 3 goes on as the target does.
+    tokens, parents = torch.tensor([[5, 3, 3, 1, 4]]), torch.tensor([[-1, 0, 0, 1, 2]])
+    logits = torch.nn.functional.one_hot(torch.tensor([[3, 4, 4, 0, 2]]), 10).float()
+    verdict = verify(Draft(tokens, parents, torch.tensor([5])), logits, Sampling(), no_noise(1))
+    assert facts(verdict) == [[[0, 2, 4]], [2], [2]]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most likely"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_padding_nodes_are_never_accepted(shape: str, drawn: bool, sampling: Sampling) -> None:
+    """Token 0 on a padding node is not a draft, even where the target wants token 0 and nothing else."""
+    parents = torch.tensor(SHAPES[shape]).expand(2, -1)
+    tokens = torch.zeros_like(parents)
+    logits = torch.zeros(2, parents.shape[1], 6)
+    logits[..., 0] = 50
+    draft_probs = torch.full_like(logits, 1e-9)
+    draft_probs[..., 0] = 1.0
+    for counts, accepted in (([1, 2], [0, 1]), ([2, 1], [1, 0])):
+        draft = Draft(tokens, parents, torch.tensor(counts), draft_probs if drawn else None)
+        verdict = verify(draft, logits, sampling, no_noise(2))
+        assert facts(verdict) == [[[0, 1][: n + 1] for n in accepted], accepted, [0, 0]]
+    assert padding_accepted(draft, logits, sampling, no_noise(2)).accepted_B.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.9), SETTINGS[1]], ids=str)
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most likely"])
+def test_a_chain_is_a_tree_with_one_branch(drawn: bool, sampling: Sampling) -> None:
+    """All positions at once, and the walk level by level: the same decisions from the same numbers."""
+    toy, noise = Toy(), no_noise(3000)
+    draft = toy.propose("chain", torch.full((3000,), ROOT), noise, sampling, drawn)
+    logits = toy.target_VV[draft.tokens_BN]
+    seen = torch.zeros(3000, V, dtype=torch.bool).index_fill_(1, torch.tensor([PROMPT, ROOT]), True)
+    found = verify(draft, logits, sampling, noise, seen_BV=seen)
+    assert facts(found) == facts(verifier._sampled_tree(draft, logits, sampling, noise, seen))
+    assert found.accepted_B.unique().tolist() == [0, 1, 2]
+
+
+def test_a_deterministic_tree_is_walked_to_where_matching_every_node_leads() -> None:
+    toy, noise, sampling = Toy(), no_noise(3000), Sampling(0.9)
+    draft = toy.propose("tree", torch.full((3000,), ROOT), noise, sampling, drawn=False)
+    logits = toy.target_VV[draft.tokens_BN]
+    found = verify(draft, logits, sampling, noise)
+    assert facts(found) == facts(verifier._matching(draft, verifier._choose(logits, sampling, noise)))
+    assert found.accepted_B.unique().tolist() == [0, 1, 2]
+
+
+def test_the_target_alone_draws_with_the_first_number_of_its_position() -> None:
+    """What a text depends on: its key and the position, nothing of the draft."""
+    keys, position, logits = torch.arange(50) * 31, torch.arange(50) + 7, torch.randn(50, 1, V)
+    alone = Draft.chain(torch.zeros(50, dtype=torch.long), torch.zeros(50, 0, dtype=torch.long))
+    expected = draw(probs(logits[:, 0], Sampling(1.0)), uniforms(keys, position, EMIT, 1)[:, 0])
+    assert torch.equal(verify(alone, logits, Sampling(1.0), Noise(keys, position)).next_B, expected)
+    # A drafter of chains that may draft nothing hands over no distribution.
+    drawn = replace(alone, draft_probs_BMW=torch.zeros(50, 0, 4), vocab_W=torch.tensor([0, 1, 3, 4]))
+    assert torch.equal(verify(drawn, logits, Sampling(1.0), Noise(keys, position)).next_B, expected)
+
+
+def test_levels_and_siblings_have_independent_numbers() -> None:
+    noise = no_noise(50_000)
+    numbers = torch.cat([noise.draw(stream, 4) for stream in (DRAFT, ACCEPT, EMIT)], 1)
+    assert torch.corrcoef(numbers.T).fill_diagonal_(0).abs().max() < 0.02
+
+
+@cache
+def unlikely_star() -> "tuple[Draft, Tensor]":
+    """200 rows: three children in order 1, 4, 3 from a distribution with all its mass on 1; the target thinks little of it."""
+    tokens, parents = torch.tensor([2, 1, 4, 3]).expand(200, -1), torch.tensor([-1, 0, 0, 0]).expand(200, -1)
+    draft_probs = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]).expand(200, 1, -1)
+    logits = torch.tensor([1.0, -1.0, 0.5, 1.0, 1.5]).expand(200, 4, -1)
+    return Draft(tokens, parents, torch.full((200,), 4), draft_probs), logits
+
+
+def test_children_drawn_when_no_mass_was_left_are_skipped() -> None:
+    """They change nothing: neither accepted, though the target likes them, nor taken from the residual."""
+    draft, logits = unlikely_star()
+    found = verify(draft, logits, Sampling(1.0), no_noise(200))
+    first_alone = replace(draft, count_B=torch.full((200,), 2))
+    assert facts(found) == facts(verify(first_alone, logits, Sampling(1.0), no_noise(200)))
+    assert found.path_BD.amax() == 1
+    assert 0 < int(found.accepted_B.sum()) < 60
+    assert found.next_B[found.accepted_B == 0].unique().tolist() == [0, 2, 3, 4]
+
+
+def test_tokens_outside_the_draft_vocabulary_are_skipped() -> None:
+    """The second of two children in a tree, and the second token of a chain; no residual is taken for them."""
+    vocab, draft_probs = torch.tensor([1, 2]), torch.tensor([1e-6, 1.0]).expand(300, 2, -1)
+    logits = torch.tensor([3.0, -20.0, -20.0, 3.0]).expand(300, 3, -1)
+    for parents in ((-1, 0, 0), (-1, 0, 1)):
+        tokens = torch.tensor([2, 3, 0]).expand(300, -1)
+        draft = Draft(tokens, torch.tensor(parents).expand(300, -1), torch.full((300,), 3), draft_probs, vocab)
+        verdict = verify(draft, logits, Sampling(1.0), no_noise(300))
+        assert int(verdict.accepted_B.sum()) == 0
+        # The target's distribution, not what a residual would leave of it.
+        assert float((verdict.next_B == 0).float().mean()) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_draft_that_equals_the_target_leaves_no_residual_and_then_the_distribution_stays() -> None:
+    p = probs(torch.randn(20, V), Sampling(1.0))
+    torch.testing.assert_close(verifier.residual(p, p, None), p, rtol=0, atol=0)
+    torch.testing.assert_close(verifier.residual(p, 1.001 * p, torch.arange(V)), p, rtol=0, atol=0)
+    left = verifier.residual(p, p.roll(1, 1), None)
+    torch.testing.assert_close(left.sum(1), torch.ones(20))
+
+
+BAD = [torch.nan, torch.inf, -1.0, 0.0]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_distribution_that_is_none_is_refused_with_its_depth(shape: str, bad: float) -> None:
+    toy, noise, sampling = Toy(), no_noise(400), Sampling(1.0)
+    draft = toy.propose(shape, torch.full((400,), ROOT), noise, sampling, drawn=True)
+    logits = toy.target_VV[draft.tokens_BN]
+    assert draft.draft_probs_BMW is not None
+    drafted = torch.searchsorted(toy.vocab_W, draft.tokens_BN)
+    for depth, parent in ((1, 0), (2, 1)):
+        child = list(SHAPES[shape]).index(parent)
+        draft_probs = draft.draft_probs_BMW.clone()
+        draft_probs[:, parent].scatter_(1, drafted[:, child : child + 1].clamp(max=3), bad)
+        with pytest.raises(UserError, match=f"distribution of the token at depth {depth} is no distribution"):
+            verify(replace(draft, draft_probs_BMW=draft_probs), logits, sampling, noise)
+    # Nobody reads the distribution at temperature 0, nor that of nodes which are padding.
+    verify(replace(draft, draft_probs_BMW=draft_probs), logits, Sampling(), noise)
+    verify(replace(draft, draft_probs_BMW=draft_probs, count_B=torch.full((400,), 2)), logits, sampling, noise)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nan_beside_the_drafted_token_is_refused_where_it_would_reach_the_text(shape: str) -> None:
+    toy, noise, sampling = Toy(), no_noise(400), Sampling(1.0)
+    draft = toy.propose(shape, torch.full((400,), ROOT), noise, sampling, drawn=True)
+    assert draft.draft_probs_BMW is not None
+    draft_probs = draft.draft_probs_BMW.clone()
+    other = (torch.searchsorted(toy.vocab_W, draft.tokens_BN[:, 1:2].contiguous()) + 1) % 4
+    draft_probs[:, 0].scatter_(1, other, torch.nan)
+    with pytest.raises(UserError, match="depth 1 is no distribution"):
+        verify(replace(draft, draft_probs_BMW=draft_probs), toy.target_VV[draft.tokens_BN], sampling, noise)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("typical", [None, Typical()], ids=["exact", "typical"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_that_are_not_finite_are_named(shape: str, typical: Typical | None, sampling: Sampling) -> None:
+    toy, noise = Toy(), no_noise(3)
+    draft = toy.propose(shape, torch.full((3,), ROOT), noise, Sampling(1.0), drawn=False)
+    draft = replace(draft, count_B=torch.tensor([2, 3, 1]))
+    good = toy.target_VV[draft.tokens_BN]
+    for bad in (torch.nan, torch.inf):
+        logits = good.clone()
+        logits[1, 2, 3] = logits[2, 0, 0] = bad
+        with pytest.raises(NotFinite, match="node 2 of row 1") as caught:
+            verify(draft, logits, sampling, noise, typical)
+        assert (caught.value.row, caught.value.node) == (1, 2)
+    logits = good.clone()
+    logits[2, 0] = -torch.inf
+    with pytest.raises(NotFinite, match="node 0 of row 2"):
+        verify(draft, logits, sampling, noise, typical)
+    # A token that can never be is fine, and so is anything on padding.
+    logits = good.clone()
+    logits[:, :, 3] = -torch.inf
+    expected = facts(verify(draft, logits, sampling, noise, typical))
+    logits[0, 2:], logits[2, 1:] = torch.nan, torch.nan
+    assert facts(verify(draft, logits, sampling, noise, typical)) == expected
+
+
+def test_without_a_penalty_nothing_is_done_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And trees are walked without penalizing every node."""
+
+    def never(*_: object) -> Tensor:
+        raise AssertionError
+
+    toy, noise = Toy(), no_noise(50)
+    seen = torch.ones(50, V, dtype=torch.bool)
+    for shape, drawn in product(SHAPES, (True, False)):
+        draft = toy.propose(shape, torch.full((50,), ROOT), noise, Sampling(1.0), drawn)
+        logits = toy.target_VV[draft.tokens_BN]
+        with monkeypatch.context() as patch:
+            patch.setattr(verifier, "penalize_nodes", never)
+            if shape == "tree":
+                verify(draft, logits, Sampling(1.0, repetition_penalty=2.0), noise, seen_BV=seen)
+            patch.setattr(verifier, "penalize", never)
+            for sampling in (Sampling(), Sampling(1.0)):
+                found = [verify(draft, logits, sampling, noise, seen_BV=tokens) for tokens in (None, seen)]
+                assert torch.equal(found[0].next_B, found[1].next_B)
+                assert torch.equal(found[0].path_BD, found[1].path_BD)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_typical_acceptance_reads_penalized_logits(shape: str) -> None:
+    toy, noise, rule = Toy(), no_noise(300), Typical(0.3, 0.9)
+    sampling = Sampling(0.8, repetition_penalty=3.0)
+    draft = toy.propose(shape, torch.full((300,), ROOT), noise, sampling, drawn=False)
+    logits = 2 * torch.randn(300, draft.tokens_BN.shape[1], V, generator=torch.Generator().manual_seed(0))
+    seen = torch.zeros(300, V, dtype=torch.bool).index_fill_(1, torch.tensor([PROMPT, ROOT]), True)
+    by_hand = logits.clone()
+    for node, parent in enumerate(SHAPES[shape]):
+        path = [node]
+        while parent >= 0:
+            path, parent = [*path, parent], SHAPES[shape][parent]
+        here = seen.scatter(1, draft.tokens_BN[:, path], True)
+        by_hand[:, node] = penalize(logits[:, node], here, 3.0)
+    found = facts(verify(draft, logits, sampling, noise, rule, seen))
+    assert found == facts(verify(draft, by_hand, Sampling(0.8), noise, rule))
+    assert found != facts(verify(draft, logits, Sampling(0.8), noise, rule))
+
+
+def test_typical_acceptance_takes_the_longest_and_then_the_likeliest_path() -> None:
+    """Against every path of every row, one by one."""
+    rule, parents, rows = Typical(0.1, 0.3), SHAPES["tree"], 300
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, len(parents), 8, generator=generator)
+    tokens = torch.rand(rows, 8, generator=generator).argsort(-1)[:, : len(parents)]
+    draft = Draft(tokens, torch.tensor(parents).expand(rows, -1), torch.full((rows,), len(parents)))
+    verdict = verify(draft, logits, Sampling(1.0), no_noise(rows), rule)
+    p = logits.softmax(-1)
+    least = (rule.delta * (p * p.log()).sum(-1).exp()).clamp(max=rule.epsilon)
+    for row in range(rows):
+        paths: dict[int, tuple[int, float, list[int]]] = {0: (0, 0.0, [0])}
+        for node, parent in enumerate(parents):
+            if parent in paths and p[row, parent, tokens[row, node]] > least[row, parent]:
+                depth, score, path = paths[parent]
+                paths[node] = (depth + 1, score + float(p[row, parent, tokens[row, node]].log()), [*path, node])
+        assert [node for node in verdict.path_BD[row].tolist() if node >= 0] == max(paths.values())[2]

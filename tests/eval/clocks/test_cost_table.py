@@ -1,0 +1,220 @@
+"""costs.json: there and back, what lies between two sizes, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.errors import UserError
+from draftsmith.eval.clocks.cost_table import (
+    CostPoint,
+    CostTable,
+    check_drafts,
+    check_fits,
+    read_cost_table,
+    write_cost_table,
+)
+from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.planner.decision import make_decision
+from draftsmith.eval.results.result import TargetInfo
+from tests.eval.planner.plans import TARGET, result, served_table, table
+
+
+@pytest.mark.parametrize("made", [table(), served_table({3: 14.0})], ids=["here", "servers"])
+def test_there_and_back(made: CostTable, tmp_path: Path) -> None:
+    write_cost_table(tmp_path / "costs.json", made)
+    assert read_cost_table(tmp_path / "costs.json") == made
+
+
+def test_a_table_from_before_servers_were_measured_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, table())
+    value = json.loads(path.read_text()) | {"schema_version": 1}
+    del value["servers"]
+    for point in value["points"]:
+        del point["round_ms"]
+    path.write_text(json.dumps(value))
+    assert read_cost_table(path) == table()
+
+
+def test_a_table_from_before_drafters_were_described_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, replace(table(), drafts={"eagle3": EAGLE3}))
+    assert read_cost_table(path).drafts == {"eagle3": EAGLE3}
+    value = json.loads(path.read_text()) | {"schema_version": 2}
+    del value["drafts"]
+    path.write_text(json.dumps(value))
+    assert read_cost_table(path) == table()
+
+
+def test_whole_rounds_are_known_between_measured_lengths() -> None:
+    point = served_table({2: 12.0, 4: 15.0}).points[0]
+    assert [point.whole("eagle3", k) for k in (1, 2, 3, 4, 5)] == [None, 12.0, 13.5, 15.0, None]
+    assert (point.alone_ms, point.drafters) == (10.0, ["eagle3"])
+
+
+def test_a_table_that_was_written_without_the_targets_sizes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, replace(table(), target=replace(TARGET, weight_bytes=9, cache_bytes=1)))
+    value = json.loads(path.read_text())
+    del value["target"]["weight_bytes"], value["target"]["cache_bytes"]
+    path.write_text(json.dumps(value))
+    assert read_cost_table(path).target == TARGET
+
+
+def at_context(made: CostTable, context: int, **changes: Any) -> CostTable:
+    """A table with other costs at batch 1 and one context."""
+    points = tuple(replace(p, **changes) if (p.batch, p.context) == (1, context) else p for p in made.points)
+    return replace(made, points=points)
+
+
+def served_at(context: int, ms: float) -> CostTable:
+    one = served_table({4: 15.0}, batches=(1,))
+    slow = replace(one.points[0], context=context, round_ms={"": {"0": 10.0}, "eagle3": {"4": ms}})
+    return replace(one, points=(*one.points, slow))
+
+
+SLOW = {str(n): 14.0 for n in range(1, 9)}
+
+
+@pytest.mark.parametrize(
+    ("made", "contradicted"),
+    [
+        (table(), []),
+        (at_context(table(), 64, overhead_ms={"": 11.0, "eagle3": 63.0}), [(1, 64)]),
+        (at_context(table(), 128, overhead_ms={"": 0.5, "eagle3": 63.0}), [(1, 128)]),
+        (at_context(table(), 256, overhead_ms={"": 0.5, "eagle3": 63.0}), [(1, 256)]),
+        (at_context(table(), 256, overhead_ms={"": 0.5, "eagle3": 3.0}), []),
+        (at_context(table(), 64, verify_ms=SLOW), [(1, 64)]),
+        (at_context(table(), 128, verify_ms=SLOW), [(1, 128)]),
+        (at_context(table(), 256, verify_ms=SLOW), []),
+        (at_context(table(), 256, verify_ms=SLOW, overhead_ms={"": 0.5, "eagle3": 5.0}), []),
+        (at_context(table(), 64, draft_ms={"eagle3": {str(k): 6.0 * k for k in range(1, 5)}}), [(1, 64)]),
+        (served_at(64, 20.0), [(1, 64)]),
+        (served_at(64, 18.0), []),
+        (served_at(256, 40.0), []),
+    ],
+)
+def test_costs_of_two_contexts_that_cannot_both_be_right(made: CostTable, contradicted: list[tuple[int, int]]) -> None:
+    """The dearer one was held up: more tokens take no less, and what a round spends besides does not grow on its own."""
+    assert [one.place for one in made.contradictions] == contradicted
+
+
+def test_what_contradicts_is_measured_again_and_the_cheaper_one_kept() -> None:
+    made = at_context(table(), 64, verify_ms=SLOW)
+    right = next(point for point in table().points if (point.batch, point.context) == (1, 64))
+    asked = []
+
+    def measure(batch: int, context: int) -> CostPoint:
+        asked.append((batch, context))
+        return right
+
+    assert made.settled(measure, [(1, 128)]) == made
+    assert made.settled(measure, [(1, 64), (1, 128)]) == table()
+    assert asked == [(1, 64)]
+    dearer = replace(right, verify_ms=dict.fromkeys(SLOW, 99.0))
+    assert made.settled(lambda *_: dearer, [(1, 64)]) == made
+    table().settled(lambda *_: pytest.fail("nothing contradicts"), [(1, 64)])
+
+
+def test_between_two_sizes_costs_are_straight_lines() -> None:
+    point = replace(table().points[0], verify_ms={"1": 4.0, "3": 5.0, "9": 11.0})
+    assert [point.verify(n) for n in (1, 2, 3, 6, 9)] == [4.0, 4.5, 5.0, 8.0, 11.0]
+    assert point.alone_ms == 4.5
+    assert point.largest == 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v.update(schema_version=9), "no table of costs of this version"),
+        (lambda v: v.update(points=[]), "'points' is empty"),
+        (lambda v: v.pop("dtype"), "'dtype' is missing"),
+        (lambda v: v["points"][0].update(batch=0), "batch 0 and context 64"),
+        (lambda v: v["points"][1]["verify_ms"].update({"2": -1.0}), r"verify_ms of 2 takes -1 ms, which is no time"),
+        (lambda v: v["points"][1]["verify_ms"].update({"two": 1.0}), "verify_ms by 'two'"),
+        (lambda v: v["points"][1]["verify_ms"].clear(), "has no verify_ms"),
+        (lambda v: v["points"][1]["verify_ms"].pop("1"), "lacks the costs of the target alone"),
+        (lambda v: v["points"][0]["draft_ms"]["eagle3"].clear(), r"has no draft_ms\.eagle3"),
+        (lambda v: v["points"][0]["admit_ms"].clear(), "lacks admit_ms of eagle3"),
+        (lambda v: v["points"][0]["overhead_ms"].update(eagle3=-2), "overhead_ms of 'eagle3' is -2 ms, below zero"),
+        (lambda v: v.update(bandwidth=0), "'bandwidth' is 0"),
+        (lambda v: v["points"][0]["verify_ms"].update({"2": "fast"}), r"verify_ms\.2"),
+        (lambda v: v.update(hardware=None), "is of a machine or of 'servers', one of the two"),
+        (lambda v: v["points"][0].update(round_ms={"": {"0": 3.0}}), r"'points\[0\]' must have no round_ms"),
+    ],
+)
+def test_what_no_machine_costs_is_one_sentence(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, table())
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match=message) as caught:
+        read_cost_table(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda v: v["points"][1].update(verify_ms={"1": 3.0}), r"'points\[1\]' must have round_ms alone"),
+        (lambda v: v["points"][0]["round_ms"].clear(), "must have round_ms alone"),
+        (lambda v: v["points"][0]["round_ms"].pop(""), "lacks the costs of the target alone"),
+        (lambda v: v["points"][0]["round_ms"]["eagle3"].update({"0": 1.0}), r"round_ms\.eagle3 by '0'"),
+        (lambda v: v["points"][0]["round_ms"]["eagle3"].clear(), r"has no round_ms\.eagle3"),
+        (lambda v: v["points"][0]["round_ms"][""].update({"0": 0}), "round_ms of 0 takes 0 ms, which is no time"),
+        (lambda v: v["points"][0]["admit_ms"].clear(), "lacks admit_ms of eagle3"),
+        (lambda v: v["servers"].clear(), "is of a machine or of 'servers'"),
+    ],
+)
+def test_what_no_server_costs_is_one_sentence(change: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    write_cost_table(path, served_table({3: 14.0}))
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+    with pytest.raises(UserError, match=message):
+        read_cost_table(path)
+
+
+EAGLE3 = DraftInfo("eagle3", 4, 4, parameters=1000, vocabulary=2048)
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        (EAGLE3, None),
+        (replace(EAGLE3, num_speculative_tokens=2, nodes=2), None),
+        (replace(EAGLE3, parameters=None, vocabulary=None), None),
+        (None, None),
+        (replace(EAGLE3, vocabulary=6144), "2048 tokens to draft among and not 6144"),
+        (replace(EAGLE3, vocabulary=0), "2048 tokens to draft among and not all"),
+        (replace(EAGLE3, parameters=3000), "1000 parameters and not 3000"),
+        (replace(EAGLE3, method="peagle", parameters=9), "the method eagle3 and not peagle, 1000 parameters and not 9"),
+    ],
+)
+def test_costs_of_another_drafter_of_the_same_name_are_refused(draft: DraftInfo | None, said: str | None) -> None:
+    timed = replace(table(), drafts={"eagle3": EAGLE3})
+    found = result(0, {"overall": 0.8})
+    results = [replace(found, drafters={"eagle3": replace(found.drafters["eagle3"], draft=draft)})]
+    if said is None:
+        check_drafts(timed, "h.json", {"eagle3": draft})
+        return
+    with pytest.raises(
+        UserError, match=f"h.json holds the costs of another eagle3 than the result's: it has {said}. Measure"
+    ):
+        make_decision(results, timed, "h.json")
+
+
+def test_costs_of_another_target_dtype_or_drafter_are_refused() -> None:
+    check_fits(table(), "h.json", TARGET, "float32", ["eagle3"])
+    with pytest.raises(UserError, match=r"h\.json holds the costs of another target"):
+        check_fits(table(), "h.json", TargetInfo("other", "f2"), "float32", ["eagle3"])
+    with pytest.raises(UserError, match="costs in float32, but the result was measured in bfloat16"):
+        check_fits(table(), "h.json", TARGET, "bfloat16", ["eagle3"])
+    check_fits(served_table({3: 14.0}), "h.json", TARGET, "bfloat16", ["eagle3"])  # no server says its dtype
+    with pytest.raises(UserError, match="costs of eagle3, but the result is of medusa"):
+        check_fits(table(), "h.json", TARGET, "float32", ["medusa"])

@@ -1,0 +1,243 @@
+"""The gate: what a threshold may say, what it is held against, and that it never passes by looking at nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.cli.main import main
+from draftsmith.errors import UserError
+from draftsmith.eval.gate.gate import ThresholdCheck, check_names, check_results, parse_thresholds
+from draftsmith.eval.results.result import DrafterResult, Hardware, Measures, Result, Settings, TargetInfo, write_result
+
+
+def measures(tau: float, /, **changes: Any) -> Measures:
+    values: dict[str, Any] = {
+        "tau": tau,
+        "tau_interval": (tau - 0.25, tau + 0.25),
+        "tau_simulated": tau + 0.5,
+        "tau_simulated_interval": (tau + 0.25, tau + 0.75),
+        "speedup": tau / 2,
+        "speedup_spread": (tau / 2 - 0.125, tau / 2 + 0.125),
+        "acceptance_rate": 0.5,
+        "decode_tok_s": 100 * tau,
+        "decode_tok_s_spread": (90 * tau, 110 * tau),
+    }
+    return Measures(prompts=4, **{**values, **changes})
+
+
+def result(temperature: float, drafters: dict[str, float], **changes: Any) -> Result:
+    """Every drafter has the slices chat and code.v2: code is one better than overall, chat one worse."""
+    return Result(
+        command="",
+        commit=None,
+        date="",
+        hardware=Hardware("invented", 1, 1, 1.0, None),
+        versions={},
+        recipe=None,
+        target=TargetInfo("t"),
+        settings=Settings(temperature, None, None, 5, 1, "float32", 0, 1),
+        drafters={
+            name: DrafterResult(
+                measures(tau, **changes),
+                {"chat": measures(tau - 1, **changes), "code.v2": measures(tau + 1, **changes)},
+            )
+            for name, tau in drafters.items()
+        },
+    )
+
+
+RESULTS = {
+    "a": result(0.0, {"eagle3": 3.5, "medusa medusa_63, typical (lossy)": 3.0}),
+    "b": result(1.0, {"eagle3": 2.5, "medusa medusa_63, typical (lossy)": 2.0}),
+}
+
+
+def run(*texts: str, results: dict[str, Result] = RESULTS) -> list[ThresholdCheck]:
+    return check_results(results, parse_thresholds(texts))
+
+
+def found(*texts: str) -> list[tuple[str, str, float, bool]]:
+    return [(c.source, c.drafter, c.measured, c.passed) for c in run(*texts)]
+
+
+def test_a_bare_threshold_applies_to_every_drafter_at_every_setting() -> None:
+    assert found("tau=2.5") == [
+        ("a", "eagle3", 3.5, True),
+        ("a", "medusa medusa_63, typical (lossy)", 3.0, True),
+        ("b", "eagle3", 2.5, True),
+        ("b", "medusa medusa_63, typical (lossy)", 2.0, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("eagle3:tau@T1=2.6", [("b", "eagle3", 2.5, False)]),
+        (
+            "medusa medusa_63, typical (lossy):code.v2.tau.low@T0=3.75",
+            [("a", "medusa medusa_63, typical (lossy)", 3.75, True)],
+        ),
+        ("eagle3:code.v2.tau@T=1=3.51", [("b", "eagle3", 3.5, False)]),
+        ("eagle3:overall.tau_simulated@t1.0=3", [("b", "eagle3", 3.0, True)]),
+        ("eagle3:tau_simulated.low@T1=3", [("b", "eagle3", 2.75, False)]),
+        ("eagle3:speedup.low@T0=1.7", [("a", "eagle3", 1.625, False)]),
+        ("eagle3:chat.speedup@T0=1.25", [("a", "eagle3", 1.25, True)]),
+        ("eagle3:decode_tok_s@T0=350", [("a", "eagle3", 350.0, True)]),
+        ("eagle3:decode_tok_s.low@T0=350", [("a", "eagle3", 315.0, False)]),
+        ("eagle3:acceptance_rate@T0=0.6", [("a", "eagle3", 0.5, False)]),
+    ],
+)
+def test_what_a_threshold_names(text: str, expected: list[Any]) -> None:
+    assert found(text) == expected
+
+
+def test_lists_and_repeats_add_up() -> None:
+    assert len(run("tau=2,chat.tau=1.5", " code.v2.tau = 3 ")) == 12
+    both = found("eagle3:tau@T0=2, medusa medusa_63, typical (lossy):tau@T0=2")
+    assert [name for _, name, _, _ in both] == ["eagle3", "medusa medusa_63, typical (lossy)"]
+
+
+def test_a_message_says_who_where_what_and_how_much() -> None:
+    (check,) = run("eagle3:code.v2.tau.low@T1=3.4")
+    assert check.message == "eagle3 at T=1: code.v2.tau.low 3.25 is below the threshold 3.4 (b)."
+    warm = replace(RESULTS["b"], settings=replace(RESULTS["b"].settings, top_k=50, top_p=0.9, batch=8))
+    (check,) = run("eagle3:tau=2", results={"c": warm})
+    assert check.message == "eagle3 at T=1, top_k=50, top_p=0.9, batch 8: tau 2.5 reaches the threshold 2 (c)."
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is no threshold"),
+        ("tau", "is no threshold"),
+        ("=3", "is no threshold"),
+        ("tau=", "not a number"),
+        ("tau=high", "not a number"),
+        ("tau=nan", "not a number"),
+        ("tau=inf", "not a number"),
+        ("tau=2,", "is no threshold"),
+        (",tau=2", "'' is no threshold"),
+        ("tau,code.tau=2", "'tau' is no threshold"),
+        ("tau=2,,eagle3:tau=3", "'' is no threshold"),
+        ("tau=2,,speedup=1", "'' is no threshold"),
+        ("tua=2", "no metric"),
+        ("code.=2", "no metric"),
+        ("codetau=2", "no metric"),
+        ("acceptance_rate.low=0.2", "'acceptance_rate.low' ends in no metric"),
+        ("tau_simulated.low=1", "nothing could miss it, as tau_simulated.low is never below 1"),
+        ("tau.high=2", "no metric"),
+        ("tau@1=2", "no metric"),
+        ("tau=1", "nothing could miss it, as tau is never below 1"),
+        ("speedup=0", "nothing could miss it"),
+        ("speedup=-1", "nothing could miss it"),
+        ("acceptance_rate=60", "nothing could reach it, as acceptance_rate is never above 1"),
+    ],
+)
+def test_malformed_thresholds_are_refused_in_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        parse_thresholds([text])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cod.tau=2", "no slice cod for eagle3 in a; there are overall, chat, code.v2"),
+        ("eagle:tau=2", "no drafter eagle; there are eagle3, medusa medusa_63"),
+        ("tau@T0.5=2", "no temperature 0.5; there are 0, 1"),
+    ],
+)
+def test_names_that_are_not_there_are_refused(text: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        run(text)
+
+
+def test_a_slice_that_one_result_lacks_is_refused() -> None:
+    bare = replace(RESULTS["b"], drafters={"eagle3": DrafterResult(measures(2.0), {"chat": measures(2.0)})})
+    with pytest.raises(UserError, match=r"no slice code\.v2 for eagle3 in b"):
+        run("eagle3:code.v2.tau=2", results={"a": RESULTS["a"], "b": bare})
+
+
+@pytest.mark.parametrize("metric", ["tau", "tau.low", "speedup", "speedup.low", "decode_tok_s.low"])
+def test_what_was_not_measured_is_refused(metric: str) -> None:
+    nulls = {"tau", "tau_interval", "speedup", "speedup_spread", "decode_tok_s", "decode_tok_s_spread"}
+    simulated = result(0.0, {"eagle3": 3.0}, **dict.fromkeys(nulls))
+    with pytest.raises(UserError, match=f"{metric} was not measured for eagle3 at T=0") as caught:
+        run(f"{metric}=2", results={"s": simulated})
+    assert ("use tau_simulated" in str(caught.value)) == metric.startswith("tau")
+    assert run("tau_simulated=2", results={"s": simulated})[0].passed
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"), [(4, "over 4 prompts there is no interval"), (40, "an earlier version wrote no interval")]
+)
+def test_a_number_without_an_interval_has_no_lower_end(prompts: int, said: str) -> None:
+    bare = result(0.0, {"eagle3": 3.0}, tau_interval=None, tau_simulated_interval=None)
+    (name, drafter), *_ = bare.drafters.items()
+    bare = replace(bare, drafters={name: replace(drafter, overall=replace(drafter.overall, prompts=prompts))})
+    for metric in ("tau.low", "tau_simulated.low"):
+        with pytest.raises(UserError, match=f"{metric} was not measured for eagle3 at T=0.*{said}"):
+            run(f"{metric}=2", results={"s": bare})
+
+
+def test_no_drafter_is_no_pass() -> None:
+    with pytest.raises(UserError, match="no drafter"):
+        run("tau=2", results={"e": replace(RESULTS["a"], drafters={})})
+
+
+def test_names_are_checked_before_work() -> None:
+    def check(text: str, **changes: Any) -> None:
+        known: dict[str, Any] = {"slices": {"code": 10}, "temperatures": [0.0, 1.0], "drafters": ["eagle3"]}
+        check_names(parse_thresholds([text]), **{**known, **changes})
+
+    check("eagle3:code.tau@T1=2")
+    check("tau_simulated=2,code.acceptance_rate=0.4,tau_simulated.low=2", decode=False)
+    check("tau.low=2", slices={"code": 4, "chat": 6})
+    for text, changes, said in (
+        ("chat.tau=2", {}, "no slice chat; there are overall, code"),
+        ("tau@T2=2", {}, "no temperature 2"),
+        ("eagle:tau=2", {}, "no drafter eagle; there is eagle3"),
+        ("tau=2", {"decode": False}, "use tau_simulated"),
+        ("code.speedup.low=2", {"decode": False}, "needs decoding"),
+        (
+            "tau.low=2",
+            {"slices": {"code": 4, "chat": 5}},
+            "overall has 9 prompts, and there is no interval over fewer than 10",
+        ),
+        ("code.tau_simulated.low=2", {"slices": {"code": 4, "chat": 6}}, "code has 4 prompts"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check(text, **changes)
+
+
+def test_report_writes_first_and_then_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / name / "result.json" for name in RESULTS]
+    for path, invented in zip(paths, RESULTS.values(), strict=True):
+        path.parent.mkdir()
+        write_result(path, invented)
+    out = tmp_path / "report"
+    words = ["report", *map(str, paths), "--output", str(out)]
+    assert main([*words, "--fail-under", "tau=2,code.v2.tau=3"]) == 0
+    assert "gate: passed (checks: 8)" in capsys.readouterr().err
+    (out / "report.html").unlink()
+    assert main([*words, "--fail-under", "tau=2.25", "--fail-under=eagle3:code.v2.tau=4"]) == 3
+    assert capsys.readouterr().err.splitlines() == [
+        f"draftsmith: medusa medusa_63, typical (lossy) at T=1: tau 2 is below the threshold 2.25 ({paths[1]}).",
+        f"draftsmith: eagle3 at T=1: code.v2.tau 3.5 is below the threshold 4 ({paths[1]}).",
+    ]
+    assert (out / "report.html").exists()
+
+
+def test_report_refuses_a_malformed_threshold_before_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "result.json"
+    write_result(path, RESULTS["a"])
+    out = tmp_path / "report"
+    assert main(["report", str(path), "--output", str(out), "--fail-under", "tua=2"]) == 2
+    assert "no metric" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["report", str(path), "--output", str(out), "--fail-under", "code.tau=2"]) == 2
+    assert "no slice code" in capsys.readouterr().err

@@ -1,0 +1,334 @@
+"""The target's view of a model is held against what transformers itself says."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, DynamicCache, T5Config
+
+from draftsmith.errors import UserError
+from draftsmith.target import pretrained
+from draftsmith.target.files import TOKENIZER_FILES, fingerprint_directory
+from draftsmith.target.probe import probe_ids
+from draftsmith.target.target import Target, TargetHead, load_target
+from tests.models import KINDS, save_tiny_target, tiny_model
+
+SHARED_TARGET = Path(__file__).resolve().parents[3].parent / "shared" / "target"
+
+
+def random_ids(rows: int = 2, tokens: int = 24) -> torch.Tensor:
+    return torch.randint(3, 160, (rows, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def memory_target(kind: str = "llama", **overrides: object) -> Target:
+    return Target(tiny_model(kind, **overrides), path="memory", fingerprint="none")
+
+
+def test_a_hub_targets_tokenizer_is_fetched_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def cached_file(path: str, name: str, **options: bool) -> str | None:
+        asked.append(name)
+        return str(tmp_path / name) if name == "model.safetensors" else None
+
+    monkeypatch.setattr(pretrained, "cached_file", cached_file)
+    assert pretrained.weights_directory("owner/model") == tmp_path
+    assert asked == ["model.safetensors", *TOKENIZER_FILES]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_taps_and_logits_equal_the_model_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    target = load_target(save_tiny_target(tmp_path, kind))
+    ids, layer_ids = random_ids(), (0, 2, 4, 5, 7)
+    truth = target.model(ids, output_hidden_states=True)
+    seen = target.forward(ids, layer_ids=layer_ids)
+    assert torch.equal(seen.aux, torch.cat([truth.hidden_states[k] for k in layer_ids], dim=-1))
+    assert torch.equal(seen.last, truth.hidden_states[-1])
+    assert torch.equal(target.head.logits(seen.last), truth.logits)
+    columns = torch.tensor([3, 17, 159])
+    torch.testing.assert_close(target.head.logits(seen.last, columns), truth.logits[..., columns])
+    assert truth.logits.std() > 0.3  # far from uniform, so that the equalities above mean something
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "scale", "softcap"),
+    [
+        ("gemma3", {"final_logit_softcapping": 1.5}, 1.0, 1.5),
+        ("cohere", {}, 0.25, None),
+        ("granite", {}, 0.25, None),
+    ],
+)
+@torch.no_grad()
+def test_scaled_and_capped_logits(
+    kind: str, overrides: dict, scale: float, softcap: float | None, tmp_path: Path
+) -> None:
+    target = load_target(save_tiny_target(tmp_path, kind, **overrides))
+    assert (target.head.scale, target.head.softcap) == (scale, softcap)
+    ids = random_ids()
+    truth = target.model(ids).logits
+    torch.testing.assert_close(target.head.logits(target.forward(ids).last), truth)
+    plain = torch.nn.functional.linear(target.forward(ids).last, target.head.weight)
+    assert (plain - truth).abs().max() > 0.1  # the rule does something here
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_forward_with_a_cache_equals_one_pass(kind: str) -> None:
+    target = memory_target(kind)
+    ids = random_ids()
+    whole = target.forward(ids, layer_ids=(1, 6))
+    cache = DynamicCache(config=target.config)
+    for start, end in ((0, 10), (10, 11), (11, 24)):
+        position_ids = torch.arange(start, end).expand(2, -1)
+        part = target.forward(ids[:, start:end], layer_ids=(1, 6), position_ids=position_ids, past_key_values=cache)
+        torch.testing.assert_close(part.aux, whole.aux[:, start:end], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(part.last, whole.last[:, start:end], rtol=1e-4, atol=1e-4)
+
+
+def test_the_self_check_leaves_no_hooks_behind(tmp_path: Path) -> None:
+    target = load_target(save_tiny_target(tmp_path, "llama"))
+    assert not any(module._forward_hooks for module in target.model.modules())
+    ids = torch.arange(6)[None]
+    states = target.model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == target.num_layers + 1, "which may still be asked for"
+    assert torch.equal(states[2], target.forward(ids, layer_ids=(2,)).aux)
+
+
+def test_forward_without_layers_and_without_gradients() -> None:
+    seen = memory_target().forward(random_ids())
+    assert seen.aux.shape == (2, 24, 0)
+    assert not seen.last.requires_grad
+
+
+def test_head_passes_gradients_to_hidden_and_ignores_autocast() -> None:
+    target = memory_target()
+    hidden = torch.randn(5, 64, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = target.head.logits(hidden)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, hidden @ target.head.weight.T)
+    logits.sum().backward()
+    assert hidden.grad is not None
+    assert not list(target.head.parameters())
+    assert not target.head.state_dict()
+
+
+def test_head_with_bias_and_columns() -> None:
+    head = TargetHead(torch.randn(9, 4), torch.randn(9))
+    hidden, columns = torch.randn(3, 4), torch.tensor([8, 0])
+    torch.testing.assert_close(head.logits(hidden), hidden @ head.weight.T + head.bias)
+    torch.testing.assert_close(head.logits(hidden, columns), head.logits(hidden)[:, columns])
+
+
+def test_rows_of_some_columns_are_kept_and_follow_the_weights() -> None:
+    head = TargetHead(torch.randn(9, 4), torch.randn(9))
+    hidden, columns = torch.randn(3, 4, requires_grad=True), torch.tensor([8, 0])
+    with torch.inference_mode():
+        first = head.logits(hidden, columns)
+    rows = head._selected._weights
+    head.logits(hidden, columns).sum().backward()
+    torch.testing.assert_close(hidden.grad, head.weight[columns].sum(0).expand(3, 4))
+    assert head._selected._weights is rows, "made once"
+    torch.testing.assert_close(first, head.logits(hidden)[:, columns])
+    changes: dict[str, Callable[[], object]] = {
+        "other columns": lambda: columns.copy_(torch.tensor([1, 2])),
+        "other weights": lambda: head.weight.mul_(2),
+        "another bias": lambda: head.bias.add_(1),
+        "another dtype": head.double,
+    }
+    for what, change in changes.items():
+        change()
+        torch.testing.assert_close(head.logits(hidden, columns), head.logits(hidden)[:, columns], msg=what)
+
+
+def test_casting_the_head_leaves_the_model_alone() -> None:
+    target = memory_target()
+    target.head.to(torch.bfloat16)
+    assert target.model.lm_head.weight.dtype == torch.float32
+
+
+def test_facts_about_the_target(tmp_path: Path) -> None:
+    path = save_tiny_target(tmp_path, "qwen3", num_hidden_layers=12, eos_token_id=[5, 2])
+    target = load_target(path, dtype="bfloat16")
+    assert (target.num_layers, target.hidden_size, target.vocab_size, target.context_length) == (12, 64, 160, 256)
+    assert target.dtype == torch.bfloat16
+    assert target.eos_ids == (2, 5)
+    assert target.default_layer_ids() == (2, 6, 9)
+    assert target.embedding.shape == (160, 64)
+    assert not any(p.requires_grad for p in target.model.parameters())
+    assert not target.model.training
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 7}))
+    assert load_target(path).eos_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "words"),
+    [
+        ((), "at least one"),
+        ((2, 2, 5), "once, in ascending order"),
+        ((5, 2), "ascending"),
+        ((-1, 3), "-1 is out of range"),
+        ((2, 9), "9 is out of range"),
+        ((2, 8), "8 is the number of layers"),
+    ],
+)
+def test_layer_ids_that_are_refused(layer_ids: tuple[int, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        memory_target().check_layer_ids(layer_ids)
+
+
+def test_layer_ids_of_small_targets() -> None:
+    target = memory_target(num_hidden_layers=4)
+    with pytest.raises(UserError, match="only 4 layers"):
+        target.default_layer_ids()
+    target.check_layer_ids((0, 1, 3))
+
+
+# Bad input: one sentence each.
+
+
+def check_sentence(info: pytest.ExceptionInfo, *words: str) -> None:
+    text = str(info.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
+
+
+def refused(path: object, *words: str, **options: object) -> None:
+    with pytest.raises(UserError) as info:
+        load_target(str(path), **options)
+    check_sentence(info, *words)
+
+
+def test_missing_path_and_folder_that_is_no_model(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere", "does not exist")
+    refused(tmp_path, str(tmp_path), "config.json")
+
+
+def test_config_of_unknown_type_and_broken_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
+    refused(tmp_path, "no_such_model")
+    (tmp_path / "config.json").write_text("{")
+    refused(tmp_path, str(tmp_path), "config")
+
+
+def test_encoder_only_is_refused_by_what_it_computes(tmp_path: Path) -> None:
+    config = BertConfig(
+        vocab_size=160,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        initializer_range=0.2,  # tokens say something to each other
+    )
+    torch.manual_seed(0)
+    BertLMHeadModel(config).save_pretrained(tmp_path)
+    refused(tmp_path, "bert", "encoder-only")
+
+
+def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    T5Config().save_pretrained(tmp_path)
+    refused(tmp_path, "t5", "encoder-decoder")
+
+
+def test_weights_missing_pickled_cut_or_incomplete(tmp_path: Path) -> None:
+    save_tiny_target(tmp_path, "llama")
+    weights = tmp_path / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    refused(tmp_path, "model.safetensors", "cut short")
+    weights.write_bytes(whole)
+    tensors = load_file(weights)
+    del tensors["lm_head.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    refused(tmp_path, "lm_head.weight")
+    weights.unlink()
+    refused(tmp_path, "no weights")
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    refused(tmp_path, "pytorch_model.bin", "safetensors")
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="300KB")
+    assert load_target(str(tmp_path)).num_layers == 8
+    next(tmp_path.glob("model-00002*")).unlink()
+    refused(tmp_path, "model-00002", "missing")
+
+
+def test_options_that_do_not_exist(tmp_path: Path) -> None:
+    path = save_tiny_target(tmp_path, "llama")
+    refused(path, "int4", "bfloat16", dtype="int4")
+    refused(path, "nonsense", device="nonsense")
+    refused(path, "nonsense", attn_implementation="nonsense")
+    if not torch.cuda.is_available():
+        refused(path, "cuda", device="cuda")
+
+
+@pytest.mark.parametrize("broken", ["taps", "logits"])
+def test_the_self_check_catches_a_model_that_does_something_else(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save_tiny_target(tmp_path, "llama")
+    cls = type(AutoModelForCausalLM.from_pretrained(path))
+    original = cls.forward
+
+    def forward(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        if broken == "taps":
+            output.hidden_states = (
+                *output.hidden_states[:3],
+                output.hidden_states[3] * 1.01,
+                *output.hidden_states[4:],
+            )
+        else:
+            output.logits = output.logits * 1.01
+        return output
+
+    monkeypatch.setattr(cls, "forward", forward)
+    refused(path, "'llama'", "hidden_states[3]" if broken == "taps" else "logits")
+
+
+# Fingerprint.
+
+
+def test_fingerprint_names_the_weights_not_the_files(tmp_path: Path) -> None:
+    first = fingerprint_directory(Path(save_tiny_target(tmp_path / "a", "llama")))
+    assert first == fingerprint_directory(Path(save_tiny_target(tmp_path / "same", "llama")))
+    assert first != fingerprint_directory(Path(save_tiny_target(tmp_path / "seed", "llama", seed=1)))
+    assert first != fingerprint_directory(Path(save_tiny_target(tmp_path / "rope", "llama", rope_theta=5e5)))
+    tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="300KB")
+    assert first == fingerprint_directory(tmp_path / "sharded")
+    assert load_target(str(tmp_path / "a"), dtype="bfloat16").fingerprint == first
+
+
+@pytest.mark.parametrize("limit", [10**9, 0])
+def test_fingerprint_sees_a_training_step(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.target.files.FULL_HASH_BYTES", limit)
+    save_tiny_target(tmp_path, "llama", vocab_size=2000)
+    before = fingerprint_directory(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"] *= 1 + 1e-4
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert fingerprint_directory(tmp_path) != before
+
+
+@pytest.mark.skipif(not SHARED_TARGET.is_dir(), reason="needs the shared target beside the repository")
+@torch.no_grad()
+def test_shared_target() -> None:
+    target = load_target(str(SHARED_TARGET))
+    assert (target.num_layers, target.hidden_size, target.vocab_size, target.eos_ids) == (8, 256, 6144, (2,))
+    assert target.dtype == torch.bfloat16
+    assert target.default_layer_ids() == (2, 4, 5)
+    ids = torch.arange(10, 30)[None]
+    truth = target.model(ids).logits
+    assert torch.equal(target.head.logits(target.forward(ids).last), truth.float())
+
+
+def test_the_tokens_of_the_probe_are_the_same_while_something_is_built_on_another_device() -> None:
+    target = memory_target()
+    with torch.device("meta"):
+        found = probe_ids(target)
+    assert torch.equal(found, probe_ids(target))

@@ -42,7 +42,7 @@ def name_of(path: Path) -> str:
 ROOM_FILES = sources(*ROOMS)
 PACKAGE_FILES = [
     *ROOM_FILES,
-    *sources(*(f"draftsmith/{name}" for name in ("cli", "plan", "recipe", "stages"))),
+    *sources(*(f"draftsmith/{name}" for name in ("cli", "estimate", "recipe", "stages"))),
     *sorted((ROOT / "draftsmith").glob("*.py")),
 ]
 BENCH_FILES = sources("scripts/bench")

@@ -14,6 +14,10 @@ from draftsmith.cli.commands import COMMANDS, REDO
 from draftsmith.cli.gating import judge_comparison, read_gate, result_pairs
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
+from draftsmith.estimate import estimate as estimating
+from draftsmith.estimate.estimator import Estimator
+from draftsmith.estimate.figures import device_here, find_device
+from draftsmith.estimate.shorter import shorter
 from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.planner.decision import DECISION_MARKS
 from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, comparison_markdown, comparison_text
@@ -21,10 +25,6 @@ from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_re
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.training.history import read_history
 from draftsmith.files import check_file, check_ours, write_json, write_text
-from draftsmith.plan import plan as planning
-from draftsmith.plan.figures import device_here, find_device
-from draftsmith.plan.planner import Planner
-from draftsmith.plan.shorter import shorter
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
@@ -293,18 +293,18 @@ def plan(own: Namespace, words: list[str]) -> int:
     device = None if own.device in (None, "cpu") else find_device(own.device)
     recipe = _recipe("plan", words, "eagle3/qwen3-8b")
     asked = {"gpus": own.gpus, "utilisation": own.utilisation, "prompt": own.prompt_tokens, "answer": own.answer_tokens}
-    planner = Planner.of(
+    estimator = Estimator.of(
         recipe,
         device or device_here(choose_device(own.device or recipe.target.device)),
         {key: value for key, value in asked.items() if value is not None},
     )
-    found = planner.plan(recipe)
+    found = estimator.estimate(recipe)
     if own.comment:
-        put(planning.comment(found))
+        put(estimating.comment(found))
         return 0
-    lines = [*planning.describe(found), *planning.engines(recipe, planner.target)]
-    lines += [*planning.guesses(found.given, planner.asked), *shorter(found, planner.plan)]
-    lines += planning.foresee(found, own.pilot)
+    lines = [*estimating.describe(found), *estimating.engines(recipe, estimator.target)]
+    lines += [*estimating.guesses(found.given, estimator.asked), *shorter(found, estimator.estimate)]
+    lines += estimating.foresee(found, own.pilot)
     put("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:
         put("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")

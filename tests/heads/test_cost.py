@@ -11,6 +11,7 @@ from transformers import GPT2Config
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.estimate.figures import activation_bytes, learned_rows, parameter_bytes, tuned_parameters
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.cost import HeadCost, head_cost
@@ -30,7 +31,6 @@ from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.registry import Method, methods
-from draftsmith.plan.figures import activation_bytes, learned_rows, parameter_bytes, tuned_parameters
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target

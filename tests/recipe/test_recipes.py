@@ -20,12 +20,12 @@ from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.selfcheck import check_decoding
+from draftsmith.estimate.estimate import Estimate, assume, comment, make_estimate
+from draftsmith.estimate.figures import find_device
 from draftsmith.heads.draft_model import cost as head_costs_draft_lm
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
-from draftsmith.plan.figures import find_device
-from draftsmith.plan.plan import Plan, assume, comment, make_plan
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.probe import check_target
@@ -89,11 +89,11 @@ def shape(model: str) -> TargetShape:
     return shape_of(config(model), 2)
 
 
-def plan(name: str) -> Plan:
+def plan(name: str) -> Estimate:
     recipe = load(name)
     assert recipe.data.limit is not None
     target = shape(model_of(name))
-    return make_plan(recipe, target, recipe.data.limit, assume(recipe, target, find_device("h100"), gpus=8))
+    return make_estimate(recipe, target, recipe.data.limit, assume(recipe, target, find_device("h100"), gpus=8))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_recipe_fits_its_devices(name: str) -> None:
 def test_why_medusa_uses_the_targets_projection(name: str) -> None:
     made = plan(name)
     own = replace(made.recipe, head=replace(made.recipe.head, original_lm_head=False))
-    assert make_plan(own, made.target, made.samples, made.given).train_bytes > made.given.device.memory
+    assert make_estimate(own, made.target, made.samples, made.given).train_bytes > made.given.device.memory
     extra, shared = 5 * made.target.vocab * made.target.hidden, made.head.matrices
     text = " ".join(line.lstrip("# ") for line in (RECIPES / f"{name}.yaml").read_text().splitlines())
     assert f"would be {extra / 1e9:.1f}B parameters" in text

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from draftsmith.cli.main import main
+from draftsmith.estimate import rates
+from draftsmith.estimate.estimate import Estimate, assume, make_estimate
+from draftsmith.estimate.figures import PlannedTarget, device_here, learned_rows
 from draftsmith.heads.registry import methods
-from draftsmith.plan import rates
-from draftsmith.plan.figures import PlannedTarget, device_here, learned_rows
-from draftsmith.plan.plan import Plan, assume, make_plan
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.shape import shape_of
@@ -32,13 +32,13 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_time", once)
 
 
-def measured(recipe: Recipe) -> Plan:
+def measured(recipe: Recipe) -> Estimate:
     """The plan for a target of 16 layers, as the tiny recipes have one."""
     config = tiny_model("llama", num_hidden_layers=16).config
     planned = PlannedTarget(config, shape_of(config, 4), "float32")
     given = assume(recipe, planned.shape, device_here("cpu"))
     device = rates.measure_device(recipe, planned, given)
-    return make_plan(recipe, planned.shape, 400, assume(recipe, planned.shape, device))
+    return make_estimate(recipe, planned.shape, 400, assume(recipe, planned.shape, device))
 
 
 def recipe_of(method: str, *more: str) -> Recipe:
@@ -90,7 +90,7 @@ def test_every_method_is_measured(method: str) -> None:
 
 def test_a_target_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
-    monkeypatch.setattr("draftsmith.plan.figures.available_memory", lambda device: 1000)
+    monkeypatch.setattr("draftsmith.estimate.figures.available_memory", lambda device: 1000)
     assert main(["plan", "--target.path", str(tmp_path), "--data.limit", "1000", "--device", "cpu"]) == 2
     assert "too little free memory to measure even 8 layers" in capsys.readouterr().err
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftsmith.plan.figures import Plan
-from draftsmith.plan.plan import readable_time, total_seconds
+from draftsmith.estimate.estimate import readable_time, total_seconds
+from draftsmith.estimate.figures import Estimate
 from draftsmith.recipe.schema import Recipe
 
 LEAST_SHARE, MOST_LINES = 0.05, 5
@@ -32,28 +32,30 @@ class Change:
         return getattr(getattr(recipe, section), name)
 
 
-def shorter(plan: Plan, plan_of: Callable[[Recipe], Plan]) -> list[str]:
+def shorter(estimate: Estimate, estimate_of: Callable[[Recipe], Estimate]) -> list[str]:
     """Return lines that name a key, its value and a smaller one, and what that saves, the most first: at least LEAST_SHARE of the
     whole, at most MOST_LINES.
 
-    plan_of: makes the plan of another recipe on the same device.
+    estimate_of: estimates another recipe on the same device.
     """
-    whole = total_seconds(plan)
-    saved = [(whole - total_seconds(plan_of(change.apply(plan.recipe))), change) for change in _changes(plan)]
+    whole = total_seconds(estimate)
+    saved = [
+        (whole - total_seconds(estimate_of(change.apply(estimate.recipe))), change) for change in _changes(estimate)
+    ]
     saved = sorted((one for one in saved if one[0] >= LEAST_SHARE * whole), key=lambda one: -one[0])
     return [
-        f"shorter by {readable_time(seconds)} ({seconds / whole:.0%}): {change.key} {json.dumps(change.old(plan.recipe))} -> "
+        f"shorter by {readable_time(seconds)} ({seconds / whole:.0%}): {change.key} {json.dumps(change.old(estimate.recipe))} -> "
         f"{json.dumps(change.value)}"
         for seconds, change in saved[:MOST_LINES]
     ]
 
 
-def _changes(plan: Plan) -> Iterator[Change]:
+def _changes(estimate: Estimate) -> Iterator[Change]:
     """Yield what could be done with less: half, the least, or none of it."""
-    recipe = plan.recipe
-    spec, prompts = recipe.evaluate, max(plan.prompts.values())
-    if plan.samples // 2 > recipe.data.heldout:
-        yield Change("data.limit", plan.samples // 2)
+    recipe = estimate.recipe
+    spec, prompts = recipe.evaluate, max(estimate.prompts.values())
+    if estimate.samples // 2 > recipe.data.heldout:
+        yield Change("data.limit", estimate.samples // 2)
     if recipe.answers.regenerate and recipe.answers.max_new_tokens >= 4:
         yield Change("answers.max_new_tokens", recipe.answers.max_new_tokens // 2)
     if recipe.features.source == "online" and recipe.train.epochs > 1:

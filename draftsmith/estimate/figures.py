@@ -116,7 +116,7 @@ class PlannedTarget:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     """The figures of a recipe. Times in seconds, sizes in bytes. prompts: of the evaluation, by slice."""
 
     recipe: Recipe

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from draftsmith.decoder.trees import DynamicTree
+from draftsmith.estimate.figures import Estimate
 from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
 from draftsmith.eval.clocks.turns import FEW, SIMULATED_BATCH
 from draftsmith.eval.drafters.system import tree_kind
 from draftsmith.heads.registry import find_method
-from draftsmith.plan.figures import Plan
 from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
 
 TOKENS_PER_ROUND = 2.0
@@ -32,28 +32,28 @@ class Way:
 
 
 @dataclass(frozen=True)
-class EvaluationPlan:
+class EvaluationEstimate:
     """The seconds of a recipe's evaluation."""
 
-    plan: Plan
+    estimate: Estimate
 
     @property
     def spec(self) -> EvaluateSpec:
         """The section `evaluate` of the recipe."""
-        return self.plan.recipe.evaluate
+        return self.estimate.recipe.evaluate
 
     @property
     def count(self) -> int:
         """Prompts of all slices."""
-        return sum(self.plan.prompts.values())
+        return sum(self.estimate.prompts.values())
 
     @cached_property
     def ways(self) -> list[Way]:
         """The drafters: every head in every way to draft that it can, and the baselines."""
         spec, chain = self.spec, Way(1 + self.spec.num_speculative_tokens)
-        own = find_method(self.plan.recipe.method).trees
+        own = find_method(self.estimate.recipe.method).trees
         found: list[Way] = []
-        for head in (self.plan.recipe.method, *spec.beside):
+        for head in (self.estimate.recipe.method, *spec.beside):
             for draft in spec.drafts:
                 tree = draft.load()
                 # What a head of `beside` can draft is not known before it is opened.
@@ -85,19 +85,19 @@ class EvaluationPlan:
 
     def tokens(self, most: int | None = None) -> float:
         """Tokens of an answer to every prompt, or to `most` of each slice."""
-        spec, answer = self.spec, self.plan.given.answer
+        spec, answer = self.spec, self.estimate.given.answer
         return sum(
             min(count, most or count) * min(answer, spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens))
-            for name, count in self.plan.prompts.items()
+            for name, count in self.estimate.prompts.items()
         )
 
     def _round(self, nodes: float, batch: int, itemsize: int | None = None) -> float:
-        return self.plan.pass_seconds(batch, nodes, self.plan.context, itemsize or self._itemsize)
+        return self.estimate.pass_seconds(batch, nodes, self.estimate.context, itemsize or self._itemsize)
 
     @property
     def _itemsize(self) -> int:
         """Bytes per number of the timed target."""
-        return {"auto": self.plan.target.itemsize, "float32": 4}.get(self.spec.dtype, 2)
+        return {"auto": self.estimate.target.itemsize, "float32": 4}.get(self.spec.dtype, 2)
 
     def _token(self, way: Way | None, batch: int, itemsize: int | None = None) -> float:
         """Seconds per token of the target alone (None), or drafted."""
@@ -109,13 +109,13 @@ class EvaluationPlan:
     @property
     def _prefill(self) -> float:
         """Seconds in which one system reads every prompt once."""
-        return self.plan.seconds(self.count * self.plan.target.forward_flops(self.plan.given.prompt))
+        return self.estimate.seconds(self.count * self.estimate.target.forward_flops(self.estimate.given.prompt))
 
     @property
     def _teacher(self) -> float:
         """Seconds of a pass over every prompt and its answer."""
-        length = self.plan.given.prompt + self.tokens() / self.count
-        return self.plan.seconds(self.count * self.plan.target.forward_flops(length))
+        length = self.estimate.given.prompt + self.tokens() / self.count
+        return self.estimate.seconds(self.count * self.estimate.target.forward_flops(length))
 
     def _decoding(self, ways: list[Way]) -> float:
         """The target alone and every way, in every repeat, and `generate` on a few prompts of each slice."""
@@ -156,11 +156,11 @@ class EvaluationPlan:
     def _cost_table(self) -> float:
         """Passes of many sizes at every batch and context that fits in memory, behind prompts that are read anew for every
         drafter."""
-        spec, plan, ways = self.spec, self.plan, [way for way in self.ways if way.simulated]
+        spec, estimate, ways = self.spec, self.estimate, [way for way in self.ways if way.simulated]
         if not spec.plan_batches:
             return 0.0
-        given, target = plan.given, plan.target
-        contexts = spec.plan_contexts or [given.prompt, int(plan.context), given.prompt + spec.max_new_tokens]
+        given, target = estimate.given, estimate.target
+        contexts = spec.plan_contexts or [given.prompt, int(estimate.context), given.prompt + spec.max_new_tokens]
         largest = max([9, *(size for way in ways for size in self._sizes(way))])
         total = 0.0
         for batch in {*spec.plan_batches, spec.batch}:
@@ -170,8 +170,8 @@ class EvaluationPlan:
                 if batch > 1 and held > given.device.memory / 2:
                     continue
                 sizes = [*pass_sizes(batch, largest), 1, *(way.nodes for way in ways)]
-                once = sum(plan.pass_seconds(batch, n, context, self._itemsize) for n in sizes)
-                read = (2 + 3 * len(ways)) * plan.seconds(batch * target.forward_flops(context))
+                once = sum(estimate.pass_seconds(batch, n, context, self._itemsize) for n in sizes)
+                read = (2 + 3 * len(ways)) * estimate.seconds(batch * target.forward_flops(context))
                 total += read + (1 + 2 * WARM_UP + repeats_within(1.0, once)) * once
         return total
 

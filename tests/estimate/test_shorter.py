@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.main import main
-from draftsmith.plan.figures import find_device
-from draftsmith.plan.plan import total_seconds
-from draftsmith.plan.planner import Planner
-from draftsmith.plan.shorter import LEAST_SHARE, MOST_LINES, shorter
+from draftsmith.estimate.estimate import total_seconds
+from draftsmith.estimate.estimator import Estimator
+from draftsmith.estimate.figures import find_device
+from draftsmith.estimate.shorter import LEAST_SHARE, MOST_LINES, shorter
 from draftsmith.recipe.parse import parse_recipe
 from tests.models import tiny_model
 
@@ -27,9 +27,9 @@ def words(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("more", [[], ["--features.source", "online", "--data.limit", "40000"]])
 def test_every_line_holds(words: list[str], more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     recipe = parse_recipe([*words, *more])
-    planner = Planner.of(recipe, find_device("a100"), {})
-    made = planner.plan(recipe)
-    whole, lines = total_seconds(made), shorter(made, planner.plan)
+    estimator = Estimator.of(recipe, find_device("a100"), {})
+    made = estimator.estimate(recipe)
+    whole, lines = total_seconds(made), shorter(made, estimator.estimate)
     assert 1 < len(lines) <= MOST_LINES
     shares = []
     for line in lines:
@@ -37,7 +37,7 @@ def test_every_line_holds(words: list[str], more: list[str], capsys: pytest.Capt
         section, name = key.split(".")
         assert json.dumps(getattr(getattr(recipe, section), name)) == old
         other = parse_recipe([*words, *more, f"--{key}", json.loads(new) if new.startswith('"') else new])
-        saved = 1 - total_seconds(planner.plan(other)) / whole
+        saved = 1 - total_seconds(estimator.estimate(other)) / whole
         assert round(100 * saved) == int(share)
         shares.append(saved)
     assert shares == sorted(shares, reverse=True)
@@ -48,7 +48,7 @@ def test_every_line_holds(words: list[str], more: list[str], capsys: pytest.Capt
 
 def test_what_the_user_said_of_texts_stays(words: list[str]) -> None:
     recipe = parse_recipe(words)
-    planner = Planner.of(recipe, find_device("a100"), {"prompt": 70, "answer": 100})
-    assert (planner.plan(recipe).given.prompt, planner.plan(recipe).given.answer) == (70, 100)
+    estimator = Estimator.of(recipe, find_device("a100"), {"prompt": 70, "answer": 100})
+    assert (estimator.estimate(recipe).given.prompt, estimator.estimate(recipe).given.answer) == (70, 100)
     fewer = parse_recipe([*words, "--answers.max_new_tokens", "40"])
-    assert planner.plan(fewer).given.answer == 40, "no answer is longer than it may be"
+    assert estimator.estimate(fewer).given.answer == 40, "no answer is longer than it may be"

@@ -5,22 +5,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.plan.figures import Device, Plan, PlannedTarget
-from draftsmith.plan.plan import (
+from draftsmith.estimate.estimate import (
     assume,
     check_template,
     count_prompts,
     lengths_at_hand,
     local_conversations,
-    make_plan,
+    make_estimate,
     read_target,
 )
-from draftsmith.plan.rates import measure_device
+from draftsmith.estimate.figures import Device, Estimate, PlannedTarget
+from draftsmith.estimate.rates import measure_device
 from draftsmith.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Planner:
+class Estimator:
     """What plans are made of. samples: conversations at hand; prompts: of the evaluation, by slice. asked: fields of Assumptions that
     the user gave, or that the data tell."""
 
@@ -31,7 +31,7 @@ class Planner:
     asked: Mapping[str, Any]
 
     @classmethod
-    def of(cls, recipe: Recipe, device: Device, asked: Mapping[str, Any]) -> "Planner":
+    def of(cls, recipe: Recipe, device: Device, asked: Mapping[str, Any]) -> "Estimator":
         """Read the target's config, count what is at hand, and measure a device that is not of the table.
 
         Raises UserError for a recipe that cannot be planned, before anything is measured, and for assumptions about GPUs where this
@@ -52,7 +52,7 @@ class Planner:
         if not {"prompt", "answer"} <= asked.keys():
             asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
         found = cls(target, device, samples, count_prompts(recipe), asked)
-        given = found.plan(recipe).given
+        given = found.estimate(recipe).given
         if not device.measured:
             return found
         if option := next((name for name in ("gpus", "utilisation") if name in asked), None):
@@ -62,11 +62,11 @@ class Planner:
             )
         return replace(found, device=measure_device(recipe, target, given))
 
-    def plan(self, recipe: Recipe) -> Plan:
+    def estimate(self, recipe: Recipe) -> Estimate:
         """Return the plan of the recipe, or of one that asks for less."""
         given = replace(assume(recipe, self.target.shape, self.device), **self.asked)
         if recipe.answers.regenerate:
             given = replace(given, answer=min(given.answer, recipe.answers.max_new_tokens))
         samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
         prompts = {name: min(count, most or count) for name, count in self.prompts.items()}
-        return make_plan(recipe, self.target.shape, samples, given, prompts)
+        return make_estimate(recipe, self.target.shape, samples, given, prompts)

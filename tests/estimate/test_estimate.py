@@ -19,12 +19,20 @@ from draftsmith.data.features.extract import extract
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import Draft
 from draftsmith.errors import UserError
+from draftsmith.estimate import figures
+from draftsmith.estimate.estimate import (
+    Estimate,
+    assume,
+    describe,
+    make_estimate,
+    read_target,
+    stages_of,
+    total_seconds,
+)
+from draftsmith.estimate.evaluation import EvaluationEstimate
+from draftsmith.estimate.figures import DEVICES, Device, device_here, find_device
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.registry import find_method
-from draftsmith.plan import figures
-from draftsmith.plan.evaluation import EvaluationPlan
-from draftsmith.plan.figures import DEVICES, Device, device_here, find_device
-from draftsmith.plan.plan import Plan, assume, describe, make_plan, read_target, stages_of, total_seconds
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
 from draftsmith.target.shape import shape_of
@@ -39,7 +47,7 @@ def target(kind: str = "llama", **changes: Any) -> Target:
     return Target(tiny_model(kind, **changes), path="tiny", fingerprint="0")
 
 
-def plan(of: Target, **sections: Any) -> Plan:
+def estimate(of: Target, **sections: Any) -> Estimate:
     recipe = Recipe(
         **{
             "data": DataSpec(limit=SAMPLES, max_length=48, heldout=2),
@@ -51,13 +59,13 @@ def plan(of: Target, **sections: Any) -> Plan:
     )
     shape = shape_of(of.model.config, 4)
     given = replace(assume(recipe, shape, find_device("h100")), prompt=PROMPT, answer=ANSWER)
-    return make_plan(recipe, shape, SAMPLES, given)
+    return make_estimate(recipe, shape, SAMPLES, given)
 
 
 @pytest.mark.parametrize("stored", [None, [1, 3]])
 def test_the_store_has_the_bytes_foretold(tmp_path: Path, stored: list[int] | None) -> None:
     """Besides them a shard has only its header and an offset of 8 bytes per sample."""
-    made, layers = plan(t := target(), features=FeaturesSpec(layer_ids=stored)), stored or [2, 4, 5]
+    made, layers = estimate(t := target(), features=FeaturesSpec(layer_ids=stored)), stored or [2, 4, 5]
     ids = torch.randint(3, 160, (SAMPLES, PROMPT + ANSWER))
     samples = [Tokenized(row, torch.arange(len(row)) >= PROMPT, str(i), "s") for i, row in enumerate(ids)]
     extract(t, samples, tmp_path, layer_ids=layers, progress=False)
@@ -107,7 +115,7 @@ def test_a_cached_token_takes_the_bytes_foretold() -> None:
     cache = KVCache.for_target(t, 4, 48)
     ids = torch.randint(3, 160, (4, 5))
     run_draft(t, cache, Draft.chain(ids[:, 0], ids[:, 1:]))
-    made = plan(t)
+    made = estimate(t)
     assert sum(b.numel() * b.element_size() for b in cache.buffers.values()) == 4 * 48 * made.target.kv_bytes
     assert made.answer_bytes == made.target.weight_bytes + 4 * 48 * made.target.kv_bytes
 
@@ -115,7 +123,7 @@ def test_a_cached_token_takes_the_bytes_foretold() -> None:
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_steps_are_those_of_the_schedule(gpus: int) -> None:
     """Two texts of 24 tokens fill a row of 48 exactly."""
-    made = plan(target())
+    made = estimate(target())
     made = replace(made, given=replace(made.given, gpus=gpus))
     lengths = [PROMPT + ANSWER] * (SAMPLES - 2)
     schedule = Schedule(lengths, made.recipe.train, 0, gpus)
@@ -125,9 +133,9 @@ def test_steps_are_those_of_the_schedule(gpus: int) -> None:
 
 
 def test_times_follow_what_they_should() -> None:
-    made = plan(target())
+    made = estimate(target())
 
-    def given(**changes: Any) -> Plan:
+    def given(**changes: Any) -> Estimate:
         return replace(made, given=replace(made.given, **changes))
 
     half = given(utilisation=made.given.utilisation / 2)
@@ -135,14 +143,14 @@ def test_times_follow_what_they_should() -> None:
     assert half.answer_seconds < 1.1 * made.answer_seconds  # bound by memory
     slow = given(device=replace(made.given.device, bandwidth=made.given.device.bandwidth / 2))
     assert slow.answer_seconds > 1.9 * made.answer_seconds
-    assert EvaluationPlan(slow).parts["decoding"] > 1.9 * EvaluationPlan(made).parts["decoding"]
+    assert EvaluationEstimate(slow).parts["decoding"] > 1.9 * EvaluationEstimate(made).parts["decoding"]
     online = replace(made, recipe=replace(made.recipe, features=FeaturesSpec(source="online")))
     assert online.train_seconds == pytest.approx(made.train_seconds + made.seconds(made.online_flops))
 
 
 def test_a_chunk_of_answers_takes_the_passes_that_its_batches_take() -> None:
     """A slow machine's batch of 4 rows: 14 passes for each batch but the last, whose longest answer takes 28."""
-    made = plan(target())  # 12 samples, answers of 14 tokens and at most 28
+    made = estimate(target())  # 12 samples, answers of 14 tokens and at most 28
     passes = 2 * ANSWER + 28
     rows = SAMPLES * ANSWER / passes
     prefill = made.seconds(SAMPLES * made.target.forward_flops(PROMPT))
@@ -150,18 +158,18 @@ def test_a_chunk_of_answers_takes_the_passes_that_its_batches_take() -> None:
 
 
 def test_what_does_not_fit_in_memory_is_said() -> None:
-    made = plan(target())
+    made = estimate(target())
     small = replace(made, given=replace(made.given, device=replace(made.given.device, memory=made.train_bytes - 1)))
     assert not [line for line in describe(made) if line.startswith("does not fit")]
     assert any(line.startswith("does not fit: training needs") for line in describe(small))
 
 
 def test_the_total_is_that_of_the_stages() -> None:
-    made = plan(target())
+    made = estimate(target())
     stages = {stage.name: stage for stage in stages_of(made)}
     assert [*stages] == ["answers", "hidden states", "training", "evaluation", "export"]
     assert total_seconds(made) == pytest.approx(
-        made.answer_seconds + made.seconds(made.feature_flops) + made.train_seconds + EvaluationPlan(made).seconds
+        made.answer_seconds + made.seconds(made.feature_flops) + made.train_seconds + EvaluationEstimate(made).seconds
     )
     online = replace(
         made, recipe=replace(made.recipe, features=FeaturesSpec(source="online"), answers=AnswersSpec(regenerate=False))
@@ -172,7 +180,7 @@ def test_the_total_is_that_of_the_stages() -> None:
 def test_the_files_have_the_bytes_foretold(tmp_path: Path) -> None:
     """The best head, and the weights and moments of a checkpoint."""
     t = target()
-    made = plan(t, train=TrainSpec(optimizer="adamw"))
+    made = estimate(t, train=TrainSpec(optimizer="adamw"))
     head = find_method("eagle3").build(made.recipe.head, t, torch.arange(80))
     trained = [p for p in head.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained)
@@ -419,13 +427,13 @@ def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lengths_must_fit() -> None:
-    made = plan(target())
+    made = estimate(target())
     with pytest.raises(UserError, match="do not fit the 48"):
-        make_plan(made.recipe, made.target, SAMPLES, replace(made.given, prompt=40))
+        make_estimate(made.recipe, made.target, SAMPLES, replace(made.given, prompt=40))
 
 
 def test_every_device_has_a_plan() -> None:
-    made = plan(target())
+    made = estimate(target())
     for device in DEVICES.values():
         assert device.name in describe(replace(made, given=replace(made.given, device=device)))[1]
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from draftsmith.estimate.estimate import assume, make_estimate
+from draftsmith.estimate.evaluation import EvaluationEstimate
+from draftsmith.estimate.figures import find_device
 from draftsmith.eval.clocks.turns import FEW
 from draftsmith.heads.registry import find_method
-from draftsmith.plan.evaluation import EvaluationPlan
-from draftsmith.plan.figures import find_device
-from draftsmith.plan.plan import assume, make_plan
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec, EvaluateSpec
 from draftsmith.recipe.schema import DataSpec, Recipe, TrainSpec
 from draftsmith.stages.drafters import at_temperature, select_drafters
@@ -23,7 +23,7 @@ from tests.models import tiny_model
 PROMPTS = {"chat": 5, "code": 1}
 
 
-def evaluation(method: str = "eagle3", **changes: Any) -> EvaluationPlan:
+def evaluation(method: str = "eagle3", **changes: Any) -> EvaluationEstimate:
     """Prompts of 12 tokens, answers of 24."""
     options = find_method(method).options_class()
     spec = EvaluateSpec(
@@ -34,7 +34,7 @@ def evaluation(method: str = "eagle3", **changes: Any) -> EvaluationPlan:
     )
     shape = shape_of(tiny_model("llama").config, 4)
     given = replace(assume(recipe, shape, find_device("h100")), prompt=12, answer=24)
-    return EvaluationPlan(make_plan(recipe, shape, 400, given, PROMPTS))
+    return EvaluationEstimate(make_estimate(recipe, shape, 400, given, PROMPTS))
 
 
 TREES = [
@@ -51,8 +51,8 @@ TREES = [
 def test_the_drafters_are_those_of_the_evaluation(method: str, drafts: list[DraftSpec], temperature: float) -> None:
     made = evaluation(method, drafts=drafts, baselines=[BaselineSpec("prompt_lookup")])
     target = Target(tiny_model("llama"), path="tiny", fingerprint="0")
-    head = find_method(method).build(made.plan.recipe.head, target, None)
-    session = cast(Session, SimpleNamespace(recipe=made.plan.recipe, warn=lambda text: None))
+    head = find_method(method).build(made.estimate.recipe.head, target, None)
+    session = cast(Session, SimpleNamespace(recipe=made.estimate.recipe, warn=lambda text: None))
     found = select_drafters(session, {method: head}, target, 64)
     kept = at_temperature(found, made.spec.sampling(temperature))
     mine = [way for way in made.ways if temperature or way.greedy]
@@ -65,15 +65,15 @@ def test_decoding_is_every_answer_of_every_repeat() -> None:
     """Memory-bound, so that a draft's pass takes as long as a token's, and half as many of them make an answer, but no draft is
     counted as faster than the target alone."""
     made = evaluation(temperatures=[1.0], generate=False, repeats=2)
-    plan = made.plan
-    prefill = sum(PROMPTS.values()) * plan.target.forward_flops(12)
+    estimate = made.estimate
+    prefill = sum(PROMPTS.values()) * estimate.target.forward_flops(12)
     assert made.parts["decoding"] == pytest.approx(
-        2 * (2 * 6 * 24 * plan.pass_seconds(1, 1, 24) + 2 * plan.seconds(prefill))
+        2 * (2 * 6 * 24 * estimate.pass_seconds(1, 1, 24) + 2 * estimate.seconds(prefill))
     )
     with_generate = evaluation(temperatures=[1.0], repeats=2)
     some = sum(min(FEW, count) for count in PROMPTS.values())
     extra = with_generate.parts["decoding"] - made.parts["decoding"]
-    assert extra == pytest.approx(2 * some * 24 * plan.pass_seconds(1, 1, 24))
+    assert extra == pytest.approx(2 * some * 24 * estimate.pass_seconds(1, 1, 24))
 
 
 def test_limits_of_slices_count() -> None:
@@ -87,26 +87,26 @@ def test_each_part_comes_with_what_asks_for_it() -> None:
     assert evaluation(**in_float32).parts.keys() == {"decoding", "simulation", "costs"}
     assert "draft lengths" in evaluation(**in_float32, plan_batches=[1]).parts
     half = evaluation(temperatures=[0.0])
-    half = replace(half, plan=replace(half.plan, target=replace(half.plan.target, itemsize=2)))
+    half = replace(half, estimate=replace(half.estimate, target=replace(half.estimate.target, itemsize=2)))
     assert "equality in float32" in half.parts
-    assert "equality in float32" not in replace(half, plan=with_spec(half, lossless=False)).parts
-    assert "equality in float32" not in replace(half, plan=with_spec(half, temperatures=[0.7])).parts
+    assert "equality in float32" not in replace(half, estimate=with_spec(half, lossless=False)).parts
+    assert "equality in float32" not in replace(half, estimate=with_spec(half, temperatures=[0.7])).parts
     table = [evaluation(plan_batches=batches).parts["costs"] for batches in ([], [1], [1, 2, 4])]
     assert table == sorted(table)
     assert table[0] < table[1] < table[2]
     small = evaluation(plan_batches=[1, 2, 4])
-    device = replace(small.plan.given.device, memory=0.0)
-    small = EvaluationPlan(replace(small.plan, given=replace(small.plan.given, device=device)))
+    device = replace(small.estimate.given.device, memory=0.0)
+    small = EvaluationEstimate(replace(small.estimate, given=replace(small.estimate.given, device=device)))
     assert small.parts["costs"] == pytest.approx(table[1]), "batches that do not fit are not timed"
 
 
-def with_spec(made: EvaluationPlan, **changes: Any) -> Any:
+def with_spec(made: EvaluationEstimate, **changes: Any) -> Any:
     spec = replace(made.spec, **changes)
-    return replace(made.plan, recipe=replace(made.plan.recipe, evaluate=spec))
+    return replace(made.estimate, recipe=replace(made.estimate.recipe, evaluate=spec))
 
 
 def test_float32_takes_twice_the_memory_of_half_precision() -> None:
-    plan = evaluation().plan
-    plan = replace(plan, target=replace(plan.target, itemsize=2))
-    assert plan.pass_seconds(1, 1, 10, 4) == pytest.approx(2 * plan.pass_seconds(1, 1, 10))
+    estimate = evaluation().estimate
+    estimate = replace(estimate, target=replace(estimate.target, itemsize=2))
+    assert estimate.pass_seconds(1, 1, 10, 4) == pytest.approx(2 * estimate.pass_seconds(1, 1, 10))
     assert torch.float32.itemsize == 4

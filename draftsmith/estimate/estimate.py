@@ -21,6 +21,8 @@ from draftsmith.data.conversations.templates import load_tokenizer, prepare_prom
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, one_line
+from draftsmith.estimate.evaluation import EvaluationEstimate
+from draftsmith.estimate.figures import BANDWIDTH_SHARE, Assumptions, Device, Estimate, PlannedTarget, Rates
 from draftsmith.eval.training.forecast import FEWEST
 from draftsmith.eval.training.history import read_history, read_stage
 from draftsmith.heads.base import draft_vocab_size_of
@@ -29,8 +31,6 @@ from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import default_layout, engines_notice, find_layout, layouts_of
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.machine import emulates_bf16
-from draftsmith.plan.evaluation import EvaluationPlan
-from draftsmith.plan.figures import BANDWIDTH_SHARE, Assumptions, Device, Plan, PlannedTarget, Rates
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.architecture import check_causal
 from draftsmith.target.config import read_model_config
@@ -48,9 +48,9 @@ _BUSY = 0.15
 """Share of the cores that other programs may take, unsaid, while the machine is measured."""
 
 
-def make_plan(
+def make_estimate(
     recipe: Recipe, target: TargetShape, samples: int, given: Assumptions, prompts: Mapping[str, int] = UNCOUNTED
-) -> Plan:
+) -> Estimate:
     """Return the plan of a recipe. prompts: of the evaluation, by slice. Raises UserError for lengths that do not fit it."""
     longest = _longest(recipe, target)
     if given.prompt + given.answer > longest:
@@ -59,7 +59,7 @@ def make_plan(
             "train.row_tokens and the target allow: give other --prompt-tokens and --answer-tokens."
         )
     _check_head(recipe, target)
-    return Plan(recipe, target, head_cost(recipe.method, recipe.head, target), samples, given, prompts)
+    return Estimate(recipe, target, head_cost(recipe.method, recipe.head, target), samples, given, prompts)
 
 
 def _check_head(recipe: Recipe, target: TargetShape) -> None:
@@ -88,34 +88,39 @@ class Stage:
     memory: float
 
 
-def stages_of(plan: Plan) -> list[Stage]:
+def stages_of(estimate: Estimate) -> list[Stage]:
     """Return what each stage of a run takes."""
-    recipe, stored = plan.recipe, plan.recipe.features.source == "store"
+    recipe, stored = estimate.recipe, estimate.recipe.features.source == "store"
     stages = [
-        Stage("training", plan.train_seconds, plan.train_file_bytes, plan.train_bytes),
-        Stage("evaluation", EvaluationPlan(plan).seconds, 0, plan.evaluate_bytes),
-        Stage("export", 0, plan.export_bytes, 0),
+        Stage("training", estimate.train_seconds, estimate.train_file_bytes, estimate.train_bytes),
+        Stage("evaluation", EvaluationEstimate(estimate).seconds, 0, estimate.evaluate_bytes),
+        Stage("export", 0, estimate.export_bytes, 0),
     ]
     if stored:
-        stages.insert(0, Stage("hidden states", plan.seconds(plan.feature_flops), plan.store_bytes, plan.feature_bytes))
+        stages.insert(
+            0,
+            Stage(
+                "hidden states", estimate.seconds(estimate.feature_flops), estimate.store_bytes, estimate.feature_bytes
+            ),
+        )
     if recipe.answers.regenerate:
-        stages.insert(0, Stage("answers", plan.answer_seconds, plan.answer_file_bytes, plan.answer_bytes))
+        stages.insert(0, Stage("answers", estimate.answer_seconds, estimate.answer_file_bytes, estimate.answer_bytes))
     return stages
 
 
-def total_seconds(plan: Plan) -> float:
+def total_seconds(estimate: Estimate) -> float:
     """Return the seconds of a run."""
-    return sum(stage.seconds for stage in stages_of(plan))
+    return sum(stage.seconds for stage in stages_of(estimate))
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(estimate: Estimate) -> list[str]:
     """Return the plan as lines of text, for the terminal and for the comment that opens a recipe."""
-    recipe, given, target = plan.recipe, plan.given, plan.target
+    recipe, given, target = estimate.recipe, estimate.given, estimate.target
     device, gpus = given.device, f"{given.gpus} {given.device.name}" if given.gpus > 1 else given.device.name
-    spec, online = recipe.train, plan.seconds(plan.online_flops) / given.gpus
+    spec, online = recipe.train, estimate.seconds(estimate.online_flops) / given.gpus
     active = f", {_count(target.active)} of them multiplied per token" if target.experts else ""
     one = "" if device.name == "cpu" else " on one GPU"
-    texts = f"{plan.samples} conversations of {given.prompt} prompt and {given.answer} answer tokens"
+    texts = f"{estimate.samples} conversations of {given.prompt} prompt and {given.answer} answer tokens"
     lines = [f"target: {_count(target.parameters)} parameters{active}, {_size(target.weight_bytes)} in memory"]
     if device.rates is None:
         lines.append(
@@ -123,35 +128,35 @@ def describe(plan: Plan) -> list[str]:
             f"{BANDWIDTH_SHARE:.0%} of {device.bandwidth / 1e12:.3g} TB/s"
         )
     else:
-        lines += [f"assumed: {texts}", *_measured(plan, device.rates)]
+        lines += [f"assumed: {texts}", *_measured(estimate, device.rates)]
     if recipe.answers.regenerate:
-        here = f"{plan.answer_flops:.2g} FLOP, {readable_time(plan.answer_seconds)}{one}"
+        here = f"{estimate.answer_flops:.2g} FLOP, {readable_time(estimate.answer_seconds)}{one}"
         lines.append(
-            f"answers: {_count(plan.samples * given.answer)} tokens, {'by servers, whose time is not planned' if recipe.answers.servers else here}, "
-            f"{_size(plan.answer_file_bytes)} on disk, {_size(plan.answer_bytes)} in memory"
+            f"answers: {_count(estimate.samples * given.answer)} tokens, {'by servers, whose time is not planned' if recipe.answers.servers else here}, "
+            f"{_size(estimate.answer_file_bytes)} on disk, {_size(estimate.answer_bytes)} in memory"
         )
-    stored = f"{_size(plan.store_bytes)} on disk, {readable_time(plan.seconds(plan.feature_flops))}{one}, "
-    stored += f"{_size(plan.feature_bytes)} in memory, then read at {_size(plan.read_rate)}/s while training"
+    stored = f"{_size(estimate.store_bytes)} on disk, {readable_time(estimate.seconds(estimate.feature_flops))}{one}, "
+    stored += f"{_size(estimate.feature_bytes)} in memory, then read at {_size(estimate.read_rate)}/s while training"
     used, other = (f"stored: {stored}", f"online: {readable_time(online)} more training")
     used, other = (other, used) if recipe.features.source == "online" else (used, other)
-    trained = _count(plan.head.matrices + plan.head.others)
+    trained = _count(estimate.head.matrices + estimate.head.others)
     return [
         *lines,
         f"hidden states {used}; if {other}",
-        f"training: {plan.steps} steps, {plan.train_flops:.2g} FLOP of the head, {readable_time(plan.train_seconds)} on {gpus}, "
-        f"{_size(plan.train_file_bytes)} on disk",
-        f"memory {'' if device.name == 'cpu' else 'per GPU '}while training: {_size(plan.train_bytes)} of {_size(device.memory)} "
-        f"(target {_size(target.weight_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(plan.head_bytes)}; "
-        f"activations and logits {_size(plan.pass_bytes)})",
-        _evaluation(plan, one),
-        *_summary(plan),
+        f"training: {estimate.steps} steps, {estimate.train_flops:.2g} FLOP of the head, {readable_time(estimate.train_seconds)} on {gpus}, "
+        f"{_size(estimate.train_file_bytes)} on disk",
+        f"memory {'' if device.name == 'cpu' else 'per GPU '}while training: {_size(estimate.train_bytes)} of {_size(device.memory)} "
+        f"(target {_size(target.weight_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(estimate.head_bytes)}; "
+        f"activations and logits {_size(estimate.pass_bytes)})",
+        _evaluation(estimate, one),
+        *_summary(estimate),
     ]
 
 
-def _measured(plan: Plan, rates: Rates) -> list[str]:
+def _measured(estimate: Estimate, rates: Rates) -> list[str]:
     """Say what was measured, and what made it slow."""
-    device, batch = plan.given.device, plan.recipe.answers.batch
-    alone, together = (1000 * plan.pass_seconds(rows, 1, plan.context) for rows in (1, batch))
+    device, batch = estimate.given.device, estimate.recipe.answers.batch
+    alone, together = (1000 * estimate.pass_seconds(rows, 1, estimate.context) for rows in (1, batch))
     others = rates.clocks.others or 0.0
     lines = [
         f"measured in {readable_time(rates.clocks.wall_s)}: {device.name}, {rates.forward / 1e9:.3g} GFLOP/s over whole texts and "
@@ -162,14 +167,14 @@ def _measured(plan: Plan, rates: Rates) -> list[str]:
         lines.append(
             f"busy: other programs took {others:.0%} of the cores meanwhile; the plan is for a machine without them"
         )
-    if plan.recipe.train.precision == "bf16" and rates.train < rates.forward / 4 and emulates_bf16(device.name):
+    if estimate.recipe.train.precision == "bf16" and rates.train < rates.forward / 4 and emulates_bf16(device.name):
         lines.append('slow: this CPU emulates bf16, which training computes in: set train.precision to "no"')
     return lines
 
 
-def _evaluation(plan: Plan, one: str) -> str:
+def _evaluation(estimate: Estimate, one: str) -> str:
     """Say what the evaluation measures, and how long its parts take. one: on what."""
-    spec, found = plan.recipe.evaluate, EvaluationPlan(plan)
+    spec, found = estimate.recipe.evaluate, EvaluationEstimate(estimate)
     many = [
         (found.count, "prompt"),
         (len(spec.temperatures), "temperature"),
@@ -178,37 +183,37 @@ def _evaluation(plan: Plan, one: str) -> str:
     ]
     prompts, temperatures, repeats, drafters = (f"{n} {word}{'s' if n > 1 else ''}" for n, word in many)
     parts = ", ".join(f"{name} {readable_time(seconds)}" for name, seconds in found.parts.items())
-    uncounted = " (assumed, as they are not on this machine)" if plan.prompts.keys() == UNCOUNTED.keys() else ""
+    uncounted = " (assumed, as they are not on this machine)" if estimate.prompts.keys() == UNCOUNTED.keys() else ""
     return (
         f"evaluation: {prompts}{uncounted}, {temperatures}, {repeats} of the target and {drafters}, "
-        f"{readable_time(found.seconds)}{one} ({parts}) if no draft is slower than the target alone, {_size(plan.evaluate_bytes)} in memory"
+        f"{readable_time(found.seconds)}{one} ({parts}) if no draft is slower than the target alone, {_size(estimate.evaluate_bytes)} in memory"
     )
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(estimate: Estimate) -> list[str]:
     """Return lines with the size of the export, the whole, and what does not fit in memory."""
-    stages, memory = stages_of(plan), plan.given.device.memory
+    stages, memory = stages_of(estimate), estimate.given.device.memory
     whole = sum(stage.seconds for stage in stages)
     shares = ", ".join(f"{stage.name} {stage.seconds / whole:.0%}" for stage in stages if stage.seconds)
     disk, most = sum(stage.disk for stage in stages), max(stage.memory for stage in stages)
     return [
-        f"export: {_size(plan.export_bytes)} on disk",
+        f"export: {_size(estimate.export_bytes)} on disk",
         f"total: {readable_time(whole)} ({shares}), {_size(disk)} on disk, {_size(most)} in memory at once",
         *(
-            f"does not fit: {stage.name} needs {_size(stage.memory)} of memory, and {plan.given.device.name} has {_size(memory)}"
+            f"does not fit: {stage.name} needs {_size(stage.memory)} of memory, and {estimate.given.device.name} has {_size(memory)}"
             for stage in stages
             if stage.memory > memory
         ),
     ]
 
 
-def foresee(plan: Plan, pilot: Path | None) -> list[str]:
+def foresee(estimate: Estimate, pilot: Path | None) -> list[str]:
     """Return in a line the held-out tau that the recipe's data would bring, forecast from the run in the folder `pilot`.
 
     pilot: None takes the recipe's own run, and returns no line where that was not trained. Raises UserError for a folder without
     a training, and for one of another method.
     """
-    folder, recipe = pilot or plan.recipe.run_dir, plan.recipe
+    folder, recipe = pilot or estimate.recipe.run_dir, estimate.recipe
     past = read_history(folder)
     if past is None:
         if pilot is None:
@@ -218,7 +223,7 @@ def foresee(plan: Plan, pilot: Path | None) -> list[str]:
         raise UserError(
             f"--pilot: {folder} trained {past.method}, and the recipe {recipe.method}: name a run of the same method."
         )
-    found = past.at(plan.seen_tokens)
+    found = past.at(estimate.seen_tokens)
     seen = f"{len(past.points)} evaluations of {folder}, the last at {_count(past.tokens)} tokens with {past.points[-1].tau:.2f}"
     if found is None:
         return [
@@ -236,9 +241,9 @@ def engines(recipe: Recipe, target: PlannedTarget) -> list[str]:
     return [f"engines: {notice}"] if notice else []
 
 
-def comment(plan: Plan) -> str:
+def comment(estimate: Estimate) -> str:
     """Return `describe` as a YAML comment, wrapped to lines of 116 characters."""
-    wrapped = [textwrap.wrap(line, 112, subsequent_indent="  ") for line in describe(plan)]
+    wrapped = [textwrap.wrap(line, 112, subsequent_indent="  ") for line in describe(estimate)]
     return "\n".join(f"#   {line}" for lines in wrapped for line in lines)
 
 

@@ -27,13 +27,13 @@ from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.verify import Noise, verify
 from draftsmith.errors import UserError
+from draftsmith.estimate.figures import Assumptions, Device, PlannedTarget, Rates, learned_rows
 from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import HeadCost, head_cost
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
 from draftsmith.machine import ClockWatch, available_memory
-from draftsmith.plan.figures import Assumptions, Device, PlannedTarget, Rates, learned_rows
 from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.architecture import attention_of

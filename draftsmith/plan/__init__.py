@@ -1,1 +1,0 @@
-"""The plan of a run: time, disk and memory, from formulas."""

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_directory, write_json
 from draftsmith.foreign.json import kind_of
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.record import what_it_reads
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.vocab import check_draft_vocab
+from draftsmith.storage import atomic_directory, write_json
 from draftsmith.target.config import check_config_values
 from draftsmith.target.target import Target
 

@@ -15,12 +15,12 @@ import torch
 from accelerate import Accelerator
 
 from draftsmith.errors import UserError
-from draftsmith.files import explain_os_error, flush, sha256_file
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.files import read_bytes
 from draftsmith.foreign.json import parse_json, read_object
+from draftsmith.foreign.reading import read_bytes
 from draftsmith.heads.base import DraftHead
 from draftsmith.progress import say
+from draftsmith.storage import explain_os_error, flush, sha256_file
 from draftsmith.train.parallel import checkpoint_layout
 
 DONE = "DONE"

@@ -19,11 +19,11 @@ from accelerate import PartialState
 from draftsmith.errors import UserError, first_line
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.results.result import Measures, Result, read_result
-from draftsmith.files import explain_os_error, fingerprint, sha256_file, write_text
-from draftsmith.foreign.files import read_lines
 from draftsmith.foreign.json import parse_json
+from draftsmith.foreign.reading import read_lines
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
+from draftsmith.storage import explain_os_error, fingerprint, sha256_file, write_text
 from draftsmith.train.stopping import code_of
 from draftsmith.train.trackers import DASHBOARDS, Cell, Place, flatten
 

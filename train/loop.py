@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader
 from draftsmith.decoder.noise import row_key
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.training.forecast import Forecast
-from draftsmith.files import write_json
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
@@ -32,6 +31,7 @@ from draftsmith.machine import environment
 from draftsmith.memory import HeldMemory
 from draftsmith.progress import Bar, say
 from draftsmith.recipe.schema import Recipe
+from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
 from draftsmith.train.heldout import (

@@ -19,7 +19,7 @@ from threading import Thread
 from typing import Any, TextIO
 
 from draftsmith.errors import StoppedError, UserError, first_line
-from draftsmith.files import explain_os_error
+from draftsmith.storage import explain_os_error
 from draftsmith.train.stopping import ENDING, INTERRUPTED, LAUNCHED, LOST, code_of, on_signals
 from draftsmith.train.world import World, world
 

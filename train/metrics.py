@@ -15,9 +15,9 @@ from torch import Tensor
 from draftsmith.errors import UserError
 from draftsmith.eval.training.forecast import Forecast, Point, forecast
 from draftsmith.eval.training.history import point_of
-from draftsmith.files import explain_os_error, write_text
 from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.recipe.schema import TrackingSpec
+from draftsmith.storage import explain_os_error, write_text
 from draftsmith.train.dashboards import Dashboards, read_past
 
 

@@ -20,8 +20,8 @@ from uuid import uuid4
 from accelerate.tracking import MLflowTracker, TensorBoardTracker, TrackioTracker, WandBTracker
 
 from draftsmith.errors import UserError
-from draftsmith.files import write_text
 from draftsmith.recipe.schema import Backend, TrackingSpec
+from draftsmith.storage import write_text
 
 Cell = str | int | float | None
 """What a table holds."""

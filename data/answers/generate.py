@@ -20,9 +20,9 @@ from draftsmith.decoder.decode import check_requests, decode
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path, explain_os_error, fingerprint
 from draftsmith.foreign.json import read_json_lines
 from draftsmith.progress import Bar
+from draftsmith.storage import atomic_path, explain_os_error, fingerprint
 from draftsmith.target.target import Target
 
 BATCHES_PER_CHUNK = 4

@@ -18,10 +18,10 @@ from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.tools import left_out, warn_left_out
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
-from draftsmith.foreign.files import read_text
 from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.json import is_text, read_object
 from draftsmith.foreign.limits import try_out
+from draftsmith.foreign.reading import read_text
 from draftsmith.target.gguf_file import is_gguf, model_folder
 
 Messages = Sequence[dict[str, Any]]

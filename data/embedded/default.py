@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.data.embedded.corpus import generate_conversations, generate_prompts
-from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep
 from draftsmith.progress import say
+from draftsmith.storage import atomic_directory, claim, default_cache, fingerprint, sweep
 
 SHIPPED = Path(__file__).parent / "target"
 CONVERSATIONS, PROMPTS_PER_SLICE = 24_000, 24

@@ -24,7 +24,6 @@ from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, 
 from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_report
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.training.history import read_history
-from draftsmith.files import check_file, check_ours, write_json, write_text
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
@@ -39,6 +38,7 @@ from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session
 from draftsmith.stages.tree_search import search_tree
+from draftsmith.storage import check_file, check_ours, write_json, write_text
 from draftsmith.train.stopping import LAUNCHED
 
 

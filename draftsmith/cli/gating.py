@@ -14,9 +14,9 @@ from draftsmith.eval.gate.compare import Comparison
 from draftsmith.eval.gate.gate import Threshold, check_names, check_results, parse_thresholds
 from draftsmith.eval.gate.junit import JUNIT_MARK, write_junit
 from draftsmith.eval.results.result import Result, read_result
-from draftsmith.files import check_file
 from draftsmith.stages.evaluation import evaluation_conversations
 from draftsmith.stages.session import Session
+from draftsmith.storage import check_file
 
 MISSED = 3
 """Exit code where a number is below its threshold, or worse than it was."""

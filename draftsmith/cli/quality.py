@@ -32,13 +32,13 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.files import write_json
 from draftsmith.foreign.code import foreign_code
 from draftsmith.machine import environment
 from draftsmith.progress import Bar
 from draftsmith.stages.drafters import at_temperature, load_heads, ways_to_draft
 from draftsmith.stages.planning import target_info
 from draftsmith.stages.session import Session
+from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 
 _ALONE = TargetAlone.name

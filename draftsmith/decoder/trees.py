@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.files import write_text
-from draftsmith.foreign.files import MIB
 from draftsmith.foreign.json import read_json
+from draftsmith.foreign.reading import MIB
+from draftsmith.storage import write_text
 
 Choice = tuple[int, ...]
 

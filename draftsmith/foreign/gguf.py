@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.files import MIB, open_file
+from draftsmith.foreign.reading import MIB, open_file
 from draftsmith.foreign.tensors import TensorSpan
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)

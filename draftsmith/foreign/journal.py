@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.files import explain_os_error
 from draftsmith.foreign.json import parse_json
+from draftsmith.storage import explain_os_error
 
 _KEY = "key"
 

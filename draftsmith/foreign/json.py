@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.files import MOST_BYTES, decode_text, read_bytes, read_lines
+from draftsmith.foreign.reading import MOST_BYTES, decode_text, read_bytes, read_lines
 
 MOST_DEPTH = 100
 """The most levels of lists and objects. Formats we read have up to a dozen, tool schemas of conversations some more."""

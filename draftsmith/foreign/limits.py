@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from draftsmith.foreign.files import MIB
+from draftsmith.foreign.reading import MIB
 
 _REASONS: dict[int, str] = {signal.SIGXCPU: "it takes too long", signal.SIGKILL: "it takes too long or too much memory"}
 

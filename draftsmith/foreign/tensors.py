@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.files import open_file
 from draftsmith.foreign.json import kind_of, parse_json, read_object
+from draftsmith.foreign.reading import open_file
 
 MOST_HEADER_BYTES = 100_000_000  # as in the safetensors library
 BITS = {

@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 
 from draftsmith.errors import UserError, first_line
-from draftsmith.foreign.files import MIB, read_text
 from draftsmith.foreign.json import MOST_DIGITS
+from draftsmith.foreign.reading import MIB, read_text
 
 MOST_YAML_BYTES = MIB
 MOST_NODES = 10_000

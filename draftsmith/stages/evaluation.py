@@ -22,7 +22,6 @@ from draftsmith.eval.report.report import write_report
 from draftsmith.eval.results.result import Lossless, TargetInfo, read_result, write_result
 from draftsmith.eval.training.history import read_history
 from draftsmith.fields import fingerprint_fields
-from draftsmith.files import check_file, fingerprint
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.record import tuned_from
 from draftsmith.machine import environment
@@ -45,6 +44,7 @@ from draftsmith.stages.planning import (
     plan_stage,
 )
 from draftsmith.stages.session import Session
+from draftsmith.storage import check_file, fingerprint
 from draftsmith.target.files import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.pretrained import load_config, weights_directory

@@ -47,13 +47,13 @@ from draftsmith.eval.results.result import (
     environment,
 )
 from draftsmith.eval.simulate.texts import Simulation
-from draftsmith.files import fingerprint
 from draftsmith.foreign.journal import Journal
 from draftsmith.progress import Bar, say
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.planning import longest_text, median_request, target_info
 from draftsmith.stages.session import Session
+from draftsmith.storage import fingerprint
 from draftsmith.target.target import Target
 
 _KEPT_BATCHES = 4

@@ -7,9 +7,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.planner.routing import read_rules
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.fields import fingerprint_fields
-from draftsmith.files import write_text
-from draftsmith.foreign.files import read_text
 from draftsmith.foreign.json import read_object
+from draftsmith.foreign.reading import read_text
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
@@ -24,6 +23,7 @@ from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.heads import head_digest
 from draftsmith.stages.session import Session
+from draftsmith.storage import write_text
 from draftsmith.target.target import Target
 
 

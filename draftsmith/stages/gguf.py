@@ -12,13 +12,13 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from draftsmith.errors import UserError
-from draftsmith.files import atomic_path
 from draftsmith.heads.formats.engines import GGUF_TYPES
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.progress import say
 from draftsmith.stages import gguf_wrapper
 from draftsmith.stages.exporting import export_options
 from draftsmith.stages.session import Session
+from draftsmith.storage import atomic_path
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.files import fingerprint, sha256_file
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, all_weights_files, weights_file
 from draftsmith.heads.formats.recognise import CHECKPOINT, load_head, recognise, refuse_other_files
 from draftsmith.recipe.record import FOLLOWERS
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.run import FILES
+from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.target import Target
 
 WARM_START = "train.warm_start"

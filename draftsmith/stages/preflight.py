@@ -4,7 +4,6 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.files import check_folder
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of
@@ -20,6 +19,7 @@ from draftsmith.stages.heads import load_warm, warm_folder
 from draftsmith.stages.planning import longest_text
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import always_drafted, initial_head
+from draftsmith.storage import check_folder
 from draftsmith.train.parallel import check_launch
 from draftsmith.train.trackers import check_installed
 

@@ -13,13 +13,13 @@ from typing import Any, TextIO
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.planner.settings import NAMES
-from draftsmith.files import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.changes import differing, tell_changes
 from draftsmith.recipe.record import FOLLOWERS, STAGES, StageRecord, as_record, aside, flat_inputs, plain, run_dir_of
 from draftsmith.recipe.schema import Recipe
+from draftsmith.storage import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
 from draftsmith.train.world import world
 
 DATA_STAGES = ("answers", "features")

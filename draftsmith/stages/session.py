@@ -16,7 +16,6 @@ from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import check_template_keys, check_tokenizer, load_tokenizer
 from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
-from draftsmith.files import fingerprint
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
@@ -26,6 +25,7 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
+from draftsmith.storage import fingerprint
 from draftsmith.target.files import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.pretrained import weights_directory

@@ -14,7 +14,6 @@ from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.eval.training.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
-from draftsmith.files import fingerprint
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.cost import head_cost
@@ -35,6 +34,7 @@ from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, s
 from draftsmith.stages.device import main_process_first
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.session import Session
+from draftsmith.storage import fingerprint
 from draftsmith.target.files import fingerprint_directory
 from draftsmith.target.gguf_file import model_folder
 from draftsmith.target.shape import shape_of_model

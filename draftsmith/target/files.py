@@ -20,10 +20,10 @@ from transformers import AutoConfig
 
 import draftsmith.foreign.json as foreign
 from draftsmith.errors import UserError
-from draftsmith.files import sha256_file
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.files import read_bytes, read_text
+from draftsmith.foreign.reading import read_bytes, read_text
 from draftsmith.foreign.tensors import TensorSpan, read_header, read_index
+from draftsmith.storage import sha256_file
 from draftsmith.target.config import check_config_values
 
 FETCH = "restore it or fetch it again"

@@ -25,12 +25,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.fields import shown
-from draftsmith.files import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.gguf import GgufHeader, read_gguf
 from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.tensors import TensorSpan
 from draftsmith.progress import say
+from draftsmith.storage import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.target.architecture import check_causal
 from draftsmith.target.config import MOST_SIZE, check_config_values, check_weights
 from draftsmith.target.files import SOURCE, describe_contents, hash_json, hash_tensor, hash_weights, read_source

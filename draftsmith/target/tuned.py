@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.packing import plan_passes
 from draftsmith.errors import UserError
-from draftsmith.files import fingerprint
+from draftsmith.storage import fingerprint
 from draftsmith.target.target import Target, find_decoder
 
 _LINEAR = (nn.Linear, Conv1D)

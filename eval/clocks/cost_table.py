@@ -16,10 +16,10 @@ from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.result import TargetInfo
 from draftsmith.eval.results.upgrade import with_sizes
-from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.machine import Hardware
+from draftsmith.storage import write_json
 
 SCHEMA_VERSION = 3
 ALONE = ""

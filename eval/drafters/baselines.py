@@ -15,7 +15,7 @@ from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding,
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.simulate.headless import draft_model_simulator, simulate_prompt_lookup, simulate_suffix_decoding
 from draftsmith.fields import LATER, check_fields, require, within
-from draftsmith.files import fingerprint
+from draftsmith.storage import fingerprint
 from draftsmith.target.target import Target
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from draftsmith.eval.gate.gate import ThresholdCheck
-from draftsmith.files import write_text
+from draftsmith.storage import write_text
 
 # Outside the characters of XML 1.0 (its production 2), which cannot be escaped either.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -16,9 +16,9 @@ from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_eva
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.eval.results.result import Result
-from draftsmith.files import write_json
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.formats.engines import Again
+from draftsmith.storage import write_json
 from draftsmith.target.pretrained import DTYPES
 
 HOUR = 3600

@@ -12,10 +12,10 @@ from pathlib import Path
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
-from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.formats.engines import steps_in_words
+from draftsmith.storage import write_json
 
 SCHEMA_VERSION = 1
 

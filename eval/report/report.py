@@ -26,7 +26,7 @@ from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.page_model import DASH, OVERALL, Sample, View, number, significant, times, view_of
 from draftsmith.eval.results.result import Piece, Result
 from draftsmith.eval.training.history import History
-from draftsmith.files import write_text
+from draftsmith.storage import write_text
 
 _SECTIONS = (
     summary.headline,

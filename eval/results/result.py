@@ -16,12 +16,12 @@ from draftsmith.eval.results.conditions import Group, explain_past
 from draftsmith.eval.results.equality import Divergence as Divergence
 from draftsmith.eval.results.equality import Lossless as Lossless
 from draftsmith.eval.results.upgrade import check_figures, upgrade
-from draftsmith.files import write_json
 from draftsmith.foreign.json import read_json
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.machine import Clocks
 from draftsmith.machine import Hardware as Hardware
 from draftsmith.machine import environment as environment
+from draftsmith.storage import write_json
 
 SCHEMA_VERSION = 10
 WARNING = "warning"

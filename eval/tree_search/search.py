@@ -18,7 +18,7 @@ import numpy as np
 from draftsmith.decoder.trees import Choice, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.tree_search.ranks import TextRanks
-from draftsmith.files import fingerprint
+from draftsmith.storage import fingerprint
 
 PRIOR = 16.0
 """Roots that the product rule weighs as much as. On held-back answers within half a percent of the best of 0 to 512,

@@ -13,12 +13,12 @@ from warnings import catch_warnings, simplefilter
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.files import write_json
 from draftsmith.heads.base import agree
 from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
 from draftsmith.heads.record import RECORD, TUNED, write_record
+from draftsmith.storage import write_json
 from draftsmith.target.files import weight_files
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.pretrained import open_model

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import save_file
 
-from draftsmith.files import atomic_directory, atomic_path, check_folder, claim, write_text
+from draftsmith.storage import atomic_directory, atomic_path, check_folder, claim, write_text
 from tests.bad_inputs.cases import Case, Table
 
 FILE = "case.json"
@@ -82,7 +82,7 @@ def _refuse(number: int | None) -> Iterator[None]:
         yield
         return
     refusal = OSError(number, os.strerror(number))
-    with patch("draftsmith.files.os.open", side_effect=refusal), patch("pathlib.Path.mkdir", side_effect=refusal):
+    with patch("draftsmith.storage.os.open", side_effect=refusal), patch("pathlib.Path.mkdir", side_effect=refusal):
         yield
 
 

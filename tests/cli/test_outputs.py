@@ -10,7 +10,7 @@ import pytest
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import TABLE_MARK
-from draftsmith.files import check_file
+from draftsmith.storage import check_file
 
 pytestmark = pytest.mark.full
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"

@@ -32,13 +32,13 @@ from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.clocks.round_profile import RoundProfile, profile_rounds
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.files import write_json, write_text
 from draftsmith.machine import environment
 from draftsmith.recipe.options import number, option, require_recipe, take_options, whole_number
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
 from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.session import Session
+from draftsmith.storage import write_json, write_text
 from draftsmith.target.target import Target
 from scripts.bench.pages.tables import markdown_table
 

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from draftsmith.files import write_json
 from draftsmith.machine import environment
+from draftsmith.storage import write_json
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 SHAPES = (

@@ -19,9 +19,9 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow
-from draftsmith.files import write_json
 from draftsmith.machine import environment
 from draftsmith.progress import say
+from draftsmith.storage import write_json
 from scripts.bench.engines.compare import OurSide, check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
-from draftsmith.files import fingerprint
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.machine import available_cores
@@ -22,6 +21,7 @@ from draftsmith.stages.evaluation import make_requests
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
+from draftsmith.storage import fingerprint
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.target.target import Target
 

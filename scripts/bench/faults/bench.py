@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
-from draftsmith.files import EARLIER, write_json
 from draftsmith.machine import environment
+from draftsmith.storage import EARLIER, write_json
 from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
 

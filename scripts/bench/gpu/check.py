@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.files import write_json
+from draftsmith.storage import write_json
 
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / "scripts" / "gpu_wheels.txt"

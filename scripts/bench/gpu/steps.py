@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from draftsmith.files import write_json
+from draftsmith.storage import write_json
 
 PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy")
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from draftsmith.files import write_json
 from draftsmith.foreign.json import read_object
 from draftsmith.machine import environment, hardware
+from draftsmith.storage import write_json
 from scripts.bench.mutants.mutate import Mutant, mutants
 from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
 

@@ -19,7 +19,6 @@ from draftsmith.errors import UserError
 from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
-from draftsmith.files import write_json
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.block import drafter as block_drafter
@@ -27,6 +26,7 @@ from draftsmith.heads.block.base import BlockAttention, BlockHead, sample_rows
 from draftsmith.heads.block.drafter import DFlashDrafter
 from draftsmith.heads.dflash.head import DFlashOptions, build
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import choose_mask_token
 from tests.decoding import assert_same, decode_like_alone

@@ -17,7 +17,6 @@ from draftsmith.errors import UserError
 from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
-from draftsmith.files import write_json
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts_of
@@ -30,6 +29,7 @@ from draftsmith.heads.peagle.drafter import PEagleDrafter
 from draftsmith.heads.peagle.head import PEagleHead, build
 from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.warm_start import adopt_options
+from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads import llama_oracle as oracle

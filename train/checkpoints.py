@@ -33,10 +33,12 @@ _RENAMED = {"token_scale": "embedding_scale"}
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of a training. step: optimizer steps done. best_*: the best evaluation so far, its step 0 where that
-    is still the head that training started from; stale: evaluations since then. window: micro-batches per step over all
-    processes. train_seconds: that these steps took, without evaluations and checkpoints; None where an earlier version, which did not
-    note them, took some."""
+    """The progress of a training.
+
+    step: optimizer steps done. best_*: the best evaluation so far; its step is 0 while that is still the head that training started
+    from. stale: evaluations since the best. window: micro-batches per step over all processes. train_seconds: of these steps, without
+    evaluations and checkpoints; None if an earlier version took some, which did not count them.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -94,12 +96,12 @@ def latest_checkpoint(folder: Path, *, warn: bool = True) -> Path | None:
     """
     damaged = []
     for path in reversed(_checkpoints(folder)):
-        spoilt = _spoilt(path)
-        if spoilt is None:
+        damage = _damage_of(path)
+        if damage is None:
             return path
-        damaged.append(f"{path.name}: {spoilt}")
+        damaged.append(f"{path.name}: {damage}")
         if warn:
-            what = f"the checkpoint {path} is damaged ({spoilt}): training goes on from the one before it"
+            what = f"the checkpoint {path} is damaged ({damage}): training goes on from the one before it"
             say(f"warning: {what}.")
     if damaged:
         raise UserError(
@@ -109,7 +111,7 @@ def latest_checkpoint(folder: Path, *, warn: bool = True) -> Path | None:
     return None
 
 
-def _spoilt(path: Path) -> str | None:
+def _damage_of(path: Path) -> str | None:
     """Return in words which file of a checkpoint is not as it was saved. One of an earlier version has no digests."""
     try:
         text = read_bytes(path / DONE, "begin again")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from accelerate import PartialState
@@ -25,7 +25,7 @@ from draftsmith.progress import say
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
 from draftsmith.storage import explain_os_error, fingerprint, sha256_file, write_text
 from draftsmith.train.stopping import code_of
-from draftsmith.train.trackers import DASHBOARDS, Cell, Place, flatten
+from draftsmith.train.trackers import DASHBOARDS, Cell, RunInfo, flatten
 
 _COLUMNS: dict[str, Callable[[Measures], Cell]] = {
     "prompts": lambda m: m.prompts,
@@ -63,10 +63,10 @@ def read_past(path: Path, last: float = inf) -> Past:
         if after:
             after += 1
             continue
-        place = f"{path}, line {number}"
-        record = parse_json(line, place, remedy)
+        where = f"{path}, line {number}"
+        record = parse_json(line, where, remedy)
         if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise UserError(f"{place} holds no step of a training: {remedy}.")
+            raise UserError(f"{where} holds no step of a training: {remedy}.")
         if record["step"] > last:
             after = 1
             continue
@@ -97,16 +97,16 @@ class Dashboards:
         write_text(self._path, "".join(f"{json.dumps(line)}\n" for line in lines))
         # Accelerate's trackers want one; that of a training is left as it is.
         PartialState(cpu=not torch.cuda.is_available())
-        place = Place(folder, spec, spec.name or name, self.kept.get("config", {}), fresh)
+        info = RunInfo(folder, spec, spec.name or name, self.kept.get("config", {}), fresh)
         try:
             for backend in spec.active:
-                self._boards.append(_started(backend, place))
+                self._boards.append(_started(backend, info))
         except BaseException:
             self._each(lambda board: board.end(1))
             raise
         self._each(lambda board: self._give_past(board, past) if board.empty else None)
 
-    def __enter__(self) -> "Dashboards":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -136,13 +136,13 @@ class Dashboards:
         with explain_os_error(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({kind: values}) + "\n")
 
-    def log(self, record: Mapping[str, Any], clocks: Mapping[str, float]) -> None:
+    def log(self, record: Mapping[str, Any], clocks: Mapping[str, float] | None = None) -> None:
         """Give them a line of metrics.jsonl and what the clock says of it. Those that went on already have what the interrupted
         process logged after its last checkpoint."""
         self._step = record["step"]
         if self._boards:
-            self.keep("clocks", {str(self._step): clocks})
-            values = _prefixed(record, clocks)
+            self.keep("clocks", {str(self._step): clocks or {}})
+            values = _prefixed(record, clocks or {})
             new = self._step > self._seen
             self._each(lambda board: board.log(values, step=self._step) if new or board.empty else None)
 
@@ -168,21 +168,21 @@ class Dashboards:
 
 def read_kept(path: Path) -> dict[str, dict[str, Any]]:
     """Return what dashboards.jsonl holds, later values in place of earlier ones; a line that was cut short is left out."""
-    found: dict[str, dict[str, Any]] = {}
+    kept: dict[str, dict[str, Any]] = {}
     remedy = "remove the file, which holds clocks alone"
     for number, line in enumerate(read_lines(path, remedy) if path.exists() else (), start=1):
         values = parse_json(line, f"{path}, line {number}", remedy) if line.endswith(b"\n") else {}
         if not isinstance(values, dict) or not all(isinstance(value, dict) for value in values.values()):
             raise UserError(f"{path}, line {number} holds nothing for a dashboard: {remedy}.")
         for key, value in values.items():
-            found.setdefault(key, {}).update(value)
-    return found
+            kept.setdefault(key, {}).update(value)
+    return kept
 
 
-def _started(backend: Backend, place: Place) -> Any:
+def _started(backend: Backend, info: RunInfo) -> Any:
     kind = DASHBOARDS[backend]
     try:
-        board = kind(place)
+        board = kind(info)
         board.start()
     except Exception as error:
         raise UserError(f"{kind.title} did not start ({' '.join(str(error).split())}): {kind.remedy}.") from error
@@ -206,18 +206,18 @@ def track_results(recipe: Recipe) -> None:
     """Give the dashboards of a run's training what its evaluation found: a table and curves per slice, and the files that
     `tracking.artifacts` names; nothing where they have them already."""
     run, spec, folder = recipe.run_dir, recipe.tracking, recipe.run_dir / "train"
-    found = {kind: sorted(run.glob(f"{kind}/t*/result.json")) for kind in _FINDINGS}
+    results = {kind: sorted(run.glob(f"{kind}/t*/result.json")) for kind in _FINDINGS}
     files = _files(run, spec)
     heads = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files.get("head", {}).values()]
-    digests = [sha256_file(path) for paths in found.values() for path in paths]
+    digests = [sha256_file(path) for paths in results.values() for path in paths]
     sent = {"digest": fingerprint([spec.active, spec.artifacts, heads, digests])}
     if not (digests or heads) or read_kept(folder / "dashboards.jsonl").get("sent") == sent:
         return
     past = read_past(folder / "metrics.jsonl")
     with Dashboards(folder, spec, recipe.name, None, past, fresh=False) as boards:
-        for kind, paths in found.items():
-            if results := [read_result(path) for path in paths]:
-                _give_results(boards, kind, results)
+        for kind, paths in results.items():
+            if paths:
+                _give_results(boards, kind, [read_result(path) for path in paths])
         for name, inside in files.items():
             boards.files(name, inside)
         boards.keep("sent", sent)

@@ -9,15 +9,13 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 import json
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch.utils.data import DataLoader
 
@@ -60,47 +58,37 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     tau), summary.json (when training has ended). Resumes by itself; Ctrl-C and SIGTERM save a
     checkpoint first.
     """
-    spec = recipe.train
-    spec.loss.check_head(head)
+    recipe.train.loss.check_head(head)
     folder.mkdir(parents=True, exist_ok=True)
     set_seed(recipe.seed)
-    accelerator = make_accelerator(spec, target.device)
-    head = head.to(accelerator.device).train()
-    target_head = target.head.to(accelerator.device)
-    untrained = digest_of(folder, Progress(), head) if meeting() else ""  # before each process has a shard of it
-    model, optimizers = prepare(accelerator, head, build_optimizers(head, spec), spec)
-    progress = load_training_state(accelerator, folder, head)
-    schedule = Schedule([data.source.lengths[i] for i in data.train], spec, recipe.seed, accelerator.num_processes)
-    if met := meeting():
-        weights = digest_of(folder, progress, head) if progress.step else untrained
-        facts = {"The step to go on from": progress.step, "The digest of the weights": weights}
-        facts |= {"The number of micro-batches per step": schedule.window}
-        met.compare(
-            facts, "all processes need the same files and packages; copy them, or add --redo train to begin again"
-        )
-    run = _Run(recipe, accelerator, model, head, optimizers, target_head, data, schedule, folder, target)
-    return run.run(progress)
+    run = _Run(recipe, target, head, data, folder)
+    progress = run.resume()
+    if (folder / "summary.json").exists():
+        return folder / "best"
+    progress = run.check_window(progress)
+    if not run.accelerator.is_main_process:
+        return run.train(progress, None)
+    say(run.describe_batch())
+    with Tracker(folder, recipe.tracking, recipe.name, run.describe(), progress.step) as tracker:
+        return run.train(progress, tracker)
 
 
-@dataclass
 class _Run:
     """A training run: its parts, its schedule and the loop."""
 
-    recipe: Recipe
-    accelerator: Accelerator
-    model: torch.nn.Module
-    head: DraftHead
-    optimizers: Sequence[Any]
-    target_head: Any
-    data: TrainData
-    schedule: Schedule
-    folder: Path
-    target: Target
-
-    def __post_init__(self) -> None:
-        self.spec = self.recipe.train
-        self.train_steps = self.head.trains.steps
-        self.draft_length = self.head.clamp_draft_length(self.recipe.evaluate.num_speculative_tokens)
+    def __init__(self, recipe: Recipe, target: Target, head: DraftHead, data: TrainData, folder: Path) -> None:
+        self.recipe, self.spec, self.target, self.data, self.folder = recipe, recipe.train, target, data, folder
+        self.accelerator = make_accelerator(self.spec, target.device)
+        self.head = head.to(self.accelerator.device).train()
+        self.target_head = target.head.to(self.accelerator.device)
+        # Before each process has a shard of the head.
+        self.untrained = digest_of(folder, Progress(), head) if meeting() else ""
+        optimizers = build_optimizers(head, self.spec)
+        self.model, self.optimizers = prepare(self.accelerator, head, optimizers, self.spec)
+        self.train_steps = head.trains.steps
+        self.draft_length = head.clamp_draft_length(recipe.evaluate.num_speculative_tokens)
+        lengths = [data.source.lengths[i] for i in data.train]
+        self.schedule = Schedule(lengths, self.spec, recipe.seed, self.accelerator.num_processes)
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(self.schedule.epoch(e)) // self.schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)
@@ -110,28 +98,31 @@ class _Run:
         if min(self.eval_steps) > 2 * _EARLY:
             # An early look, for the warnings: a long run should not wait for its first tenth.
             self.eval_steps.add(_EARLY)
-        self.heldout_batches = make_heldout_batches(
-            self.data.source, self.data.heldout, self.spec.row_tokens, self.spec.rows
-        )
+        self.heldout_batches = make_heldout_batches(data.source, data.heldout, self.spec.row_tokens, self.spec.rows)
 
-    def run(self, progress: Progress) -> Path:
-        """Train from `progress` to the end, to the patience's end, or to Ctrl-C."""
-        if (self.folder / "summary.json").exists():
-            return self.folder / "best"
+    def resume(self) -> Progress:
+        """Load the newest checkpoint, if there is one. Raises UserError where the processes would not go on from the same state."""
+        progress = load_training_state(self.accelerator, self.folder, self.head)
+        if met := meeting():
+            weights = digest_of(self.folder, progress, self.head) if progress.step else self.untrained
+            facts = {"The step to go on from": progress.step, "The digest of the weights": weights}
+            facts |= {"The number of micro-batches per step": self.schedule.window}
+            met.compare(
+                facts, "all processes need the same files and packages; copy them, or add --redo train to begin again"
+            )
+        return progress
+
+    def check_window(self, progress: Progress) -> Progress:
+        """Return `progress` with the micro-batches per step. Raises UserError where its checkpoint had another number of them."""
         if progress.window not in (0, self.schedule.window):
             raise UserError(
                 f"The checkpoint in {self.folder} was made with {progress.window} micro-batches per step over all processes, "
                 f"now there are {self.schedule.window} ({self.accelerator.num_processes} processes x train.accumulation="
                 f"{self.spec.accumulation}): choose them so that their product is the same, or add --redo train."
             )
-        progress = replace(progress, window=self.schedule.window)
-        if not self.accelerator.is_main_process:
-            return self._train(progress, None)
-        say(self._batch_size())
-        with Tracker(self.folder, self.recipe.tracking, self.recipe.name, self._config(), progress.step) as tracker:
-            return self._train(progress, tracker)
+        return replace(progress, window=self.schedule.window)
 
-    def _config(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return what dashboards show beside the figures: the recipe, what the head is made from, and with what."""
         around = environment()
         return json.loads(  # type: ignore[no-any-return]
@@ -155,14 +146,14 @@ class _Run:
         """The tokens of a full optimizer step, over all processes: the global batch."""
         return self.schedule.window * self.spec.rows * self.spec.row_tokens
 
-    def _batch_size(self) -> str:
+    def describe_batch(self) -> str:
         """Return in words how many tokens an optimizer step takes."""
         processes, spec = self.accelerator.num_processes, self.spec
         parts = f"{processes} process{'es' if processes > 1 else ''} x {spec.accumulation} (accumulation) x {spec.rows} rows"
         return f"training: {parts} of {spec.row_tokens} tokens = up to {self._most_tokens:,} tokens a step"
 
-    def _train(self, progress: Progress, tracker: Tracker | None) -> Path:
-        """Train; the main process has a tracker."""
+    def train(self, progress: Progress, tracker: Tracker | None) -> Path:
+        """Train from `progress` to the end, to the patience's end, or to Ctrl-C. tracker: that of the main process."""
         if self.spec.warm_start is not None and not progress.step:
             # The head that training starts from stays the best one until another is better.
             record: dict[str, Any] = {"step": 0, "tokens": 0, "epoch": 0.0}
@@ -173,7 +164,7 @@ class _Run:
         held = HeldMemory()
         bar = Bar(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
         self.pace, earlier = Pace(progress.tokens), progress.train_seconds
-        foreseen: Forecast | None = None
+        expected: Forecast | None = None
         stopping = 0  # the signal, as all processes agreed, so that none leaves another waiting
         with bar, Interrupt() as interrupt:
             while progress.step < self.total and not self._stale(progress) and not stopping:
@@ -186,12 +177,12 @@ class _Run:
                         progress = replace(progress, train_seconds=earlier + self.pace.seconds)
                     if progress.step in self.eval_steps:
                         progress = self._evaluate(record, progress)
-                        foreseen = tracker.foresee(record, self.total, self.draft_length) if tracker else None
+                        expected = tracker.foresee(record, self.total, self.draft_length) if tracker else None
                     speed = self.pace.speed(progress.tokens)
                     if tracker:
                         tracker.log(record, self.pace.figures(progress.tokens, self.accelerator.device))
                     bar.update()
-                    bar.set_postfix_str(_postfix(record, progress, foreseen, speed), refresh=False)
+                    bar.set_postfix_str(_postfix(record, progress, expected, speed), refresh=False)
                     stopping = self._maybe_checkpoint(progress, interrupt)
                     before = time.perf_counter()  # the next step begins with reading its batches
                     if progress.step >= self.total or self._stale(progress) or stopping:
@@ -209,7 +200,7 @@ class _Run:
             pace = {"tokens_per_second": progress.tokens / seconds if seconds else None}
             write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
             best = {"best/tau": progress.best_tau, "best/step": progress.best_step}
-            tracker.summarise(best | ({} if seconds is None else {"train/seconds": seconds}))
+            tracker.summary(best | ({} if seconds is None else {"train/seconds": seconds}))
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
 
@@ -259,7 +250,7 @@ class _Run:
         except UserError as error:  # of a worker: its sentence alone
             raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
 
-    def _locate(self, step: int) -> "tuple[int, int]":
+    def _locate(self, step: int) -> tuple[int, int]:
         """Return the epoch that `step` falls into, and the steps before it in that epoch."""
         for epoch, steps in enumerate(self.epoch_steps):
             if step < steps:
@@ -272,10 +263,10 @@ class _Run:
         epoch, skip = self._locate(step)
         return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
 
-    def _step(self, window: Any, progress: Progress) -> "tuple[dict[str, Any], Progress]":
+    def _step(self, window: Any, progress: Progress) -> tuple[dict[str, Any], Progress]:
         """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
-        self.pace.beside = {}  # what the step before had
+        self.pace.extra = {}  # what the step before had
         divisor, rows = torch.zeros((), device=device), torch.zeros((), device=device)
         for batch, counts in window:
             bare = batch.without_states().to(device)
@@ -290,7 +281,7 @@ class _Run:
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
         if self.spec.optimizer == "muon":
-            self.pace.beside["muon_lr"] = factor * self.spec.muon_lr
+            self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for batch, counts in window:
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short
@@ -308,7 +299,7 @@ class _Run:
                         check_finite("The loss became", sums.loss, progress.step + 1)
                         check_finite("The norm of the gradient became", norm, progress.step + 1)
                     if norm is not None and isfinite(norm):
-                        self.pace.beside["grad_norm"] = float(norm)
+                        self.pace.extra["grad_norm"] = float(norm)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -331,7 +322,7 @@ class _Run:
         }
         return record, progress
 
-    def _skip_empty_step(self, progress: Progress) -> "tuple[dict[str, Any], Progress]":
+    def _skip_empty_step(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
         """Count a step without a supervised row, such as a single document whose answer is one token, and change nothing
         else. Raises UserError where a whole epoch has none."""
         progress = replace(progress, step=progress.step + 1)
@@ -376,9 +367,9 @@ class _Run:
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
 
 
-def _postfix(record: dict[str, Any], progress: Progress, foreseen: Forecast | None, speed: float) -> str:
+def _postfix(record: dict[str, Any], progress: Progress, expected: Forecast | None, speed: float) -> str:
     tau = f"tau {progress.best_tau:.2f}" if progress.best_tau else ""
-    tau += f", forecast {foreseen} at the end " if foreseen else " " if tau else ""
+    tau += f", forecast {expected} at the end " if expected else " " if tau else ""
     learned = ""
     if "loss" in record:
         a_step = f" ({mean(record['step_loss']):.3f} a draft step)" if len(record["step_loss"]) > 1 else ""

@@ -29,7 +29,7 @@ STEP = timedelta(minutes=30)
 """How long processes wait for each other in a step: the longest is a checkpoint, which one of them writes."""
 DATA = timedelta(days=7)
 """How long the others wait while one makes answers and hidden states."""
-_TOLD, _GRACE = 15.0, 5.0
+_SAY_SECONDS, _GRACE = 15.0, 5.0
 """Seconds between two lines of a process that waits, and until a failure has reached all."""
 _PEERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "Timed out waiting")
 """How torch says in a RuntimeError that another process is gone."""
@@ -38,106 +38,105 @@ _PEERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe"
 class Meeting:
     """The processes of a training, after all of them have come. folder: where checkpoints are, once it is known."""
 
-    def __init__(self, here: World, voice: TextIO) -> None:
-        self.here, self.voice = here, voice
+    def __init__(self, here: World, output: TextIO) -> None:
+        self.here, self.output = here, output
         self.folder: Path | None = None
-        self.place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        self._turns = 0
+        self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self._exchanges = 0
         self._store = self._open()
         self._gather()
 
     def _open(self) -> Any:
-        """Return the store, as soon as somebody serves it: the launcher, or rank 0."""
+        """Return the store, as soon as the launcher or rank 0 serves it."""
         from torch.distributed import TCPStore
 
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         serves = self.here.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if not serves and not wait_for_port(
-            address, port, MEET, lambda: self._wait(f"waiting for rank 0 at {self.place}")
+            host, port, MEET, lambda: self._say(f"waiting for rank 0 at {self.address}")
         ):
             raise UserError(
-                f"Nobody is at {self.place}, where {self.here} waited for rank 0 for {_minutes(MEET)}: start rank 0 there, and check "
-                "that MASTER_ADDR and MASTER_PORT are the same everywhere and that no firewall is between."
+                f"Nobody is at {self.address}, where {self.here} waited for rank 0 for {_minutes(MEET)}: start rank 0 there, and "
+                "check that MASTER_ADDR and MASTER_PORT are the same everywhere and that no firewall is between."
             )
         opened: list[Any] = []
 
         def connect() -> None:
             try:
-                opened.append(TCPStore(address, port, None, serves, MEET, wait_for_workers=False, multi_tenant=True))
+                opened.append(TCPStore(host, port, None, serves, MEET, wait_for_workers=False, multi_tenant=True))
             except (RuntimeError, ValueError) as error:
                 opened.append(error)
 
         # In a thread, as a store that never answers, such as another program at this port, holds its caller for ever.
-        waiting, begin = Thread(target=connect, daemon=True), time.monotonic()
-        waiting.start()
-        while not opened and time.monotonic() - begin < MEET.total_seconds():
-            waiting.join(min(_TOLD, MEET.total_seconds()))
-            if not opened:
-                self._wait(f"waiting for an answer of rank 0 at {self.place}")
-        if not opened or isinstance(opened[0], Exception):
-            why = _reason(opened[0]) if opened else f"what listens there has not answered for {_minutes(MEET)}"
+        Thread(target=connect, daemon=True).start()
+        waiting = f"waiting for an answer of rank 0 at {self.address}"
+        answered = wait_until(lambda: bool(opened), MEET, lambda: self._say(waiting))
+        if not answered or isinstance(opened[0], Exception):
+            why = first_line(opened[0])[:200] if opened else f"what listens there has not answered for {_minutes(MEET)}"
             raise UserError(
-                f"{self.here} cannot meet the others at {self.place} ({why}): set MASTER_ADDR to a name of the machine of "
+                f"{self.here} cannot meet the others at {self.address} ({why}): set MASTER_ADDR to a name of the machine of "
                 "rank 0, and MASTER_PORT to a port that is free there."
             ) from (opened[0] if opened else None)
         return opened[0]
 
     def _gather(self) -> None:
         """Wait until all processes are here."""
+        size = self.here.size
         if self._store.add(f"draftsmith/rank/{self.here.rank}", 1) > 1:
-            raise UserError(f"Two processes have RANK {self.here.rank} at {self.place}: give each its own.")
-        come = self._store.add("draftsmith/come", 1)
-        begin, said = time.monotonic(), 0.0
-        while come < self.here.size:
-            waited = time.monotonic() - begin
-            if waited > MEET.total_seconds():
-                raise UserError(
-                    f"Only {come} of {self.here.size} processes came to {self.place} within {_minutes(MEET)}: start the others with "
-                    "the same MASTER_ADDR and MASTER_PORT, or set WORLD_SIZE to as many as there are."
-                )
-            if waited - said > _TOLD:
-                said = waited
-                self._wait(f"waiting for {self.here.size - come} of {self.here.size} processes at {self.place}")
-            time.sleep(0.05)
-            come = self._store.add("draftsmith/come", 0)
+            raise UserError(f"Two processes have RANK {self.here.rank} at {self.address}: give each its own.")
+        self._store.add("draftsmith/come", 1)
 
-    def _wait(self, text: str) -> None:
+        def come() -> int:
+            return int(self._store.add("draftsmith/come", 0))
+
+        def say() -> None:
+            self._say(f"waiting for {size - come()} of {size} processes at {self.address}")
+
+        if not wait_until(lambda: come() >= size, MEET, say):
+            raise UserError(
+                f"Only {come()} of {size} processes came to {self.address} within {_minutes(MEET)}: start the others with "
+                "the same MASTER_ADDR and MASTER_PORT, or set WORLD_SIZE to as many as there are."
+            )
+
+    def _say(self, text: str) -> None:
         """Say for whom this machine waits; a process that no launcher started, as of SLURM, says it for itself."""
         if self.here.main or self.here.local_rank == 0 or "LOCAL_WORLD_SIZE" not in os.environ:
-            print(f"{text} ({self.here})", file=self.voice, flush=True)
+            print(f"{text} ({self.here})", file=self.output, flush=True)
+
+    def _wait_for_key(self, key: str, most: timedelta, say: Callable[[], None] | None = None) -> bool:
+        """Wait until a key is in the store; False after `most`. Raises OthersFailedError where another process has failed."""
+
+        def there() -> bool:
+            if self._store.check([key]):
+                return True
+            self.end_with_others(0.0)
+            return False
+
+        return wait_until(there, most, say, lines=4)
 
     @contextmanager
     def first(self) -> Iterator[bool]:
         """Let rank 0 do the work within first; yield whether this is rank 0. The others wait for as long as it takes to make
         answers and hidden states, which may be days."""
-        self._turns += 1
-        done = f"draftsmith/turn/{self._turns}"
+        self._exchanges += 1
+        done = f"draftsmith/turn/{self._exchanges}"
         if self.here.main:
             yield True
             self._store.set(done, "done")
             return
-        begin, said = time.monotonic(), 0.0
-        while not self._store.check([done]):
-            self.end_with_others(0.0)
-            waited = time.monotonic() - begin
-            if waited > DATA.total_seconds():
-                raise UserError(
-                    f"Rank 0 has kept {self.here} waiting for 7 days: see there whether it is still at work."
-                )
-            if waited - said > 4 * _TOLD:
-                said = waited
-                self._wait("waiting for rank 0, which makes answers and hidden states")
-            time.sleep(0.2)
+        waiting = "waiting for rank 0, which makes answers and hidden states"
+        if not self._wait_for_key(done, DATA, lambda: self._say(waiting)):
+            raise UserError(f"Rank 0 has kept {self.here} waiting for 7 days: see there whether it is still at work.")
         yield False
 
     def compare(self, facts: dict[str, Any], remedy: str) -> None:
         """Raise UserError, on every process, where a fact is not the same on all of them."""
-        self._turns += 1
+        self._exchanges += 1
         mine = json.dumps({"host": socket.gethostname()} | facts, default=str)
-        self._store.set(f"draftsmith/facts/{self._turns}/{self.here.rank}", mine)
-        first = self._read(0)
+        self._store.set(f"draftsmith/facts/{self._exchanges}/{self.here.rank}", mine)
+        first = self._read_facts(0)
         for rank in range(1, self.here.size):
-            other = self._read(rank)
+            other = self._read_facts(rank)
             for name in facts:
                 if other[name] != first[name]:
                     raise UserError(
@@ -145,22 +144,19 @@ class Meeting:
                         f"{other['host']}: {remedy}."
                     )
 
-    def _read(self, rank: int) -> dict[str, Any]:
-        key, begin = f"draftsmith/facts/{self._turns}/{rank}", time.monotonic()
-        while not self._store.check([key]):
-            self.end_with_others(0.0)
-            if time.monotonic() - begin > STEP.total_seconds():
-                raise UserError(
-                    f"Rank {rank} has kept {self.here} waiting for {_minutes(STEP)}: see there what holds it up."
-                )
-            time.sleep(0.05)
+    def _read_facts(self, rank: int) -> dict[str, Any]:
+        key = f"draftsmith/facts/{self._exchanges}/{rank}"
+        if not self._wait_for_key(key, STEP):
+            raise UserError(
+                f"Rank {rank} has kept {self.here} waiting for {_minutes(STEP)}: see there what holds it up."
+            )
         facts: dict[str, Any] = json.loads(self._store.get(key))
         return facts
 
     def check_shared(self, key: str, folder: Path) -> None:
         """Raise UserError where `folder`, the value of the recipe's `key`, is not one and the same on all machines."""
         with self.first() as first:
-            name = f"draftsmith/mark/{self._turns}"
+            name = f"draftsmith/mark/{self._exchanges}"
             if first:
                 # Swept with everything half-written, should this process be killed here.
                 mark = folder / f".shared.draftsmith-{secrets.token_hex(6)}.tmp"
@@ -169,39 +165,34 @@ class Meeting:
                     mark.touch(exist_ok=False)
                 self._store.set(name, mark.name)
         mark = folder / self._store.get(name).decode()
-        begin = time.monotonic()
-        while not mark.exists() and time.monotonic() - begin < _GRACE:
-            time.sleep(0.2)
+
+        def seen() -> bool:
             if folder.is_dir():
                 os.listdir(folder)  # which has network file systems look again
+            return mark.exists()
+
+        shared = wait_until(seen, timedelta(seconds=_GRACE), pause=0.2)
         try:
-            found = "the folder of rank 0" if mark.exists() else "another folder"
-            self.compare({key: found}, f"{folder} must lie on a disk that all machines share")
+            which = "the folder of rank 0" if shared else "another folder"
+            self.compare({key: which}, f"{folder} must lie on a disk that all machines share")
         finally:
             if self.here.main:
                 mark.unlink(missing_ok=True)
 
-    def tell(self, text: str, code: int) -> bool:
-        """Make a failure known to all; return whether nobody else has said why it ends. Rank 0 goes first."""
-        try:
+    def announce(self, code: int) -> bool:
+        """Make a failure known to all, with its exit code; return whether nobody else has said why it ends. Rank 0 goes first."""
+        with suppress(RuntimeError):  # the store is gone with the launcher
             if not self.here.main:
                 self.end_with_others(1.0)
             if self._store.add("draftsmith/failures", 1) > 1:
                 return False
-            self._store.set("draftsmith/failed", json.dumps({"text": text, "code": code}))
-        except RuntimeError:  # the store is gone with the launcher
-            pass
+            self._store.set("draftsmith/failed", str(code))
         return True
 
     def end_with_others(self, seconds: float) -> None:
         """Raise OthersFailedError where another process has failed, within `seconds`."""
-        begin = time.monotonic()
-        while True:
-            if self._store.check(["draftsmith/failed"]):
-                raise OthersFailedError(json.loads(self._store.get("draftsmith/failed"))["code"])
-            if time.monotonic() - begin >= seconds:
-                return
-            time.sleep(0.05)
+        if wait_until(lambda: bool(self._store.check(["draftsmith/failed"])), timedelta(seconds=seconds)):
+            raise OthersFailedError(int(self._store.get("draftsmith/failed")))
 
     def explain(self, error: BaseException) -> UserError | None:
         """Return the sentence for an exception that comes of another process that is gone; None for any other.
@@ -217,31 +208,50 @@ class Meeting:
         with suppress(RuntimeError):  # the store is gone with the launcher
             self.end_with_others(_GRACE)
         return UserError(
-            f"Another process of this training is gone ({_reason(error)}; said by {self.here}): {self.resume()}."
+            f"Another process of this training is gone ({first_line(error)[:200]}; said by {self.here}): {self.how_to_resume()}."
         )
 
-    def resume(self) -> str:
+    def how_to_resume(self) -> str:
         """Return in words from where the same command goes on."""
         from draftsmith.train.checkpoints import latest_checkpoint
 
-        found = None if self.folder is None else latest_checkpoint(self.folder, warn=False)
-        place = "the beginning, as there is no checkpoint yet" if found is None else str(found)
-        return f"run the same command again to go on from {place}"
+        checkpoint = None if self.folder is None else latest_checkpoint(self.folder, warn=False)
+        start = "the beginning, as there is no checkpoint yet" if checkpoint is None else str(checkpoint)
+        return f"run the same command again to go on from {start}"
 
 
-def wait_for_port(address: str, port: int, most: timedelta, waiting: Callable[[], None]) -> bool:
-    """Return True as soon as somebody listens at a port, False after `most`; call `waiting` from time to time."""
+def wait_until(
+    ready: Callable[[], bool],
+    most: timedelta,
+    say: Callable[[], None] | None = None,
+    *,
+    lines: int = 1,
+    pause: float = 0.05,
+) -> bool:
+    """Return True as soon as `ready` does, False after `most`. say: called again and again while it waits, every `lines` times
+    15 seconds. pause: seconds between two questions."""
     begin, said = time.monotonic(), 0.0
-    while (waited := time.monotonic() - begin) < most.total_seconds():
-        try:
-            socket.create_connection((address, port), timeout=5).close()
+    while not ready():
+        waited = time.monotonic() - begin
+        if waited >= most.total_seconds():
+            return False
+        if say is not None and waited - said > lines * _SAY_SECONDS:
+            said = waited
+            say()
+        time.sleep(pause)
+    return True
+
+
+def wait_for_port(host: str, port: int, most: timedelta, say: Callable[[], None] | None = None) -> bool:
+    """Return True as soon as somebody listens at a port, False after `most`; call `say` while it waits."""
+
+    def listens() -> bool:
+        with suppress(OSError):
+            socket.create_connection((host, port), timeout=5).close()
             return True
-        except OSError:
-            if waited - said > _TOLD:
-                said = waited
-                waiting()
-            time.sleep(0.5)
-    return False
+        return False
+
+    return wait_until(listens, most, say, pause=0.5)
 
 
 class OthersFailedError(Exception):
@@ -271,7 +281,7 @@ def together() -> Iterator[None]:
     if here.size == 1:
         yield
         return
-    speakers = sys.stdout, sys.stderr
+    streams = sys.stdout, sys.stderr
     with Path(os.devnull).open("w", encoding="utf-8") as silence:
         try:
             _meeting = _meeting or Meeting(here, sys.stderr)
@@ -282,17 +292,17 @@ def together() -> Iterator[None]:
             except Exception as error:  # told to all, and raised again
                 # The launcher ends all when one has failed: that one needs a moment to say why.
                 with on_signals(signal.SIG_IGN, ENDING):
-                    ending = _told(_meeting, error)
+                    ending = _ending(_meeting, error)
                 if ending is error:
                     raise
                 raise ending from error
             except KeyboardInterrupt as stop:
                 raise _interrupted(_meeting, stop) from None
         finally:
-            sys.stdout, sys.stderr = speakers
+            sys.stdout, sys.stderr = streams
 
 
-def _told(met: Meeting, error: Exception) -> BaseException:
+def _ending(met: Meeting, error: Exception) -> BaseException:
     """Return what this process ends with: its own error where it is the one to say it."""
     try:
         if isinstance(error, OthersFailedError):
@@ -303,16 +313,16 @@ def _told(met: Meeting, error: Exception) -> BaseException:
         if lost is not None:
             _leave_note(str(lost))
             # The launcher knows more, such as which process was killed.
-            return SystemExit(LOST) if LAUNCHED in os.environ or not met.tell(str(lost), 1) else lost
+            return SystemExit(LOST) if LAUNCHED in os.environ or not met.announce(1) else lost
         if not isinstance(error, UserError):
-            error.add_note(f"draftsmith: {met.here} failed: {met.resume()}.")
+            error.add_note(f"draftsmith: {met.here} failed: {met.how_to_resume()}.")
         elif not met.here.main:
             error = UserError(f"{error} ({met.here})")
-        told = met.tell(str(error), code_of(error))
+        said_here = met.announce(code_of(error))
     except OthersFailedError as ended:
         return SystemExit(ended.code)
     _leave_note(str(error))
-    return error if told else SystemExit(code_of(error))
+    return error if said_here else SystemExit(code_of(error))
 
 
 def _interrupted(met: Meeting, stop: KeyboardInterrupt) -> BaseException:
@@ -334,10 +344,6 @@ def _leave_note(text: str) -> None:
     if path:
         note = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": ""}}}
         Path(path).write_text(json.dumps(note), encoding="utf-8")
-
-
-def _reason(error: BaseException) -> str:
-    return first_line(error)[:200]
 
 
 def _minutes(time_: timedelta) -> str:

@@ -2,10 +2,10 @@
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -70,13 +70,13 @@ def tuned_figures(sums: Tensor) -> dict[str, Any]:
 
 @dataclass
 class Pace:
-    """The clock of this process; its readings never reach files that a resume must reproduce. beside: what else of the last step
+    """The clock of this process; its readings never reach files that a resume must reproduce. extra: what else of the last step
     goes to dashboards alone."""
 
     first_tokens: int
     seconds: float = 0.0
     saved_at: float = field(default_factory=time.perf_counter)
-    beside: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, float] = field(default_factory=dict)
 
     def speed(self, tokens: int) -> float:
         """Return the tokens per second of training since the process began, without evaluations and checkpoints."""
@@ -86,13 +86,14 @@ class Pace:
         """Return what dashboards get of a step beyond its record: speed, memory (of a GPU the peak) and what was noted beside it."""
         on_gpu = device.type == "cuda"
         used = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
-        return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30, **self.beside}
+        return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30, **self.extra}
 
 
-class Tracker:
-    """Append one JSON object per line to metrics.jsonl and mirror it to the dashboards, whose runs end as the training does.
+class Tracker(Dashboards):
+    """The dashboards of a training, with metrics.jsonl, which gets a JSON object per step.
 
-    curve: the evaluations so far, also those before an interruption. The file holds no clock times, so that an interrupted and resumed run leaves the same file.
+    curve: the evaluations so far, also those before an interruption. The file holds no clock times, so that an interrupted and
+    resumed run leaves the same file.
     """
 
     def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
@@ -102,15 +103,7 @@ class Tracker:
         if self.path.exists():  # what a killed run wrote after its last checkpoint will be written again
             write_text(self.path, b"".join(past.lines).decode())
         self.curve = [point for record in past.records if (point := point_of(record, str(self.path)))]
-        self._boards = Dashboards(folder, spec, name, config, past, fresh=resume_step == 0)
-
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._boards.__exit__(kind, error, trace)
+        super().__init__(folder, spec, name, config, past, fresh=resume_step == 0)
 
     def foresee(self, record: dict[str, Any], total: int, num_speculative_tokens: int) -> Forecast | None:
         """Add the evaluation in `record` to the curve, and the forecast of tau after `total` steps to the record; return it,
@@ -119,17 +112,13 @@ class Tracker:
         self.curve.append(point)
         if not 0 < point.step < total:
             return None
-        found = forecast(self.curve, round(point.tokens * total / point.step), num_speculative_tokens)
-        if found is not None:
-            record["forecast"] = asdict(found)
-        return found
+        expected = forecast(self.curve, round(point.tokens * total / point.step), num_speculative_tokens)
+        if expected is not None:
+            record["forecast"] = asdict(expected)
+        return expected
 
-    def log(self, values: dict[str, Any], extra: dict[str, float] | None = None) -> None:
-        """Log one step; `extra` (speeds, memory) goes to the dashboards only."""
+    def log(self, record: Mapping[str, Any], clocks: Mapping[str, float] | None = None) -> None:
+        """Log one step; its `clocks` (speeds, memory) go to the dashboards alone."""
         with explain_os_error(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
-        self._boards.log(values, extra or {})
-
-    def summarise(self, values: dict[str, float]) -> None:
-        """Give the dashboards the figures that stand for the whole run."""
-        self._boards.summary(values)
+            file.write(json.dumps(record) + "\n")
+        super().log(record, clocks)

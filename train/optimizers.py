@@ -90,7 +90,7 @@ class Muon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        pending: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
         for group in self.param_groups:
             parameters: list[Tensor] = []
             gradients: list[Tensor] = []
@@ -98,32 +98,32 @@ class Muon(torch.optim.Muon):
             self._init_group(group, parameters, gradients, buffers)
             for parameter, gradient, buffer in zip(parameters, gradients, buffers, strict=True):
                 buffer.lerp_(gradient, 1 - group["momentum"])
-                found.append(
+                pending.append(
                     (parameter, gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer, group)
                 )
-        for (parameter, _, group), update in zip(found, _orthogonalised(found), strict=True):
+        for (parameter, _, group), update in zip(pending, _orthogonalised(pending), strict=True):
             _apply(parameter, update, group)
         return loss
 
 
-def _orthogonalised(found: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
+def _orthogonalised(pending: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
     """Return the orthogonalised updates, each made by one of the processes."""
     together = distributed.is_available() and distributed.is_initialized()
     size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
     # The largest first, each to the process that has least to do: as work counts rows * rows * columns.
-    work, owner = [0.0] * size, [0] * len(found)
-    for place in sorted(range(len(found)), key=lambda i: -found[i][0].numel()):
-        owner[place] = work.index(min(work))
-        work[owner[place]] += found[place][0].numel() * min(found[place][0].shape)
+    work, owner = [0.0] * size, [0] * len(pending)
+    for index in sorted(range(len(pending)), key=lambda i: -pending[i][0].numel()):
+        owner[index] = work.index(min(work))
+        work[owner[index]] += pending[index][0].numel() * min(pending[index][0].shape)
     made = [
         orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        if owner[place] == rank
+        if owner[index] == rank
         else torch.empty_like(update)
-        for place, (_, update, group) in enumerate(found)
+        for index, (_, update, group) in enumerate(pending)
     ]
     if size > 1:
         made = [update.contiguous() for update in made]
-        sent = [distributed.broadcast(update, owner[place], async_op=True) for place, update in enumerate(made)]
+        sent = [distributed.broadcast(update, owner[index], async_op=True) for index, update in enumerate(made)]
         for one in sent:
             one.wait()
     return made

@@ -53,7 +53,7 @@ _COUNTS = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_proce
 
 
 class WrappedHead(nn.Module):
-    """A head with plain tuples as outputs, for Accelerate to wrap: FSDP2 and DeepSpeed look for tensors in tuples.
+    """A head that returns plain tuples, for Accelerate to wrap: FSDP2 and DeepSpeed look for tensors in tuples alone.
 
     It also keeps the head's final norm away from Accelerate, which would make it a shard group of its own.
     """
@@ -63,17 +63,16 @@ class WrappedHead(nn.Module):
         self.head = head
 
     def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[Any, ...], ...]:
-        """Return the fields of every StepOutput, that of a tuned target last."""
+        """Run the head; return each StepOutput as the tuple of its fields, that of a tuned target last."""
         output = self.head(batch, num_steps)
-        draft_probs = output.steps if output.tuned is None else (*output.steps, output.tuned)
-        return tuple(tuple(getattr(probs, field.name) for field in fields(StepOutput)) for probs in draft_probs)
+        steps = output.steps if output.tuned is None else (*output.steps, output.tuned)
+        return tuple(tuple(getattr(step, field.name) for field in fields(StepOutput)) for step in steps)
 
 
 def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
-    """Call a prepared WrappedHead."""
-    draft_probs = tuple(StepOutput(*probs) for probs in model(batch, num_steps))
-    tuned = [probs for probs in draft_probs if probs.offset < 0]
-    return HeadOutput(draft_probs[: len(draft_probs) - len(tuned)], tuned[0] if tuned else None)
+    """Call a prepared WrappedHead, and make a HeadOutput of its tuples."""
+    *steps, last = (StepOutput(*values) for values in model(batch, num_steps))
+    return HeadOutput(tuple(steps), last) if last.offset < 0 else HeadOutput((*steps, last))
 
 
 def launch_settings(config: Path | None = None) -> dict[str, str]:
@@ -85,11 +84,11 @@ def launch_settings(config: Path | None = None) -> dict[str, str]:
     if config is not None:
         return _read_launch_file(config)
     on = [kind for kind in (DEEPSPEED, FSDP) if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
-    found = {"distributed_type": on[0] if on else "NO"}
-    found |= {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
+    settings = {"distributed_type": on[0] if on else "NO"}
+    settings |= {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
-        found["deepspeed_config_file"] = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
-    return found
+        settings["deepspeed_config_file"] = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
+    return settings
 
 
 def _read_launch_file(config: Path) -> dict[str, str]:
@@ -98,21 +97,21 @@ def _read_launch_file(config: Path) -> dict[str, str]:
         raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
     needed = ("distributed_type", "num_processes", "num_machines", "use_cpu")
     # Without the other sections, and without what is left to the launcher's defaults.
-    found = {
+    settings = {
         key: value for key, value in file.items() if key in needed or not (isinstance(value, dict) or value is None)
     }
     for section in ("fsdp_config", "deepspeed_config"):
         inside = file.get(section) or {}
         if not isinstance(inside, dict):
             raise UserError(f"{config}: {section} is {shown(inside)}, but it is a section: {_EXAMPLES}.")
-        found |= inside
-    for key, value in found.items():
+        settings |= inside
+    for key, value in settings.items():
         if isinstance(value, list | dict) or value is None or "\0" in str(value):
             raise UserError(f"{config}: {key} is {shown(value)}, which is no value for it: {_EXAMPLES}.")
         text, least = str(value), _COUNTS.get(key)
         if least is not None and not (text.isascii() and text.isdecimal() and least <= int(text) <= 10**6):
             raise UserError(f"{config}: {key} is {shown(value)}: it must be a number from {least} to 1000000.")
-    return {str(key): str(value) for key, value in found.items()}
+    return {str(key): str(value) for key, value in settings.items()}
 
 
 def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
@@ -130,10 +129,10 @@ def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
         )
     if kind == FSDP:
         for key, (needed, default) in _FSDP_NEEDS.items():
-            found = settings.get(key, default)
-            if found.lower() != needed.lower():
+            value = settings.get(key, default)
+            if value.lower() != needed.lower():
                 raise UserError(
-                    f"The launch file has {key}: {found}, but a head needs {key}: {needed} under fsdp_config: "
+                    f"The launch file has {key}: {value}, but a head needs {key}: {needed} under fsdp_config: "
                     "`draftsmith recipes accelerate/fsdp2-8gpu` shows one."
                 )
         return
@@ -201,11 +200,11 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
     try:
         accelerator = _accelerator(spec, device, launch_settings())
     except (ValueError, LookupError, RuntimeError, AttributeError, ImportError) as error:
-        said = [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]
-        if isinstance(error, UserError) or not said:
+        names = [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]
+        if isinstance(error, UserError) or not names:
             raise
         raise UserError(
-            f"Accelerate refuses what the environment says ({first_line(error)[:200]}): correct or unset {', '.join(sorted(said))[:300]}, "
+            f"Accelerate refuses what the environment says ({first_line(error)[:200]}): correct or unset {', '.join(sorted(names))[:300]}, "
             "or start with `--launch`, which sets them from a launch file."
         ) from error
     kind = launch_settings()["distributed_type"]

@@ -82,8 +82,8 @@ class MicroBatches(Dataset):
     def __len__(self) -> int:
         return len(self.micros)
 
-    def __getitem__(self, place: int) -> "tuple[TrainBatch, bool]":
-        micro = self.micros[place]
+    def __getitem__(self, index: int) -> tuple[TrainBatch, bool]:
+        micro = self.micros[index]
         rows = [self.source.get_many([self.index[i] for i in row], self.layers) for row in micro.rows]
         seeds = [[row_key(self.seed, "train", self.index[i]) for i in row] for row in micro.rows]
         return collate(rows, self.row_tokens, seeds=seeds), micro.counts

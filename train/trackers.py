@@ -60,7 +60,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RunInfo:
     """What a dashboard is started from. folder: train/ of the run. fresh: a training that starts over, so that its dashboards do
     too."""
 
@@ -70,12 +70,12 @@ class Place:
     config: Mapping[str, Any]
     fresh: bool
 
-    def known(self, backend: Backend) -> str | None:
+    def kept_id(self, backend: Backend) -> str | None:
         """Return the identity under which the dashboard knows this run, None for a new one."""
         path = self.folder / f"{backend}_id"
         return None if self.fresh or not path.exists() else path.read_text(encoding="utf-8")
 
-    def keep(self, backend: Backend, identity: str) -> None:
+    def keep_id(self, backend: Backend, identity: str) -> None:
         """Keep the identity, so that a resumed run is one dashboard with the interrupted one."""
         write_text(self.folder / f"{backend}_id", identity)
 
@@ -116,33 +116,33 @@ class WandB(WandBTracker, Dashboard):
     title = "Weights & Biases"
     remedy = "run `wandb login`, or set tracking.wandb to offline or disabled"
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, info: RunInfo) -> None:
         import wandb
 
-        spec, self.place, mode = place.spec, place, place.spec.wandb or "offline"
+        spec, self.info, mode = info.spec, info, info.spec.wandb or "offline"
         # W&B takes no step twice: a run that starts over has a new identity.
-        self.identity = place.known("wandb") or uuid4().hex[:12]
+        self.identity = info.kept_id("wandb") or uuid4().hex[:12]
         super().__init__(
             spec.project,
             entity=spec.entity,
             group=spec.group,
             tags=spec.tags or None,
             notes=spec.notes,
-            name=place.name,
+            name=info.name,
             id=self.identity,
             resume="allow" if mode == "online" else None,
-            config=dict(place.config),
-            dir=str(place.folder),
+            config=dict(info.config),
+            dir=str(info.folder),
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
         # `wandb sync` takes no file for the continuation of another: a new one holds all steps, the others leave its sight.
-        self.empty = mode == "offline" or place.known("wandb") is None
+        self.empty = mode == "offline" or info.kept_id("wandb") is None
 
     def start(self) -> None:
         # The second one within a second has a number behind its identity.
-        before = sorted((self.place.folder / "wandb").glob(f"offline-run-*-{self.identity}*"))
-        self.place.keep("wandb", self.identity)
+        before = sorted((self.info.folder / "wandb").glob(f"offline-run-*-{self.identity}*"))
+        self.info.keep_id("wandb", self.identity)
         super().start()
         for old in before:
             old.rename(old.with_name(old.name.replace("offline-run", "continued-run")))
@@ -166,7 +166,7 @@ class WandB(WandBTracker, Dashboard):
     def files(self, name: str, files: Mapping[str, Path]) -> None:
         import wandb
 
-        artifact = wandb.Artifact(_plain(f"{self.place.name}-{name}"), type=name)
+        artifact = wandb.Artifact(_plain(f"{self.info.name}-{name}"), type=name)
         for inside, path in files.items():
             # Read where it lies, now or by `wandb sync`: an export has gigabytes.
             artifact.add_file(str(path), name=inside, policy="immutable", skip_cache=True)
@@ -183,18 +183,18 @@ class TensorBoard(TensorBoardTracker, Dashboard):
     title = "TensorBoard"
     remedy = "leave tensorboard out of tracking.backends"
 
-    def __init__(self, place: Place) -> None:
-        super().__init__("tensorboard", place.folder)
-        self.place = place
+    def __init__(self, info: RunInfo) -> None:
+        super().__init__("tensorboard", info.folder)
+        self.info = info
 
     def start(self) -> None:
-        events = self.place.folder / "tensorboard"
-        if self.place.fresh:
+        events = self.info.folder / "tensorboard"
+        if self.info.fresh:
             shutil.rmtree(events, ignore_errors=True)
         self.empty = not events.exists()
         super().start()
         if self.empty:  # each call makes a folder of its own
-            self.store_init_configuration(flatten(self.place.config))
+            self.store_init_configuration(flatten(self.info.config))
 
     def rows(self, name: str, columns: Sequence[str], cells: Sequence[Sequence[Cell]]) -> None:
         lines = [columns, ["---"] * len(columns), *cells]
@@ -212,19 +212,19 @@ class Trackio(TrackioTracker, Dashboard):
     title = "Trackio"
     remedy = "correct Trackio's environment variables, or leave trackio out of tracking.backends"
 
-    def __init__(self, place: Place) -> None:
-        known = place.known("trackio")
-        self.place, self.empty = place, known is None
-        name = known or f"{place.name}-{uuid4().hex[:6]}"
-        group = place.spec.group
-        super().__init__(place.spec.project, name=name, group=group, config=dict(place.config), resume="allow")
+    def __init__(self, info: RunInfo) -> None:
+        known = info.kept_id("trackio")
+        self.info, self.empty = info, known is None
+        name = known or f"{info.name}-{uuid4().hex[:6]}"
+        group = info.spec.group
+        super().__init__(info.spec.project, name=name, group=group, config=dict(info.config), resume="allow")
         self.run_name_there = name
 
     def start(self) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str((self.place.folder / "trackio").absolute()))
+        os.environ.setdefault("TRACKIO_DIR", str((self.info.folder / "trackio").absolute()))
         with redirect_stdout(sys.stderr):  # standard output is for results
             super().start()
-        self.place.keep("trackio", self.run_name_there)
+        self.info.keep_id("trackio", self.run_name_there)
 
     def rows(self, name: str, columns: Sequence[str], cells: Sequence[Sequence[Cell]]) -> None:
         import trackio
@@ -234,7 +234,7 @@ class Trackio(TrackioTracker, Dashboard):
     def files(self, name: str, files: Mapping[str, Path]) -> None:
         import trackio
 
-        artifact = trackio.Artifact(_plain(f"{self.place.name}-{name}"), type=name)
+        artifact = trackio.Artifact(_plain(f"{self.info.name}-{name}"), type=name)
         for inside, path in files.items():
             artifact.add_file(path, name=inside)
         self.run.log_artifact(artifact)
@@ -253,9 +253,9 @@ class MLflow(MLflowTracker, Dashboard):
     title = "MLflow"
     remedy = "correct MLFLOW_TRACKING_URI, or leave mlflow out of tracking.backends"
 
-    def __init__(self, place: Place) -> None:
-        spec, own, known = place.spec, (place.folder / "mlflow").absolute(), place.known("mlflow")
-        self.place, self.empty = place, known is None
+    def __init__(self, info: RunInfo) -> None:
+        spec, own, known = info.spec, (info.folder / "mlflow").absolute(), info.kept_id("mlflow")
+        self.info, self.empty = info, known is None
         server = os.environ.get("MLFLOW_TRACKING_URI")
         self.uri = server or f"sqlite:///{own / 'mlflow.db'}"
         super().__init__(
@@ -263,7 +263,7 @@ class MLflow(MLflowTracker, Dashboard):
             logging_dir=None if server else (own / "artifacts").as_uri(),
             run_id=known,
             tags=dict.fromkeys(spec.tags, "true") | ({"group": spec.group} if spec.group else {}),
-            run_name=place.name,
+            run_name=info.name,
             description=spec.notes,
         )
 
@@ -274,10 +274,10 @@ class MLflow(MLflowTracker, Dashboard):
             Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         mlflow.set_tracking_uri(self.uri)
         super().start()
-        self.place.keep("mlflow", self.active_run.info.run_id)
+        self.info.keep_id("mlflow", self.active_run.info.run_id)
         if self.empty:  # a parameter never changes
             self.store_init_configuration(
-                {_plain(key, " /"): value for key, value in flatten(self.place.config).items()}
+                {_plain(key, " /"): value for key, value in flatten(self.info.config).items()}
             )
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:

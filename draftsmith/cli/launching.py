@@ -165,7 +165,7 @@ def _await_machine_0(launch: Launch) -> None:
     """Wait until machine 0 has made the data and starts training."""
     host, port = launch.address.rsplit(":", 1)
     say(f"waiting for machine 0 at {launch.address}, which makes answers and hidden states first")
-    if not wait_for_port(host, int(port), DATA, lambda: None):
+    if not wait_for_port(host, int(port), DATA):
         raise UserError(
             f"Machine 0 did not start training at {launch.address} within {DATA.days} days: see there whether it is still at work."
         )

@@ -47,8 +47,11 @@ from draftsmith.train.world import world
 
 @dataclass(frozen=True)
 class Start:
-    """What a training starts from: the head, the numbers of the samples that train it and that are held out, what its draft
-    vocabulary covers, None where it drafts the whole one, and the tokens of the longest sample that trains it."""
+    """What a training starts from.
+
+    train, heldout: indices of the samples to learn from and to evaluate on. coverage: how much of their tokens the draft vocabulary
+    holds; None for a head that drafts the whole vocabulary. longest: tokens of the longest training sample.
+    """
 
     head: DraftHead
     train: list[int]
@@ -103,8 +106,10 @@ def train_stage(session: Session, start: Start, features: FeatureSource) -> Path
 
 
 def learned(session: Session) -> Path | None:
-    """Return the folder of the best head where this recipe trained it, but another run has changed the data that both share: what a
-    head learned is what its own record says. None where the data are as they were, or are to be made again."""
+    """Return the folder of the best head if it is still this recipe's although another run has changed the data that both share.
+
+    The head's own record says what it learned from. None if the data are unchanged, or are to be made again.
+    """
     record, recipe = session.run.record("train"), session.recipe
     if record is None or record.state != "done" or session.redo & set(FOLLOWERS["answers"][:3]) or world().size > 1:
         return None
@@ -124,7 +129,7 @@ def learned(session: Session) -> Path | None:
 
 
 def warn_of_untaught(session: Session) -> None:
-    """Warn, before hours of decoding, of a head that has learned nothing, as far as its run says so."""
+    """Warn, before hours of decoding, of a head that has learned nothing according to its run's metrics."""
     try:
         past = read_history(session.named_head or session.recipe.run_dir)
     except UserError as error:  # a damaged log is no reason to measure nothing
@@ -135,8 +140,8 @@ def warn_of_untaught(session: Session) -> None:
 
 
 def _with_equal_batch(session: Session, inputs: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return `inputs` with the accumulation that run.json records where that, over the processes it had then, made the same
-    micro-batches per step: the trajectory is the same."""
+    """Return `inputs` with the recorded accumulation if both give the same number of micro-batches per step over all processes,
+    since the training is then the same."""
     known, window = session.run.record("train"), session.processes * session.recipe.train.accumulation
     before = None if known is None else known.inputs.get("train.accumulation")
     if before is None or window_of(folder) != window:
@@ -145,8 +150,10 @@ def _with_equal_batch(session: Session, inputs: dict[str, Any], folder: Path) ->
 
 
 def train_inputs(session: Session, made: Mapping[str, str | None] | None = None) -> dict[str, Any]:
-    """Return what a trained head depends on, as run.json records it. made: the fingerprints of what it learns from, None for those of
-    what is there."""
+    """Return what a trained head depends on, as run.json records it.
+
+    made: fingerprints of the stages it learns from; None takes those of the files that are there.
+    """
     recipe, warm = session.recipe, warm_folder(session.recipe)
     head = fingerprint_fields(recipe.head)
     for key in getattr(recipe.head, "MODELS", ()):
@@ -173,7 +180,7 @@ def train_inputs(session: Session, made: Mapping[str, str | None] | None = None)
 
 
 def split_samples(session: Session, samples: list[Tokenized]) -> tuple[list[int], list[int]]:
-    """Leave out samples that do not fit a row, and return the numbers of the training and of the held-out ones."""
+    """Leave out samples that do not fit a row; return the indices of the training samples and of the held-out ones."""
     recipe = session.recipe
     fits = [i for i, sample in enumerate(samples) if len(sample.ids) <= recipe.train.row_tokens]
     if len(fits) < len(samples):
@@ -212,7 +219,7 @@ def pick_draft_vocab(
 
 
 def _say_coverage(covered: Coverage, size: int, vocab_size: int, *, chosen: bool) -> None:
-    """Say what a draft vocabulary covers, and warn where that is too little. chosen: from the answers that train the head."""
+    """Say how many tokens the draft vocabulary covers, and warn if too few. chosen: it was chosen for this training."""
     shares = ", ".join(f"{name} {share:.1%}" for name, share in covered.heldout_by_slice.items())
     say(
         f"draft vocab: {size} of {vocab_size} tokens cover {covered.heldout:.2%} of the held-out answers ({shares}), and "
@@ -235,10 +242,10 @@ def initial_head(
     samples: the texts to learn from; a warning says where they hold the token that the recipe takes for a mask.
     """
     mask = getattr(session.head_options, "mask_token_id", None)
-    holds = None if mask is None else next((one for one in samples if bool((one.ids == mask).any())), None)
-    if holds is not None:
+    with_mask = None if mask is None else next((sample for sample in samples if bool((sample.ids == mask).any())), None)
+    if with_mask is not None:
         say(
-            f"warning: head.mask_token_id is {mask}, which texts have ({holds.sample_id} for one): the head takes it there for a "
+            f"warning: head.mask_token_id is {mask}, which texts have ({with_mask.sample_id} for one): the head takes it there for a "
             "token that is still to be drafted; name one that no text has."
         )
     method = session.recipe.method
@@ -255,16 +262,15 @@ def initial_head(
 
 
 def _check_size(session: Session) -> None:
-    """Raise UserError where a new head's weights alone take more memory than there is: each size may be in its range, but not
-    all of them together. A method without formulas is not counted."""
+    """Raise UserError if a new head's weights alone take more memory than there is. A method without formulas is not counted."""
     recipe, target = session.recipe, session.target
     if find_method(recipe.method).make_cost is None:
         return
     cost = head_cost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize))
     needed, there = 4 * (cost.matrices + cost.others), memory_of(session.device)
     if needed > there:
-        place = "this machine" if session.device == "cpu" else f"the GPU {session.device}"
+        device = "this machine" if session.device == "cpu" else f"the GPU {session.device}"
         raise UserError(
             f"The {recipe.method} head of this recipe has {needed // 4:,} weights, {readable_bytes(needed)} in float32, but "
-            f"{place} has {readable_bytes(there)} of memory: lower the sizes under head."
+            f"{device} has {readable_bytes(there)} of memory: lower the sizes under head."
         )

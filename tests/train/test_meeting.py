@@ -15,7 +15,7 @@ import pytest
 
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.train import meeting as meetings
-from draftsmith.train.meeting import Meeting, OthersFailedError, _told, together
+from draftsmith.train.meeting import Meeting, OthersFailedError, _ending, together
 from draftsmith.train.world import World
 
 pytestmark = pytest.mark.full
@@ -91,7 +91,7 @@ def test_rank_0_goes_first() -> None:
 
 def test_those_who_wait_end_with_the_one_that_failed() -> None:
     def fails(met: Meeting) -> Any:
-        return _told(met, UserError("data.heldout is 8"))
+        return _ending(met, UserError("data.heldout is 8"))
 
     def waits(met: Meeting) -> Any:
         with met.first():
@@ -104,18 +104,18 @@ def test_those_who_wait_end_with_the_one_that_failed() -> None:
 
 
 def test_a_mistake_that_all_find_is_said_once() -> None:
-    ends = both(*[lambda met: _told(met, UserError("the recipe is wrong"))] * 2)
+    ends = both(*[lambda met: _ending(met, UserError("the recipe is wrong"))] * 2)
     assert sorted(type(end).__name__ for end in ends) == ["SystemExit", "UserError"]
     assert [end.code for end in ends if isinstance(end, SystemExit)] == [2]
 
 
 def test_a_failure_of_another_rank_names_it() -> None:
-    error, _ = both(lambda met: None, lambda met: _told(met, UserError("The loss became nan at step 3")))[::-1]
+    error, _ = both(lambda met: None, lambda met: _ending(met, UserError("The loss became nan at step 3")))[::-1]
     assert str(error).startswith("The loss became nan at step 3 (rank 1 of 2 on ")
 
 
 def test_a_stop_that_all_agreed_on_is_said_by_rank_0() -> None:
-    said, silent = both(*[lambda met: _told(met, StoppedError("stopped", 143))] * 2)
+    said, silent = both(*[lambda met: _ending(met, StoppedError("stopped", 143))] * 2)
     assert isinstance(said, StoppedError)
     assert isinstance(silent, SystemExit)
     assert silent.code == 143
@@ -124,14 +124,14 @@ def test_a_stop_that_all_agreed_on_is_said_by_rank_0() -> None:
 def test_a_lost_process_is_a_sentence_with_the_way_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     gone = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
-    error, _ = both(lambda met: _told(met, gone), lambda met: None)
+    error, _ = both(lambda met: _ending(met, gone), lambda met: None)
     assert "Another process of this training is gone" in str(error)
     assert "run the same command again to go on from the beginning, as there is no checkpoint yet" in str(error)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == str(error)
 
 
 def test_a_bug_keeps_its_traceback_and_says_where_it_was() -> None:
-    error, _ = both(lambda met: None, lambda met: _told(met, KeyError("x")))[::-1]
+    error, _ = both(lambda met: None, lambda met: _ending(met, KeyError("x")))[::-1]
     assert isinstance(error, KeyError)
     assert "rank 1 of 2 on" in error.__notes__[0]
 
@@ -145,7 +145,7 @@ def test_a_bug_keeps_its_traceback_and_says_where_it_was() -> None:
 )
 def test_whoever_waits_says_for_whom(rank: int, said: str, waiting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meetings, "MEET", timedelta(seconds=0.6))
-    monkeypatch.setattr(meetings, "_TOLD", 0.1)
+    monkeypatch.setattr(meetings, "_SAY_SECONDS", 0.1)
     voice = io.StringIO()
     with pytest.raises(UserError, match=said):
         Meeting(World(rank, 2, 0), voice)
@@ -186,7 +186,7 @@ def test_a_rank_whose_master_never_answers_says_so(
 ) -> None:
     """Nobody is there, or another program is at this port: while it waits, and when it gives up."""
     monkeypatch.setattr(meetings, "MEET", timedelta(seconds=1))
-    monkeypatch.setattr(meetings, "_TOLD", 0.2)
+    monkeypatch.setattr(meetings, "_SAY_SECONDS", 0.2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in started.items():
         monkeypatch.setenv(name, value)

@@ -58,7 +58,7 @@ def play(run: Path, spec: TrackingSpec) -> Recipe:
     with Tracker(folder, spec, "mini", CONFIG, 2) as tracker:
         for step in (3, 4):
             tracker.log(record(step), {"memory_gib": step / 8})
-        tracker.summarise({"best/tau": 2.0, "best/step": 4})
+        tracker.summary({"best/tau": 2.0, "best/step": 4})
     (run / "evaluation" / "t0").mkdir(parents=True)
     (run / "export" / "flat").mkdir(parents=True)
     shutil.copy(MEASURED, run / "evaluation" / "t0")

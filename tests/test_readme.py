@@ -11,7 +11,7 @@ from draftsmith.eval.results.result import read_result
 from scripts.bench.decoder.bench import read_bench, render
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- results( overall)?: (.+?) -->\n(.*?)<!-- end -->", re.DOTALL)
 
 

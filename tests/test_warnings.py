@@ -11,7 +11,7 @@ REMEDY = re.compile(
 ELSEWHERE = re.compile(r"(warning: )?\{[^{}]*\}\.?")
 """A warning whose words are made where a test of their own holds them."""
 OTHERS = {
-    "is measured again, as it is damaged": "mended already",
+    "is measured again, as it cannot be read": "mended already",
     "gets no more figures": "nothing of the training is lost",
     "the next export or evaluation tries again": "mended later, and the error of the dashboard says the rest",
     "are not the target's own": "what is served is to be changed, not the recipe",

@@ -226,7 +226,7 @@ def _is_there(session: Session, path: Path) -> bool:
     try:
         return path.is_file() and bool(read_result(path))
     except UserError as error:
-        session.warn(f"{path} is measured again, as it is damaged: {error}")
+        session.warn(f"{path} is measured again, as it cannot be read: {error}")
         return False
 
 

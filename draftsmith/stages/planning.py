@@ -114,7 +114,7 @@ def _read_kept(session: Session, path: Path) -> CostTable | None:
     try:
         return read_cost_table(path) if path.is_file() else None
     except UserError as error:
-        session.warn(f"{path} is measured again, as it is damaged: {error}")
+        session.warn(f"{path} is measured again, as it cannot be read: {error}")
         return None
 
 

@@ -14,14 +14,12 @@ import numpy as np
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.results.reading import read_current
 from draftsmith.eval.results.result import TargetInfo
-from draftsmith.eval.results.upgrade import with_sizes
 from draftsmith.foreign.json import read_json
-from draftsmith.foreign.typed import read_dataclass
 from draftsmith.machine import Hardware
 from draftsmith.storage import write_json
 
-SCHEMA_VERSION = 3
 ALONE = ""
 """The name of the target alone among drafters."""
 _APART = 0.25
@@ -134,7 +132,7 @@ class CostTable:
     servers: tuple[Served, ...] = ()
     too_large: tuple[tuple[int, int], ...] = ()
     drafts: dict[str, DraftInfo] = field(default_factory=dict)
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 4
 
     @property
     def place(self) -> str:
@@ -229,18 +227,7 @@ class CostTable:
 def read_cost_table(path: str | Path) -> CostTable:
     """Read and check a costs.json. Raises UserError for what is none, and for costs that are no positive numbers."""
     value = read_json(path, "give the path of a table that `draftsmith costs` wrote")
-    if isinstance(value, dict) and value.get("schema_version") == 1 and isinstance(value.get("points"), list):
-        # Before costs were measured from servers, and before it was kept what did not fit.
-        points = [point | {"round_ms": {}} if isinstance(point, dict) else point for point in value["points"]]
-        value |= {"schema_version": 2, "points": points, "servers": [], "too_large": []}
-    if isinstance(value, dict) and value.get("schema_version") == 2:
-        value |= {"schema_version": SCHEMA_VERSION, "drafts": {}}  # names alone were kept
-    if not isinstance(value, dict) or value.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(
-            f"{path} is no table of costs of this version: write one with `draftsmith costs --output FILE`."
-        )
-    with_sizes(value)
-    table = read_dataclass(CostTable, value, str(path))
+    table = read_current(CostTable, value, str(path), "write the table again with `draftsmith costs --output FILE`")
     if not table.points:
         raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
     if bool(table.servers) == (table.hardware is not None):

@@ -3,10 +3,10 @@
     draftsmith compare OLD NEW
 
 The interval of a change of tau is over pairs: both results on the same resampled prompts, as a prompt that one drafter finds hard
-the other one does too. Results of schema versions before 9 hold no figures of single prompts, and other numbers have none: there the
-interval of a difference is made from the intervals of the two numbers, as if they were independent. Distances to the ends of both
-are added in squares (Zou and Donner, Statistics in Medicine 27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics
-in Medicine 17, 1998). That is too wide: what is called beyond noise is, a smaller change may be missed.
+the other one does too. Other numbers hold no figures of single prompts: the interval of their difference is made from the intervals
+of the two, as if they were independent. Distances to the ends of both are added in squares (Zou and Donner, Statistics in Medicine
+27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics in Medicine 17, 1998). That is too wide: what is called
+beyond noise is, a smaller change may be missed.
 The intervals are 95% over prompts, and of what is timed the range of the repeats. There is none below 10 prompts, of a single
 repeat, and of acceptance by position, which adds up to tau. Pure: results in, differences out.
 K: num_speculative_tokens. Drafters of another K are compared by their curves of simulated tau over draft lengths, which do not depend on
@@ -180,10 +180,10 @@ def _shown(value: object) -> str:
 
 
 def _refuse_other_prompts(old: Result, new: Result, files: tuple[str, str]) -> None:
-    """Raise UserError where the prompts, or what they were cut to, are others, as far as both results tell."""
+    """Raise UserError where the prompts, or what they were cut to, are others."""
     a, b = old.settings.prompts, new.settings.prompts
     counts = _prompts_by_slice(old), _prompts_by_slice(new)
-    if (a is None or b is None or a == b) and counts[0] == counts[1]:
+    if a == b and counts[0] == counts[1]:
         return
     both = [name for name in dict.fromkeys((*counts[0], *counts[1])) if counts[0].get(name) != counts[1].get(name)]
     shown = "; ".join(f"{name}: {counts[0].get(name, 0)} and {counts[1].get(name, 0)}" for name in both[:5])
@@ -359,8 +359,6 @@ def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, 
         yield f"the target changed: {_identity(old.target)} -> {_identity(new.target)}"
     if versions := [name for name in old.versions if new.versions.get(name, old.versions[name]) != old.versions[name]]:
         yield f"versions changed: {', '.join(f'{n} {old.versions[n]} -> {new.versions[n]}' for n in versions)}"
-    if None in (old.settings.prompts, new.settings.prompts):
-        yield "prompts are compared by slice and number only, as a result of an earlier version does not identify them"
     for (a, b), (ours, theirs) in names.items():
         before, after = old.drafters[a].draft, new.drafters[b].draft
         if before and after and (unlike := after.unlike(before)):

@@ -230,9 +230,10 @@ def _instead(threshold: Threshold, measures: Measures) -> str:
         return ": it was only simulated, so use tau_simulated"
     whole = _METRICS[threshold.metric.removesuffix(".low")](measures)
     if threshold.metric in _OVER_PROMPTS and whole is not None:
-        few = measures.prompts < FEWEST_PROMPTS
-        why = f"over {measures.prompts} prompts there is no interval" if few else "an earlier version wrote no interval"
-        return f": {why}, so leave .low out, or evaluate {'more prompts' if few else 'again'}"
+        return (
+            f": over {measures.prompts} prompts there is no interval (it takes {FEWEST_PROMPTS} with a round), so leave .low out, or "
+            "evaluate more prompts"
+        )
     if threshold.metric.startswith("tau_simulated") and measures.tau is not None:
         return ": it was only decoded, so use tau, or name the drafters that have it"
     return ": leave the threshold out, or name the drafters and settings that have it"

@@ -40,8 +40,7 @@ class Export:
 
     @classmethod
     def of(cls, section: Any) -> "Export":
-        """Return it from a recipe that a result holds, which may be of an earlier version. Raises UserError for what is no such
-        section."""
+        """Return it from a recipe that a result holds. Raises UserError for what is no such section."""
         known = asdict(cls())
         named = {name: section.get(name, known[name]) for name in known} if isinstance(section, Mapping) else section
         found = read_dataclass(cls, named, "the result's recipe, export")

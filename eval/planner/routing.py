@@ -12,12 +12,10 @@ from pathlib import Path
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
+from draftsmith.eval.results.reading import read_current
 from draftsmith.foreign.json import read_json
-from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.formats.engines import steps_in_words
 from draftsmith.storage import write_json
-
-SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Rules:
     smallest_max_tokens: int
     slices: dict[str, int]
     tree: str | None = None
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 2
 
     @property
     def largest_batch(self) -> int:
@@ -143,11 +141,7 @@ def write_rules(path: Path, rules: Rules) -> None:
 def read_rules(path: str | Path) -> Rules:
     """Read and check a routing.json. Raises UserError that names the wrong key."""
     value = read_json(path, "give the path of a routing.json that an evaluation wrote")
-    if isinstance(value, dict):
-        value = {"tree": None} | value  # those of earlier versions do not say
-    rules = read_dataclass(Rules, value, str(path))
-    if rules.schema_version != SCHEMA_VERSION:
-        raise UserError(f"{path}: 'schema_version' is {rules.schema_version}: evaluate again with this version.")
+    rules = read_current(Rules, value, str(path), "evaluate again with this version")
     lengths = [rules.num_speculative_tokens, *rules.slices.values(), *(k for *_, k in rules.by_batch)]
     if min(lengths) < 0 or OVERALL in rules.slices:
         raise UserError(f"{path} holds a negative number of drafted tokens or a slice named {OVERALL}: evaluate again.")

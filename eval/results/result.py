@@ -15,15 +15,13 @@ from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.conditions import Group, explain_past
 from draftsmith.eval.results.equality import Divergence as Divergence
 from draftsmith.eval.results.equality import Lossless as Lossless
-from draftsmith.eval.results.upgrade import check_figures, upgrade
+from draftsmith.eval.results.reading import check_figures, read_current
 from draftsmith.foreign.json import read_json
-from draftsmith.foreign.typed import read_dataclass
 from draftsmith.machine import Clocks
 from draftsmith.machine import Hardware as Hardware
 from draftsmith.machine import environment as environment
 from draftsmith.storage import write_json
 
-SCHEMA_VERSION = 10
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -173,7 +171,7 @@ class PromptSums:
 
 @dataclass(frozen=True)
 class DrafterResult:
-    """One drafter's measures over everything and per slice. draft: how it drafts. prompts: by id, empty where the file is older."""
+    """One drafter's measures over everything and per slice. draft: how it drafts. prompts: by id."""
 
     overall: Measures
     slices: dict[str, Measures]
@@ -310,7 +308,7 @@ class Result:
     clocks: Clocks | None = None
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 11
 
     @property
     def warnings(self) -> list[str]:
@@ -370,14 +368,9 @@ def to_json(result: Result) -> dict[str, Any]:
 
 
 def from_json(value: Any, source: str = "result.json") -> Result:
-    """Check and build a Result, also of an earlier version; UserError names the wrong, unknown or missing key."""
-    value = upgrade(value)
-    if isinstance(value, dict) and value.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(
-            f"{source}: 'schema_version' is {value.get('schema_version')!r} but this draftsmith reads {SCHEMA_VERSION}; "
-            "give a result.json of an evaluation, or evaluate again with this version."
-        )
-    result = read_dataclass(Result, value, source)
+    """Check and build a Result; UserError names the wrong, unknown or missing key, and a version other than this one."""
+    again = "give a result.json of an evaluation with this version, or evaluate again"
+    result = read_current(Result, value, source, again)
     for name, drafter in result.drafters.items():
         if "overall" in drafter.slices:
             raise UserError(

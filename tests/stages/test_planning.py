@@ -289,12 +289,6 @@ def test_what_does_not_fit_is_not_tried_at_every_evaluation(
     assert table.too_large == tuple((8, context) for context in table.contexts)
     monkeypatch.setattr("draftsmith.stages.planning.measure_table", None)
     assert main(command) == 0
-    value = json.loads((folder / "costs.json").read_text())
-    del value["too_large"], value["servers"]
-    value["schema_version"] = 1
-    for point in value["points"]:
-        del point["round_ms"]
-    (folder / "costs.json").write_text(json.dumps(value))  # of an earlier version, which left it out
     assert main([*command[:-1], "[1, 4]"]) == 0
 
 

@@ -274,16 +274,15 @@ def test_seeds_and_repeats_may_differ() -> None:
     assert [one.name for one in found.drafters] == ["eagle3"]
 
 
-def test_prompts_of_earlier_results_are_compared_by_slice_and_number() -> None:
-    earlier = set_in(decoded(), prompts=None)
-    assert any("by slice and number only" in note for note in compare_results(earlier, decoded()).notes)
-    assert not any("by slice and number only" in note for note in compare_results(decoded(), decoded()).notes)
+def test_prompts_and_slices_must_be_the_same() -> None:
+    with pytest.raises(UserError, match=r"on other prompts: evaluate both"):
+        compare_results(set_in(decoded(), prompts="other"), decoded())
     with pytest.raises(UserError, match=r"on other prompts \(chat: 12 and 4; code: 12 and 4\)"):
-        compare_results(earlier, decoded(prompts=4))
-    drafter = earlier.drafters["eagle3"]
+        compare_results(decoded(), decoded(prompts=4))
+    drafter = decoded().drafters["eagle3"]
     renamed = replace(drafter, slices={"chat": drafter.slices["chat"], "math": drafter.slices["code"]})
     with pytest.raises(UserError, match=r"\(code: 12 and 0; math: 0 and 12\)"):
-        compare_results(earlier, replace(earlier, drafters={"eagle3": renamed}))
+        compare_results(decoded(), replace(decoded(), drafters={"eagle3": renamed}))
 
 
 def test_another_target_is_what_is_compared() -> None:

@@ -85,10 +85,6 @@ def test_the_verdict_and_the_rules_name_the_tree(tmp_path: Path) -> None:
     path = tmp_path / "routing.json"
     write_rules(path, rules)
     assert read_rules(path) == rules
-    value = json.loads(path.read_text())
-    del value["tree"]
-    path.write_text(json.dumps(value))
-    assert read_rules(path) == replace(rules, tree=None), "of an earlier version"
 
 
 def test_engines_are_started_with_the_fastest_chain_where_a_tree_is_faster() -> None:

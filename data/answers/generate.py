@@ -39,7 +39,6 @@ def regenerate(
     seed: int,
     batch: int = 64,
     servers: Sequence[AnswerServer] = (),
-    progress: bool = True,
 ) -> Path:
     """Answer every prompt and stream the answers to `path`; resumes from what an interrupted run left.
 
@@ -60,7 +59,7 @@ def regenerate(
             raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
         done = _keep_whole_chunks(partial, chunk_size, len(prompts))
         kept = _Kept(kept_path(path))
-        bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer", disable=not progress)
+        bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
         tokens = 0
         asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and not kept.holds(p)]
         answers = answer_all(servers, asked, sampling, batch, target.vocab_size)

@@ -25,6 +25,7 @@ from draftsmith.target.target import Target
 
 _WAITS = (1.0, 5.0, 25.0)
 """Seconds before a request that failed is sent again."""
+_TOKENS_TESTED = 4096
 _DIFFERS = 4.0
 """Standard errors from which on answers are said not to be the target's."""
 
@@ -178,15 +179,15 @@ class Likeness:
         )
 
 
-def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling, most: int = 4096) -> Likeness:
-    """Test the first answers, of `most` tokens together or a little more, against the target's distributions.
+def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling) -> Likeness:
+    """Test the first answers, of _TOKENS_TESTED tokens together or a little more, against the target's distributions.
 
     Samples x of p have E[log p(x) + H(p)] = 0 with a variance that p gives too, so that no other answers are needed to compare with.
     """
     tokens = impossible = 0
     surplus = variance = 0.0
     for sample in samples:
-        if tokens >= most:
+        if tokens >= _TOKENS_TESTED:
             break
         ids = sample.ids.to(target.device)
         rows_R = sample.mask.nonzero().flatten().to(target.device)

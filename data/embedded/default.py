@@ -27,20 +27,19 @@ class EmbeddedDefault:
     prompts: Path
 
 
-def ensure_embedded(cache: Path | None = None, *, progress: bool = True) -> EmbeddedDefault:
-    """Return the embedded default; its texts are generated first if `cache` (default: default_cache()) lacks them.
+def ensure_embedded() -> EmbeddedDefault:
+    """Return the embedded default; its texts are generated first if the cache lacks them.
 
     Their folder appears under its final name only when it is complete; processes that start together wait for the first of
     them. Raises UserError when the cache is not writable or the disk is full.
     """
-    cache = cache or default_cache()
+    cache = default_cache()
     folder = cache / f"embedded-{_key()}"
     if not folder.exists():
         with closing(claim(cache / ".lock", wait=True, elsewhere="DRAFTSMITH_CACHE")):
             sweep(cache, levels=0)
             if not folder.exists():
-                if progress:
-                    say(f"Generating the embedded corpus in {folder} (once)")
+                say(f"Generating the embedded corpus in {folder} (once)")
                 _write_texts(folder)
     return EmbeddedDefault(SHIPPED, folder / "conversations.jsonl", folder / "prompts.jsonl")
 

@@ -45,7 +45,6 @@ def extract(
     dtype: str = "auto",
     batch_tokens: int = BATCH_TOKENS,
     shard_bytes: int = SHARD_BYTES,
-    progress: bool = True,
 ) -> FeatureStore:
     """Run `target` over `samples` and return the store at `path`; continues where an earlier run stopped.
 
@@ -77,7 +76,7 @@ def extract(
     done = writer.index.num_samples
     kept = KeptFeatures(kept_path(path), spec)
     total, already = sum(lengths), sum(lengths[:done])
-    with Bar(total=total, initial=already, unit="tok", unit_scale=True, desc="extract", disable=not progress) as bar:
+    with Bar(total=total, initial=already, unit="tok", unit_scale=True, desc="extract") as bar:
         for chunk in plan_chunks(lengths, batch_tokens):
             if chunk.end <= done:
                 continue

@@ -129,12 +129,22 @@ def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> T
 
 
 @dataclass(frozen=True)
+class Candidates:
+    """Nodes that a dynamic tree may keep: tokens, cumulative log-probabilities, and their parents' candidate numbers (-1 is the
+    root), all [B, c]."""
+
+    tokens_Bc: Tensor
+    score_Bc: Tensor
+    parent_Bc: Tensor
+
+
+@dataclass(frozen=True)
 class Beam:
     """A dynamic tree while it grows.
 
     tokens_Bm, score_Bm, number_Bm: the best nodes of the last level, their cumulative log-probabilities and candidate
     numbers (-1 is the root). parent_Bm: their parents, as indices into the beam before. ancestors_BmT: which of the
-    nodes run so far are ancestors of each or itself. candidates: tokens, scores, parents' numbers [B, c] of each level.
+    nodes run so far are ancestors of each or itself. levels: the candidates of each.
     """
 
     tree: DynamicTree
@@ -145,7 +155,7 @@ class Beam:
     number_Bm: Tensor
     parent_Bm: Tensor
     ancestors_BmT: Tensor
-    candidates: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
+    levels: tuple[Candidates, ...] = ()
 
     def extend(self, logits_BmW: Tensor, target_ids: Callable[[Tensor], Tensor]) -> "Beam":
         """Add the most likely tokens after every node of the beam as candidates; the best of them are the new beam."""
@@ -153,8 +163,8 @@ class Beam:
         best = logits_BmW.float().log_softmax(-1).topk(branching, -1)
         score_Bc = (self.score_Bm[..., None] + best.values).flatten(1)
         tokens_Bc = target_ids(best.indices).flatten(1)
-        number_Bc = self.number_Bm.repeat_interleave(branching, 1)
-        first = sum(scores.shape[1] for _, scores, _ in self.candidates)
+        level = Candidates(tokens_Bc, score_Bc, self.number_Bm.repeat_interleave(branching, 1))
+        first = sum(above.score_Bc.shape[1] for above in self.levels)
         width = min(self.tree.branching, score_Bc.shape[1])
         chosen = score_Bc.sort(dim=1, descending=True, stable=True)
         place_Bm = chosen.indices[:, :width]
@@ -168,13 +178,15 @@ class Beam:
             number_Bm=first + place_Bm,
             parent_Bm=parent_Bm,
             ancestors_BmT=torch.cat([above_BmT, own_BmT], 2),
-            candidates=(*self.candidates, (tokens_Bc, score_Bc, number_Bc)),
+            levels=(*self.levels, level),
         )
 
     def draft(self) -> Draft:
         """Return the draft of the best candidates of all levels; nodes deeper than a row's limit are padding."""
-        tokens_BJ, score_BJ, parent_BJ = (torch.cat(x, 1) for x in zip(*self.candidates, strict=True))
-        depths = [level for level, (tokens, _, _) in enumerate(self.candidates, 1) for _ in range(tokens.shape[1])]
+        tokens_BJ = torch.cat([level.tokens_Bc for level in self.levels], 1)
+        score_BJ = torch.cat([level.score_Bc for level in self.levels], 1)
+        parent_BJ = torch.cat([level.parent_Bc for level in self.levels], 1)
+        depths = [depth for depth, level in enumerate(self.levels, 1) for _ in range(level.score_Bc.shape[1])]
         depth_J = torch.tensor(depths, device=tokens_BJ.device)
         score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
         kept = min(self.tree.total_tokens - 1, len(depths))

@@ -14,7 +14,6 @@ from draftsmith.decoder.sampling import Sampling
 
 T = TypeVar("T")
 Weights = list[float]
-Reject = Callable[[Weights, Weights, int], tuple[Weights, Weights]]
 
 
 def normalised(weights: Sequence[float]) -> Weights:
@@ -111,7 +110,7 @@ class Uniforms:
         return next(i for i, edge in enumerate(cdf) if point < edge)
 
 
-def right_reject(p: Weights, q: Weights, token: int) -> tuple[Weights, Weights]:
+def reject(p: Weights, q: Weights, token: int) -> tuple[Weights, Weights]:
     """First p <- norm((p - q)+), unless nothing is left; then the token leaves q."""
     left = normalised([max(a - b, 0.0) for a, b in zip(p, q, strict=True)])
     return (left if any(left) else p), normalised([0.0 if i == token else b for i, b in enumerate(q)])
@@ -130,9 +129,7 @@ class Branches(Protocol):
         """The distribution over the target's vocabulary that the node's children were drawn from; None if from none."""
 
 
-def verify_plainly(
-    draft: Branches, p_after: Callable[[list[int]], Weights], coin: Coin, reject: Reject = right_reject
-) -> tuple[list[int], int]:
+def verify_plainly(draft: Branches, p_after: Callable[[list[int]], Weights], coin: Coin) -> tuple[list[int], int]:
     """One round: the accepted nodes, the root first, and the token of the target's own.
 
     p_after: the target's distribution after a path of nodes.

@@ -1,8 +1,7 @@
 """The KV cache against slow oracles: a list of tokens per row, a gather in Python, a mask entry by entry."""
 
-import ast
 import random
-from collections.abc import Iterator
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tests.models import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "draftsmith/decoder/cache.py"
-PRODUCT = ("data", "heads", "train", "eval", "scripts", "draftsmith")
 SMALL = TensorShape(2, 3, torch.float32)
 WIDE = TensorShape(1, 4, torch.float32)
 SHAPES = (LayerShape(SMALL, SMALL), None, LayerShape(SMALL, WIDE), LayerShape(WIDE, SMALL))
@@ -76,81 +74,9 @@ def forward(cache: KVCache, tokens_BN: Tensor, rows_b: Tensor | None = None) -> 
     write(cache, tokens_BN)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_append_keeps_the_first_entries_of_a_forward(rows: int) -> None:
-    cache, tokens = KVCache(SHAPES, rows, 12), torch.arange(rows * 4).view(rows, 4)
-    forward(cache, tokens)
-    check(cache, [[] for _ in range(rows)])
-    counts = [4, 2, 0][:rows]
-    cache.append(torch.tensor(counts))
-    texts = [row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)]
-    check(cache, texts)
-    forward(cache, tokens + 50)
-    cache.append(3)
-    check(cache, [text + row[:3] for text, row in zip(texts, (tokens + 50).tolist(), strict=True)])
-
-
-def test_append_to_some_rows_leaves_the_others() -> None:
-    cache = KVCache(SHAPES, 3, 12)
-    forward(cache, torch.tensor([[1, 2], [3, 4], [5, 6]]))
-    cache.append(2)
-    rows = torch.tensor([2, 0])
-    cache.rollback(torch.tensor([0, 1]), rows)
-    forward(cache, torch.tensor([[7, 8, 9], [10, 11, 12]]), rows)
-    cache.append(torch.tensor([3, 1]), rows)
-    check(cache, [[1, 10], [3, 4], [7, 8, 9]])
-
-
-def test_rollback_makes_no_row_longer() -> None:
-    cache = KVCache(SHAPES, 3, 8)
-    forward(cache, torch.arange(12).view(3, 4))
-    cache.append(torch.tensor([4, 2, 3]))
-    cache.rollback(torch.tensor([1, 4, 0]))
-    check(cache, [[0], [4, 5], []])
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_commit_equals_a_slow_gather(chain: bool, rows: int) -> None:
-    rng = random.Random(rows)
-    for _ in range(20):
-        cache, prompts = KVCache(SHAPES, rows, 24), torch.randint(100, (rows, 5))
-        forward(cache, prompts)
-        lengths = [rng.randrange(1, 6) for _ in range(rows)]
-        cache.append(torch.tensor(lengths))
-        draft = random_tree(rng, rows, 7)
-        draft = Draft.chain(draft.tokens_BN[:, 0], draft.tokens_BN[:, 1:], draft.count_B - 1) if chain else draft
-        forward(cache, draft.tokens_BN)
-        before = {kind: buffer.clone() for kind, buffer in cache.buffers.items()}
-        paths = [random_path(rng, draft, row) if rng.random() < 0.8 else [] for row in range(rows)]
-        cache.commit(draft, padded(paths), torch.tensor([*map(len, paths)]) if rng.random() < 0.5 else None)
-        for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
-            for kind, buffer in cache.buffers.items():
-                assert torch.equal(buffer[:, row, :, :length], before[kind][:, row, :, :length])
-                for place, node in enumerate(path):
-                    expected = before[kind][:, row, :, length + node]
-                    assert torch.equal(buffer[:, row, :, length + place], expected)
-        texts = [
-            prompts[row, :length].tolist() + draft.tokens_BN[row, path].tolist()
-            for row, (length, path) in enumerate(zip(lengths, paths, strict=True))
-        ]
-        check(cache, texts)
-
-
-def test_select_permutes_rows_and_changes_no_length() -> None:
-    cache = KVCache(SHAPES, 4, 8)
-    forward(cache, torch.arange(16).view(4, 4))
-    cache.append(torch.tensor([4, 1, 0, 2]))
-    cache.select(torch.tensor([3, 0]))
-    check(cache, [[12, 13], [0, 1, 2, 3]])
-    forward(cache, torch.tensor([[20], [21]]))
-    cache.append(1)
-    check(cache, [[12, 13, 20], [0, 1, 2, 3, 21]])
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations_equal_a_list_of_tokens(seed: int) -> None:
-    """Prompts, drafts, roll backs and leaving rows in any order."""
+    """Prompts, drafts (chains and trees), roll backs and leaving rows in any order."""
     rng = random.Random(seed)
     rows, capacity = rng.choice([1, 2, 5]), 40
     cache, texts = KVCache(SHAPES, rows, capacity), [[] for _ in range(rows)]
@@ -168,9 +94,11 @@ def test_random_operations_equal_a_list_of_tokens(seed: int) -> None:
 
     def draft() -> None:
         tree = random_tree(rng, rows, rng.randrange(1, 7))
+        if rng.random() < 0.4:
+            tree = Draft.chain(tree.tokens_BN[:, 0], tree.tokens_BN[:, 1:], tree.count_B - 1)
         forward(cache, tree.tokens_BN)
         paths = [random_path(rng, tree, row) if rng.random() < 0.8 else [] for row in range(rows)]
-        cache.commit(tree, padded(paths))
+        cache.commit(tree, padded(paths), torch.tensor([*map(len, paths)]))
         for row, path in enumerate(paths):
             texts[row] += tree.tokens_BN[row, path].tolist()
 
@@ -191,7 +119,7 @@ def test_random_operations_equal_a_list_of_tokens(seed: int) -> None:
 
     def leave() -> None:
         nonlocal rows
-        kept = sorted(rng.sample(range(rows), max(1, rows - 1)))
+        kept = rng.sample(range(rows), max(1, rows - 1))
         cache.select(torch.tensor(kept))
         texts[:] = [texts[row] for row in kept]
         rows = len(kept)
@@ -278,56 +206,18 @@ def test_every_other_length_derives_from_the_targets_cache(rows: int) -> None:
         assert [n for n, runs in zip(drafted_from, active, strict=True) if runs] == list(state.host_lengths)
 
 
-def test_lengths_are_read_only_outside() -> None:
-    cache = KVCache(SHAPES, 2, 8)
-    with pytest.raises(AttributeError):
-        cache.lengths_B = torch.zeros(2)
-
-
-def writes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Yield what assigns to an attribute `lengths_B` or `_lengths_B`, or changes one in place."""
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        for target in targets if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign) else ():
-            parts = target.elts if isinstance(target, ast.Tuple) else [target]
-            inner = [part.value if isinstance(part, ast.Subscript) else part for part in parts]
-            if any(isinstance(part, ast.Attribute) and part.attr in ("lengths_B", "_lengths_B") for part in inner):
-                yield node
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner, method = node.func.value, node.func.attr
-            changed = isinstance(owner, ast.Attribute) and owner.attr in ("lengths_B", "_lengths_B")
-            if changed and method.endswith("_"):
-                yield node
-            if method == "__setattr__" and "lengths_B" in ast.unparse(node):
-                yield node
-
-
 def test_the_three_writers_alone_write_lengths() -> None:
-    """`append`, `commit` and `rollback`; the constructor makes them and `select` permutes them."""
-    files = [path for room in PRODUCT for path in (ROOT / room).rglob("*.py") if path.resolve() != CACHE]
-    assert not [path for path in files if any(writes(ast.parse(path.read_text(encoding="utf-8"))))]
-    tree = ast.parse(CACHE.read_text(encoding="utf-8"))
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert {f.name for f in functions if any(writes(f))} == {
-        "__init__",
-        "append",
-        "commit",
-        "rollback",
-        "select",
-    }
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "cache.lengths_B = x",
-        "cache.lengths_B[0] = 1",
-        "self.cache._lengths_B += 1",
-        "a, cache.lengths_B = x, y",
-        "cache.lengths_B.fill_(0)",
-        "object.__setattr__(cache, '_lengths_B', x)",
-    ],
-)
-def test_the_check_finds_a_writer(line: str) -> None:
-    assert any(writes(ast.parse(line)))
-    assert not any(writes(ast.parse("lengths_B = cache.lengths_B.clamp(max=3)")))
+    """`append`, `commit` and `rollback`; the constructor makes them and `select` permutes them. No other file knows the attribute,
+    whose property cannot be set."""
+    with pytest.raises(AttributeError):
+        KVCache(SHAPES, 2, 8).lengths_B = torch.zeros(2)
+    rooms = ("data", "heads", "train", "eval", "scripts", "draftsmith")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py") if path.resolve() != CACHE]
+    assert not [
+        path
+        for path in files
+        if re.search(r"\._lengths_B|\.lengths_B(\[.*\] *[-+*/]?=[^=]|\.\w+_\()", path.read_text("utf-8"))
+    ]
+    methods = re.split(r"\n    def ", CACHE.read_text("utf-8"))
+    writing = {one.split("(")[0] for one in methods if re.search(r"\._lengths_B *(\[.*\] *)?[-+*/]?=[^=]", one)}
+    assert writing == {"__init__", "append", "commit", "rollback", "select"}

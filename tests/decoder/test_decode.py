@@ -3,12 +3,10 @@
 import copy
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.packing import collate
@@ -81,14 +79,6 @@ def test_an_answer_can_be_watched_while_it_grows(monkeypatch: pytest.MonkeyPatch
         next(decode_live(target, drafter, replace(requests[0], prompt_ids=()), GREEDY))
 
 
-def test_sampled_text_does_not_depend_on_the_batch() -> None:
-    target, requests = make_target(), make_requests()
-    together = decode_batch(target, TargetAlone(), requests, Sampling(1.0)).generations
-    for i, request in enumerate(requests):
-        (alone,) = decode_batch(target, TargetAlone(), [request], Sampling(1.0)).generations
-        assert alone.output_ids == together[i].output_ids
-
-
 @cache
 def trained(flags: tuple[str, ...] = (), sampling: Sampling = GREEDY) -> "tuple[Target, Eagle3Head]":
     """A target and a head fitted to some of its answers, so that drafts are accepted at every position."""
@@ -140,37 +130,6 @@ def test_eagle3_is_lossless_and_simulated_exactly_at_temperature_0(flags: tuple[
     assert decoded.accepted_K.tolist() == pytest.approx(simulated.accepted_K.tolist())
     assert decoded.reached_K.tolist() == pytest.approx(simulated.reached_K.tolist())
     assert decoded.drafted == simulated.drafted
-
-
-class WrongRotation(EagleDrafter):
-    """Draft steps stand one position too far."""
-
-    shift = 0
-
-    def _grow(self, *arguments: Any) -> Tensor:
-        self.shift = 1
-        out = super()._grow(*arguments)
-        self.shift = 0
-        return out
-
-    def _positions(self, base_B: Tensor, first: int, count: int) -> Any:
-        return super()._positions(base_B + self.shift, first + self.shift, count)
-
-
-class LostFeedback(EagleDrafter):
-    """Draft steps see no hidden state."""
-
-    def _grow(self, tokens_Bm: Tensor, hidden_BmH: Tensor, depth: int, above_BmT: Tensor | None) -> Tensor:
-        return super()._grow(tokens_Bm, hidden_BmH * 0, depth, above_BmT)
-
-
-@pytest.mark.parametrize("mutant", [WrongRotation, LostFeedback])
-def test_a_drafter_that_is_not_as_trained_is_noticed(mutant: type[EagleDrafter]) -> None:
-    target, head = trained()
-    found = decode_batch(target, mutant(head, 4), make_requests(6), GREEDY).generations
-    decoded = total([tally_generation(g, 4) for g in found], 4)
-    simulated = total([t[3] for t in simulate_generations(target, head, found, GREEDY, 4).tallies], 4)
-    assert decoded.tau != pytest.approx(simulated.tau, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -231,21 +190,6 @@ def test_rounding_at_the_edge_of_a_filter_is_not_taken_for_a_foreign_text(sampli
     tokens = sum(len(g.output_ids) - 1 for g in found)
     assert simulation.off_text < 0.05 * tokens
     assert total([t[1] for t in simulation.tallies], 2).tokens == tokens
-
-
-def test_rows_that_finish_early_wait_or_leave_without_a_trace() -> None:
-    """Limits of 1 to 24 in one batch: frozen rows, dropped rows, and the text that each has alone."""
-    target, head = trained()
-    base = make_requests(6)
-    requests = [
-        replace(base[i % 6], max_new_tokens=n, sample_id=str(i)) for i, n in enumerate([1, 24, 2, 9, 24, 17, 5])
-    ]
-    for sampling in (GREEDY, Sampling(1.0)):
-        together = decode_batch(target, EagleDrafter(head, 3), requests, sampling).generations
-        for i, request in enumerate(requests):
-            (alone,) = decode_batch(target, EagleDrafter(head, 3), [request], sampling).generations
-            assert alone.output_ids == together[i].output_ids
-            assert alone.rounds == together[i].rounds
 
 
 def test_eos_and_the_limit_are_exact() -> None:

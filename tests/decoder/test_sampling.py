@@ -66,17 +66,6 @@ def test_distribution_is_that_of_transformers(sampling: Sampling) -> None:
     torch.testing.assert_close(penalized_probs(logits, ids, sampling), expected)
 
 
-def test_the_order_of_the_filters_matters() -> None:
-    """Min-p is measured against what top-p left, top-p against what top-k left, and all after the temperature."""
-    logits = torch.tensor([[4.0, 3.0, 2.0, 1.0]]).log()
-    assert probs(logits, Sampling(1.0, top_p=0.7)).nonzero()[:, 1].tolist() == [0, 1]
-    assert probs(logits, Sampling(1.0, top_k=3, top_p=0.75)).nonzero()[:, 1].tolist() == [0, 1]
-    assert probs(logits, Sampling(1.0, top_p=0.75)).nonzero()[:, 1].tolist() == [0, 1, 2]
-    assert probs(logits, Sampling(1.0, min_p=0.4)).nonzero()[:, 1].tolist() == [0, 1, 2]
-    assert probs(logits, Sampling(0.5, min_p=0.4)).nonzero()[:, 1].tolist() == [0, 1]
-    assert probs(logits, Sampling(1.0, top_p=0.35, min_p=0.9)).tolist() == [[1, 0, 0, 0]]
-
-
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_k=2), Sampling(1.0, min_p=1.0), Sampling(1.0, min_p=0.5)])
 def test_ties_at_an_edge_are_kept_as_transformers_keeps_them(sampling: Sampling) -> None:
     # Halving is exact in floating point: the third token has exactly half the probability of the first two.
@@ -96,15 +85,6 @@ def test_a_distribution_never_becomes_empty() -> None:
             assert torch.equal(found, logits.softmax(-1))
         else:
             assert bool((found.amax(-1) == 1).all())
-
-
-def test_a_penalty_moves_both_signs_down_and_nothing_else() -> None:
-    logits = torch.tensor([2.0, -2.0, 0.0, 2.0, -torch.inf])
-    seen = torch.tensor([True, True, True, False, True])
-    assert penalize(logits, seen, 2.0).tolist() == [1.0, -4.0, 0.0, 2.0, -torch.inf]
-    assert penalize(logits, seen, 0.5).tolist() == [4.0, -1.0, 0.0, 2.0, -torch.inf]
-    assert torch.equal(penalize(logits, seen, 1.0), logits)
-    assert torch.equal(penalize(logits, ~seen & ~seen.roll(1), 3.0)[:3], logits[:3])
 
 
 def test_children_are_drawn_without_replacement_in_order() -> None:
@@ -174,7 +154,7 @@ def test_noise_is_uniform_and_depends_on_every_part() -> None:
     "bad",
     [
         {"temperature": -1},
-        {"temperature": float("nan")},
+        *({"temperature": bad} for bad in (float("nan"), float("inf"), 1e-40)),
         {"top_k": -2},
         {"top_p": 0.0},
         {"top_p": 1.5},
@@ -193,7 +173,7 @@ def test_bad_settings_are_refused(bad: dict[str, float]) -> None:
         Sampling(**bad)
 
 
-@pytest.mark.parametrize("shape", [(3, 6, 6144), (2, 128), (1, 40_000), (5, 1, 4097)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 6, 6144), (2, 128), (64, 320), (70_000,), (5, 1, 4097)], ids=str)
 def test_the_largest_logit_is_found_block_by_block(shape: tuple[int, ...]) -> None:
     """Against argmax, with ties (the first one counts) and with numbers that are none."""
     logits = torch.randint(0, 40, shape, generator=torch.Generator().manual_seed(0)).float()
@@ -207,30 +187,5 @@ def test_the_largest_logit_is_found_block_by_block(shape: tuple[int, ...]) -> No
     assert not bool(top1(torch.full(shape, -torch.inf))[0].isfinite().any())
 
 
-@pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("inf"), float("nan")])
-def test_temperatures_that_make_no_distribution_are_refused(temperature: float) -> None:
-    with pytest.raises(UserError, match="temperature is"):
-        Sampling(temperature)
-
-
 def test_top_p_stops_where_its_mass_is_reached_exactly() -> None:
     assert probs(torch.zeros(1, 4), Sampling(1.0, top_p=0.5)).tolist() == [[0.5, 0.5, 0, 0]]
-
-
-@pytest.mark.parametrize("shape", [(128, 200), (64, 320), (2, 64, 128), (5, 4096), (70000,)], ids=str)
-def test_the_largest_of_many_is_found_whatever_the_shape(shape: tuple[int, ...]) -> None:
-    """Few values, so that there are equals: the first of them."""
-    logits = torch.randint(50, shape, generator=torch.Generator().manual_seed(0)).float()
-    values, indices = top1(logits)
-    assert torch.equal(values, logits.amax(-1))
-    assert torch.equal(indices, (logits == values[..., None]).int().cumsum(-1).eq(0).sum(-1))
-
-
-@pytest.mark.parametrize(
-    "sampling", [Sampling(0.8, top_k=6), Sampling(1.2, top_p=0.7), Sampling(1.0, min_p=0.2)], ids=str
-)
-def test_every_distribution_of_a_tensor_is_what_it_is_alone(sampling: Sampling) -> None:
-    logits = 2 * torch.randn(3, 4, 20, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(
-        probs(logits, sampling).flatten(0, 1), torch.stack([probs(x, sampling) for x in logits.flatten(0, 1)])
-    )

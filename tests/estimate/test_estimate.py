@@ -68,7 +68,7 @@ def test_the_store_has_the_bytes_foretold(tmp_path: Path, stored: list[int] | No
     made, layers = estimate(t := target(), features=FeaturesSpec(layer_ids=stored)), stored or [2, 4, 5]
     ids = torch.randint(3, 160, (SAMPLES, PROMPT + ANSWER))
     samples = [Tokenized(row, torch.arange(len(row)) >= PROMPT, str(i), "s") for i, row in enumerate(ids)]
-    extract(t, samples, tmp_path, layer_ids=layers, progress=False)
+    extract(t, samples, tmp_path, layer_ids=layers)
     (shard,) = tmp_path.glob("*.safetensors")
     header = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
     assert shard.stat().st_size == made.store_bytes + header + 8 * (SAMPLES + 1)

@@ -119,7 +119,7 @@ def test_features_are_those_of_the_cpu(dtype, tolerance):
 
 def test_a_store_is_written_from_the_gpu(tmp_path):
     target, samples = make_target(dtype=torch.bfloat16), make_texts(6)
-    store = extract(target, samples, tmp_path / "features", layer_ids=LAYERS, progress=False)
+    store = extract(target, samples, tmp_path / "features", layer_ids=LAYERS)
     alone = compute_features(target, samples, LAYERS, torch.bfloat16)
     for index, features in enumerate(alone):
         assert torch.equal(store.get(index).aux, features.aux)

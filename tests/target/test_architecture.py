@@ -17,29 +17,12 @@ from tests.models import save_tiny_target
 
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("linear_attention", {}),
-    "qwen3_5_text": ("linear_attention", {}),
-    "qwen3_5_moe_text": ("linear_attention", {}),
     "falcon_h1": ("hybrid", {}),
-    "falcon_mamba": ("linear_attention", {}),
-    "mamba": ("linear_attention", {}),
-    "mamba2": ("linear_attention", {}),
-    "bamba": ("linear_attention", {}),
-    "granitemoehybrid": ("linear_attention", {}),
-    "jamba": ("linear_attention", {}),
-    "kimi_linear": ("linear_attention", {}),
-    "lfm2": ("conv", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
-    "lfm3": ("conv", {}),
     "minimax": ("linear_attention", {}),
-    "nemotron_h": ("linear_attention", {}),
-    "olmo_hybrid": ("linear_attention", {}),
-    "recurrent_gemma": ("linear_attention", {}),
-    "bailing_hybrid": ("linear_attention", {}),
     "zamba": ("hybrid, linear_attention", {}),
-    "zamba2": ("hybrid, linear_attention", {}),
-    "zaya": ("hybrid", {}),
+    "lfm2": ("conv", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "deepseek_v4": ("compressed_sparse_attention, heavily_compressed_attention", {}),
     "rwkv": ("", {}),
-    "xlstm": ("", {}),
 }
 """Types -> the layers that keep a state, and keys of a configuration that has them."""
 

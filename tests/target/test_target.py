@@ -16,8 +16,6 @@ from draftsmith.target.probe import probe_ids
 from draftsmith.target.target import Target, TargetHead, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
 
-SHARED_TARGET = Path(__file__).resolve().parents[3].parent / "shared" / "target"
-
 
 def random_ids(rows: int = 2, tokens: int = 24) -> torch.Tensor:
     return torch.randint(3, 160, (rows, tokens), generator=torch.Generator().manual_seed(1))
@@ -302,29 +300,6 @@ def test_fingerprint_names_the_weights_not_the_files(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="300KB")
     assert first == fingerprint_directory(tmp_path / "sharded")
     assert load_target(str(tmp_path / "a"), dtype="bfloat16").fingerprint == first
-
-
-@pytest.mark.parametrize("limit", [10**9, 0])
-def test_fingerprint_sees_a_training_step(limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.target.files.FULL_HASH_BYTES", limit)
-    save_tiny_target(tmp_path, "llama", vocab_size=2000)
-    before = fingerprint_directory(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.embed_tokens.weight"] *= 1 + 1e-4
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert fingerprint_directory(tmp_path) != before
-
-
-@pytest.mark.skipif(not SHARED_TARGET.is_dir(), reason="needs the shared target beside the repository")
-@torch.no_grad()
-def test_shared_target() -> None:
-    target = load_target(str(SHARED_TARGET))
-    assert (target.num_layers, target.hidden_size, target.vocab_size, target.eos_ids) == (8, 256, 6144, (2,))
-    assert target.dtype == torch.bfloat16
-    assert target.default_layer_ids() == (2, 4, 5)
-    ids = torch.arange(10, 30)[None]
-    truth = target.model(ids).logits
-    assert torch.equal(target.head.logits(target.forward(ids).last), truth.float())
 
 
 def test_the_tokens_of_the_probe_are_the_same_while_something_is_built_on_another_device() -> None:

@@ -37,7 +37,10 @@ CORE: dict[str, tuple[str, ...]] = {
     "data/packing.py": ("tests/data/test_packing.py",),
     "data/features/store.py": ("tests/data/features/test_store.py",),
     "data/conversations/masks.py": ("tests/data/conversations/test_masks.py", "tests/data/conversations/test_spans.py"),
-    "data/conversations/spans.py": ("tests/data/conversations/test_spans.py",),
+    "data/conversations/spans.py": (
+        "tests/data/conversations/test_spans.py",
+        "tests/data/conversations/test_families.py",
+    ),
     "data/conversations/ends.py": (
         "tests/data/conversations/test_spans.py",
         "tests/data/conversations/test_families.py",

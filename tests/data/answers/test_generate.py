@@ -31,7 +31,7 @@ def target() -> Target:
 
 def answer(target: Target, path: Path, batch: int = 2, seed: int = 0, talk: list[Conversation] = TALK) -> list[dict]:
     prompts = prepare_prompts(tiny_tokenizer(), talk, max_new_tokens=lambda name: 6, max_length=120)
-    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), seed=seed, batch=batch, progress=False)
+    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), seed=seed, batch=batch)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -146,7 +146,7 @@ def test_a_run_of_answers_goes_on_and_grows(target: Target, tmp_path: Path, monk
     def make(engine: Engine, first: int, path: Path) -> list[dict[str, Any]]:
         with serving(engine) as url:
             server = AnswerServer(url, ["target"])
-            options = {"sampling": Sampling(1.0), "seed": 0, "batch": 3, "servers": [server], "progress": False}
+            options = {"sampling": Sampling(1.0), "seed": 0, "batch": 3, "servers": [server]}
             regenerate(target, tiny_tokenizer(), prompts[:first], path, **options)
         return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -184,7 +184,7 @@ def test_the_target_s_own_answers_are_told_from_others(sampling: Sampling, targe
 
     def samples(name: str, how: Sampling, model: Target = target) -> Any:
         path = tmp_path / f"{name}.jsonl"
-        regenerate(model, tiny_tokenizer(), prompts, path, sampling=how, seed=1, progress=False)
+        regenerate(model, tiny_tokenizer(), prompts, path, sampling=how, seed=1)
         return read_answers(path).samples
 
     own = likeness(target, samples("own", sampling), sampling)

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedDefault:
-    return ensure_embedded(tmp_path_factory.mktemp("cache"), progress=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DRAFTSMITH_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return ensure_embedded()
 
 
 def test_the_shipped_target_has_learned(made: EmbeddedDefault) -> None:
@@ -47,7 +49,8 @@ def test_the_files_hold_the_corpus_and_held_out_prompts(made: EmbeddedDefault) -
 def test_a_second_call_reuses(made: EmbeddedDefault, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(default, "_write_texts", None)
     cache = made.prompts.parent.parent
-    assert ensure_embedded(cache) == made
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(cache))
+    assert ensure_embedded() == made
     assert {path.name for path in cache.iterdir()} == {".lock", made.prompts.parent.name}, "nothing temporary is left"
 
 
@@ -58,7 +61,8 @@ def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.M
     assert default.default_cache() == Path.home() / ".cache" / "draftsmith"
 
 
-def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path) -> None:
+def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="DRAFTSMITH_CACHE"):
-        ensure_embedded(tmp_path / "file", progress=False)
+        ensure_embedded()

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 from draftsmith.data.batch import Features
 from draftsmith.data.features import store as features
 from draftsmith.data.features.store import (
-    SHARD_BYTES,
     FeatureStore,
     FeatureWriter,
     StoreSpec,
@@ -206,10 +205,6 @@ def test_no_store_and_broken_index(tmp_path: Path) -> None:
         refused(tmp_path, "index.json", "which no store has")
 
 
-def test_a_shard_has_half_a_gibibyte_at_most() -> None:
-    assert SHARD_BYTES == 536_870_912
-
-
 def test_what_is_half_written_is_swept_in_the_stores_own_folder_alone(tmp_path: Path) -> None:
     FeatureWriter(tmp_path, SPEC)
     (tmp_path / "inside").mkdir()
@@ -283,11 +278,6 @@ def test_a_folder_with_shards_but_no_index_is_left_alone(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"no index\.json"):
         FeatureWriter(tmp_path, SPEC)
     assert all_bytes(tmp_path) == {"shard-00000.safetensors": b"somebody else's"}
-
-
-def test_unknown_dtype() -> None:
-    with pytest.raises(UserError, match="int4"):
-        replace(SPEC, dtype="int4")
 
 
 def test_too_little_disk_space_is_said_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,10 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
+from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.noise import DRAFT, uniforms
 from draftsmith.decoder.sampling import Sampling, draw, probs
@@ -17,7 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.simulate.headless import draft_model_simulator
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import check_same_tokens
-from tests.decoder.spies import KnowsTexts
+from tests.decoder.spies import KnowsTexts, decode_together_and_alone
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -87,17 +86,11 @@ def test_drafts_are_those_of_plain_forwards(sampling: Sampling, vocab_size: int,
     """Ragged prompts, rows that end early and are taken over, vocabularies padded differently."""
     target, asked = make_target(), requests((16, 3, 11, 1, 14, 8))
     spy = Spy(make_draft(vocab_size), 3, target.vocab_size)
-    found = decode_batch(target, spy, asked, sampling, rows=rows).generations
+    make = lambda: DraftModel(make_draft(vocab_size), 3, target.vocab_size)  # noqa: E731
+    found = decode_together_and_alone(target, spy, make, asked, sampling, rows)
     assert spy.checked > 25
     accepted = {r.accepted for g in found for r in g.rounds}
     assert {0, 3} <= accepted, "drafts are rejected at once and accepted to their end"
-    if sampling.greedy:
-        alone = decode_batch(target, TargetAlone(), asked, sampling).generations
-        assert [g.output_ids for g in found] == [g.output_ids for g in alone]
-    for request, generation in zip(asked, found, strict=True):
-        drafter = DraftModel(make_draft(vocab_size), 3, target.vocab_size)
-        (one,) = decode_batch(target, drafter, [request], sampling).generations
-        assert (one.output_ids, one.rounds) == (generation.output_ids, generation.rounds)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
@@ -148,32 +141,6 @@ def test_the_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_dra
         assert errors == pytest.approx([0] * len(errors), abs=1e-9)
     else:
         assert 0 < abs(sum(errors)) < 3 * sum(e * e for e in errors) ** 0.5
-
-
-class Stale(Spy):
-    """Rejected drafts stay in the cache."""
-
-    def _read(self, state: DecodeState) -> Tensor:
-        lengths_B = self.cache.lengths_B
-        out = super()._read(state)
-        self.cache.append((lengths_B - self.cache.lengths_B).clamp(min=0))
-        return out
-
-
-class Unread(Spy):
-    """A draft that was accepted to its end leaves a hole."""
-
-    def _read(self, state: DecodeState) -> Tensor:
-        self.cache.append(1)
-        self.cache.rollback(state.length_B)
-        return super()._read(state)
-
-
-@pytest.mark.parametrize("mutant", [Stale, Unread])
-def test_a_cache_that_is_not_the_text_is_noticed(mutant: type[Spy]) -> None:
-    target = make_target()
-    with pytest.raises(AssertionError):
-        decode_batch(target, mutant(make_draft(), 3, V), requests(), Sampling(1.0), rows=2)
 
 
 def test_texts_beyond_the_draft_models_context_are_refused() -> None:

@@ -14,7 +14,14 @@ from draftsmith.decoder.drafters.lookahead import Lookahead, Pool, most_nodes
 from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
-from tests.decoder.spies import KnowsTexts
+from tests.decoder.spies import (
+    KnowsTexts,
+    decode_together_and_alone,
+    looping_target,
+)
+from tests.decoder.spies import (
+    repeating_requests as requests,
+)
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
@@ -22,8 +29,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    # Small weights make greedy texts run in loops, where guesses come true.
-    return Target(tiny_model("llama", initializer_range=0.06), path="tiny", fingerprint="0")
+    return looping_target()
 
 
 def most_likely(target: Target, ids: list[int]) -> int:
@@ -96,27 +102,15 @@ class Spy(KnowsTexts, Lookahead):
         window[:] = [*window[1:], new]
 
 
-def requests(count: int, new_tokens: int = 24) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    found = [torch.randint(5, 150, (n,), generator=generator).tolist() * 2 for n in (5, 9, 4, 12, 3, 7)[:count]]
-    return [Request.seeded(f"p{i}", "ab"[i % 2], ids, new_tokens, 0) for i, ids in enumerate(found)]
-
-
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
 @pytest.mark.parametrize(("W", "N", "G"), [(4, 3, 3), (5, 4, 2), (1, 3, 2), (6, 2, 4)])
 def test_every_draft_and_window_is_that_of_the_rule(target: Target, sampling: Sampling, W: int, N: int, G: int) -> None:
     spy = Spy(W, N, G)
     spy.target = target
     asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(4), (20, 3, 12, 16), strict=True)]
-    found = decode_batch(target, spy, asked, sampling, rows=2).generations
+    found = decode_together_and_alone(target, spy, lambda: Lookahead(W, N, G), asked, sampling, 2)
     assert spy.checked > 10
     assert spy.drafted > (0 if W == 1 else 3)
-    for request, generation in zip(asked, found, strict=True):
-        (alone,) = decode_batch(target, Lookahead(W, N, G), [request], sampling).generations
-        assert (alone.output_ids, alone.rounds) == (generation.output_ids, generation.rounds)
-        if sampling.greedy:
-            (plain,) = decode_batch(target, TargetAlone(), [request], sampling).generations
-            assert plain.output_ids == generation.output_ids
     if sampling.greedy and W > 1:
         assert any(round_.accepted for g in found for round_ in g.rounds)
         assert max(round_.accepted for g in found for round_ in g.rounds) <= N - 1

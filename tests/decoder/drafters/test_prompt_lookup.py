@@ -6,15 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, TargetAlone
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts
 from draftsmith.decoder.drafters.prompt_lookup import PromptLookup, find_continuation
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.headless import simulate_prompt_lookup
 from draftsmith.target.target import Target
-from tests.decoder.spies import KnowsTexts
-from tests.models import tiny_model
+from tests.decoder.spies import (
+    KnowsTexts,
+    check_simulated,
+    decode_together_and_alone,
+    looping_target,
+)
+from tests.decoder.spies import (
+    repeating_requests as requests,
+)
 
 pytestmark = pytest.mark.full
 
@@ -112,14 +118,7 @@ def test_where_nothing_is_found_the_target_reads_one_token() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    # Small weights make greedy texts run in loops, where prompt lookup finds something.
-    return Target(tiny_model("llama", initializer_range=0.06), path="tiny", fingerprint="0")
-
-
-def requests(count: int, new_tokens: int = 24) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    found = [torch.randint(5, 150, (n,), generator=generator).tolist() * 2 for n in (5, 9, 4, 12, 3, 7)[:count]]
-    return [Request.seeded(f"p{i}", "ab"[i % 2], ids, new_tokens, 0) for i, ids in enumerate(found)]
+    return looping_target()
 
 
 class Spy(KnowsTexts, PromptLookup):
@@ -141,14 +140,8 @@ class Spy(KnowsTexts, PromptLookup):
 def test_in_a_batch_that_changes_texts_and_drafts_are_right(target: Target, sampling: Sampling) -> None:
     asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(6), (24, 3, 12, 1, 24, 9), strict=True)]
     spy = Spy(4)
-    found = decode_batch(target, spy, asked, sampling, rows=2).generations
+    decode_together_and_alone(target, spy, lambda: PromptLookup(4), asked, sampling, 2)
     assert spy.checked > spy.drafted > 5
-    for request, generation in zip(asked, found, strict=True):
-        (alone,) = decode_batch(target, PromptLookup(4), [request], sampling).generations
-        assert (alone.output_ids, alone.rounds) == (generation.output_ids, generation.rounds)
-        if sampling.greedy:
-            (plain,) = decode_batch(target, TargetAlone(), [request], sampling).generations
-            assert plain.output_ids == generation.output_ids
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
@@ -156,11 +149,6 @@ def test_in_a_batch_that_changes_texts_and_drafts_are_right(target: Target, samp
 def test_the_simulation_is_what_was_decoded(target: Target, sampling: Sampling, length: int) -> None:
     """At any temperature: what was proposed, what was accepted, and how often nothing was proposed."""
     found = decode_batch(target, PromptLookup(length), requests(6), sampling, rows=3).generations
-    decoded = total([tally_generation(g, length) for g in found], length)
-    tallies = simulate_prompt_lookup(found, 5).tallies
-    simulated = total([t[length - 1] for t in tallies], length)
-    assert (decoded.tokens, decoded.rounds, decoded.drafted) == (simulated.tokens, simulated.rounds, simulated.drafted)
-    assert decoded.accepted_K.tolist() == simulated.accepted_K.tolist()
-    assert decoded.reached_K.tolist() == simulated.reached_K.tolist()
+    decoded = check_simulated(found, simulate_prompt_lookup(found, 5).tallies, length)
     assert decoded.accepted_K[-1 if sampling.greedy else 0] > 0
     assert any(r.drafted == 0 for g in found for r in g.rounds)

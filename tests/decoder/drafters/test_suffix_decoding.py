@@ -5,9 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 
-from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, speculate
@@ -15,7 +13,15 @@ from draftsmith.decoder.drafters.texts import Branches
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.headless import simulate_suffix_decoding
 from draftsmith.target.target import Target
-from tests.decoder.spies import KnowsTexts
+from tests.decoder.spies import (
+    KnowsTexts,
+    check_simulated,
+    decode_together_and_alone,
+    looping_target,
+)
+from tests.decoder.spies import (
+    repeating_requests as requests,
+)
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
@@ -139,14 +145,7 @@ def test_earlier_outputs_are_matched_one_by_one() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    # Small weights make greedy texts run in loops, where something is found.
-    return Target(tiny_model("llama", initializer_range=0.06), path="tiny", fingerprint="0")
-
-
-def requests(count: int, new_tokens: int = 24) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    found = [torch.randint(5, 150, (n,), generator=generator).tolist() * 2 for n in (5, 9, 4, 12, 3, 7)[:count]]
-    return [Request.seeded(f"p{i}", "ab"[i % 2], ids, new_tokens, 0) for i, ids in enumerate(found)]
+    return looping_target()
 
 
 class Spy(KnowsTexts, SuffixDecoding):
@@ -177,14 +176,8 @@ def test_in_a_batch_that_changes_texts_and_drafts_are_right(
     asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(6), (24, 3, 12, 1, 24, 9), strict=True)]
     outputs = Outputs([g.output_ids for g in decode_batch(target, TargetAlone(), asked[:2], sampling).generations])
     spy = Spy(4, rules, outputs)
-    found = decode_batch(target, spy, asked, sampling, rows=2).generations
+    decode_together_and_alone(target, spy, lambda: SuffixDecoding(4, rules, outputs), asked, sampling, 2)
     assert spy.checked >= spy.drafted > 5
-    for request, generation in zip(asked, found, strict=True):
-        (alone,) = decode_batch(target, SuffixDecoding(4, rules, outputs), [request], sampling).generations
-        assert (alone.output_ids, alone.rounds) == (generation.output_ids, generation.rounds)
-        if sampling.greedy:
-            (plain,) = decode_batch(target, TargetAlone(), [request], sampling).generations
-            assert plain.output_ids == generation.output_ids
 
 
 @pytest.mark.parametrize("rules", RULES, ids=str)
@@ -196,12 +189,7 @@ def test_the_simulation_is_what_was_decoded(
     """At any temperature: what was proposed, all nodes of a tree, what was accepted, and how often nothing was proposed."""
     outputs = Outputs([g.output_ids for g in decode_batch(target, TargetAlone(), requests(2), sampling).generations])
     found = decode_batch(target, SuffixDecoding(length, rules, outputs), requests(6), sampling, rows=3).generations
-    decoded = total([tally_generation(g, length) for g in found], length)
-    tallies = simulate_suffix_decoding(found, 5, rules, outputs).tallies
-    simulated = total([t[length - 1] for t in tallies], length)
-    assert (decoded.tokens, decoded.rounds, decoded.drafted) == (simulated.tokens, simulated.rounds, simulated.drafted)
-    assert decoded.accepted_K.tolist() == simulated.accepted_K.tolist()
-    assert decoded.reached_K.tolist() == simulated.reached_K.tolist()
+    decoded = check_simulated(found, simulate_suffix_decoding(found, 5, rules, outputs).tallies, length)
     assert decoded.accepted_K[0] > 0
 
 
@@ -215,7 +203,4 @@ def test_answers_that_end_early_are_simulated_as_they_were_drafted(rules: Suffix
     ending = Target(model, path="tiny", fingerprint="0")
     found = decode_batch(ending, SuffixDecoding(5, rules, NONE), requests(6), Sampling()).generations
     assert any(g.finish_reason == "eos" and g.rounds for g in found)
-    decoded = total([tally_generation(g, 5) for g in found], 5)
-    simulated = total([t[4] for t in simulate_suffix_decoding(found, 5, rules, NONE).tallies], 5)
-    assert (decoded.rounds, decoded.drafted) == (simulated.rounds, simulated.drafted)
-    assert decoded.reached_K.tolist() == simulated.reached_K.tolist()
+    check_simulated(found, simulate_suffix_decoding(found, 5, rules, NONE).tallies, 5)

@@ -105,8 +105,9 @@ def available_cores() -> int:
 
 def hardware() -> Hardware:
     """Describe the machine this process runs on."""
+    gib = round(psutil.virtual_memory().total / 2**30, 1)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Hardware(_cpu_name(), available_cores(), torch.get_num_threads(), _memory_gib(), ", ".join(gpus) or None)
+    return Hardware(_cpu_name(), available_cores(), torch.get_num_threads(), gib, ", ".join(gpus) or None)
 
 
 def _cpu_name() -> str:
@@ -117,13 +118,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine() or "unknown"
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 def memory_of(device: torch.device | str) -> int:

@@ -81,17 +81,11 @@ def _number_of(error: BaseException, path: Path) -> int | None:
 
 def check_folder(key: str, path: Path) -> None:
     """Raise UserError where `path`, the value of the recipe's `key`, is no folder and cannot become one; creates nothing."""
-    try:
-        path.stat()
-    except (OSError, ValueError) as error:
-        gone = isinstance(error, FileNotFoundError | NotADirectoryError) and not path.is_symlink()
-        if not gone:
-            raise UserError(f"{key} is {one_line(str(path))} ({why_not(error, path)}): name another folder.") from error
+    _look(key, path, "folder")
     there = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not there.is_dir():
-        raise UserError(f"{key} is {str(path)!r}, but {there} is a file: name a folder.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key} is {str(path)!r}, but you may not write to {there}: name another folder.")
+        raise UserError(f"{key} is {one_line(path)}, but {there} is a file: name a folder.")
+    _check_writable(key, path, there, "folder")
 
 
 def check_file(option: str, path: Path, endings: Sequence[str], mark: str = r"\A\Z") -> None:
@@ -99,20 +93,31 @@ def check_file(option: str, path: Path, endings: Sequence[str], mark: str = r"\A
 
     mark: as of `check_ours`; only an empty file is replaced where it is left out.
     """
-    try:
-        odd = not stat.S_ISREG(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        odd = False
-    except (OSError, ValueError) as error:
-        raise UserError(f"{option} is {one_line(path)} ({why_not(error, path)}): name another file.") from error
+    there = _look(option, path, "file")
+    odd = there is not None and not stat.S_ISREG(there.st_mode)
     if path.suffix not in endings or odd:
         what = "is a folder or no plain file" if odd else "has another ending"
         raise UserError(f"{option} is {one_line(path)}, which {what}: name a file that ends in {' or '.join(endings)}.")
     if not path.parent.is_dir():
         raise UserError(f"There is no folder {path.parent} for {option} {path}: make it, or name another file.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{option} is {one_line(path)}, but you may not write to {path.parent}: name another file.")
+    _check_writable(option, path, path.parent, "file")
     check_ours(option, path, mark)
+
+
+def _look(option: str, path: Path, kind: str) -> os.stat_result | None:
+    """Return the state of a file or folder that an option names, None where nothing is there."""
+    try:
+        return path.stat()
+    except (OSError, ValueError) as error:
+        absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if absent and (kind == "file" or not path.is_symlink()):  # a file takes the place of a link
+            return None
+        raise UserError(f"{option} is {one_line(path)} ({why_not(error, path)}): name another {kind}.") from error
+
+
+def _check_writable(option: str, path: Path, folder: Path, kind: str) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{option} is {one_line(path)}, but you may not write to {folder}: name another {kind}.")
 
 
 def check_ours(option: str, path: Path, mark: str) -> None:

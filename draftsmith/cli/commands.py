@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 from draftsmith.errors import UserError
-from draftsmith.recipe.options import Option, number, option, text, whole_number
+from draftsmith.recipe.options import Option, number, text, whole_number
 
 MOST_NODES = 1023
 """Drafted tokens of the largest tree that can be asked for."""
@@ -37,205 +37,157 @@ class Command:
 def read_nodes(text: str) -> int | None:
     """Read the size of a tree, None for auto."""
     what = f"the number of drafted tokens, from 1 to {MOST_NODES}, or auto for the fastest"
-    return None if text == "auto" else whole_number("--nodes", what, MOST_NODES)(text)
+    return None if text == "auto" else whole_number(what, MOST_NODES)(text)
 
 
 def read_converter_type(text: str) -> str:
     """Read what llama.cpp's converter is to store weights as."""
     if text not in CONVERTER_TYPES:
         raise UserError(
-            f"--gguf-type is {text!r}: choose one of {', '.join(CONVERTER_TYPES)}; for others convert to one of these, then run "
-            "llama-quantize."
+            f"is {text!r}: choose one of {', '.join(CONVERTER_TYPES)}; for others convert to one of these, then run llama-quantize."
         )
     return text
 
 
-REDO = option(
-    "--redo",
-    action="append",
-    default=[],
-    metavar="STAGE",
-    help="Remove a stage (answers, features, train, evaluate, simulate, export) and make it again.",
-)
-_QUIET = option("--quiet", action="store_true", help="Print results, warnings and the verdict, but no progress.")
-_LAUNCH = option(
-    "--launch",
-    metavar="FILE",
-    help="Train in processes of their own, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
-)
-_FAIL_UNDER = option(
-    "--fail-under",
-    action="append",
-    default=[],
-    metavar="T",
-    help="Exit with code 3 where a number is below its threshold, written "
-    "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: tau=2.5,code.tau.low@T0=3.",
-)
-_JUNIT = option(
-    "--junit", type=Path, metavar="FILE", help="Write the checks of --fail-under there as well, as JUnit XML for CI."
-)
-_GATE = (_FAIL_UNDER, _JUNIT)
-_HEAD = option("--head", type=Path, metavar="FOLDER", help="This head instead of the run's best.")
-_NO_DECODE = option("--no-decode", action="store_true", help="Simulate only.")
+_read_temperature = number("0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100)
+_read_count = whole_number("a number of at least 1")
 
-_read_temperature = number("--temperature", "0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100)
+REDO = Option(
+    "--redo",
+    "STAGE",
+    "Remove a stage (answers, features, train, evaluate, simulate, export) and make it again.",
+    many=True,
+)
+_QUIET = Option("--quiet", None, "Print results, warnings and the verdict, but no progress.")
+_LAUNCH = Option(
+    "--launch",
+    "FILE",
+    "Train in processes of their own, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
+)
+_GATE = (
+    Option(
+        "--fail-under",
+        "T",
+        "Exit with code 3 where a number is below its threshold, written "
+        "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: tau=2.5,code.tau.low@T0=3.",
+        many=True,
+    ),
+    Option("--junit", "FILE", "Write the checks of --fail-under there as well, as JUnit XML for CI.", Path),
+)
+_HEAD = Option("--head", "FOLDER", "This head instead of the run's best.", Path)
 _TREE = (
-    option(
-        "--nodes",
-        type=read_nodes,
-        metavar="N",
-        help="Drafted tokens per round; auto (if left out) takes as many as are fastest here.",
+    Option(
+        "--nodes", "N", "Drafted tokens per round; auto (if left out) takes as many as are fastest here.", read_nodes
     ),
-    option(
+    Option(
         "--temperature",
-        type=_read_temperature,
-        metavar="T",
-        help="For sampling at this temperature instead of that of the run's answers.",
+        "T",
+        "For sampling at this temperature instead of that of the run's answers.",
+        _read_temperature,
     ),
-    option("--output", type=Path, metavar="FILE", help="The file; tree.json in the run directory if left out."),
+    Option("--output", "FILE", "The file; tree.json in the run directory if left out.", Path),
     _HEAD,
 )
 _CHAT = (
-    option("--prompt", type=text("--prompt"), metavar="TEXT", help="Answer this alone, and end."),
-    option(
-        "--system", type=text("--system"), metavar="TEXT", help="The system text that the conversation begins with."
-    ),
-    option(
+    Option("--prompt", "TEXT", "Answer this alone, and end.", text),
+    Option("--system", "TEXT", "The system text that the conversation begins with.", text),
+    Option(
         "--temperature",
-        type=_read_temperature,
-        metavar="T",
-        help="Sample at this temperature instead of the first of evaluate.temperatures.",
+        "T",
+        "Sample at this temperature instead of the first of evaluate.temperatures.",
+        _read_temperature,
     ),
-    option(
-        "--compare",
-        action="store_true",
-        help="Measure the speedup on whole answers, which the target then writes alone, too.",
-    ),
+    Option("--compare", None, "Measure the speedup on whole answers, which the target then writes alone, too."),
     _HEAD,
 )
 _GGUF = (
-    option("--gguf", type=Path, metavar="TREE", help="Also convert for llama.cpp with this source tree of it."),
-    option(
-        "--gguf-type",
-        type=read_converter_type,
-        metavar="TYPE",
-        help=f"What it stores weights as: {', '.join(CONVERTER_TYPES)}.",
-    ),
-    option("--gguf-pre", metavar="NAME", help="The pre-tokenizer, where the converter does not know the tokenizer."),
+    Option("--gguf", "TREE", "Also convert for llama.cpp with this source tree of it.", Path),
+    Option("--gguf-type", "TYPE", f"What it stores weights as: {', '.join(CONVERTER_TYPES)}.", read_converter_type),
+    Option("--gguf-pre", "NAME", "The pre-tokenizer, where the converter does not know the tokenizer."),
 )
 _REPORT = (
-    option("--output", type=Path, metavar="FOLDER", help="The folder that the report goes to."),
-    option(
+    Option("--output", "FOLDER", "The folder that the report goes to.", Path),
+    Option(
         "--costs",
-        type=Path,
-        metavar="FILE",
-        help="Decide for the machine of this table, which `draftsmith costs` wrote there; the run's own if left out.",
+        "FILE",
+        "Decide for the machine of this table, which `draftsmith costs` wrote there; the run's own if left out.",
+        Path,
     ),
-    option(
+    Option(
         "--price-per-hour",
-        type=number("--price-per-hour", "a price above 0 and at most 1000000", lambda value: 0 < value <= 10**6),
-        metavar="PRICE",
-        help="Price of that machine, for the cost of a million tokens.",
+        "PRICE",
+        "Price of that machine, for the cost of a million tokens.",
+        number("a price above 0 and at most 1000000", lambda value: 0 < value <= 10**6),
     ),
 )
 _COSTS = (
-    option(
-        "--output",
-        type=Path,
-        default=Path("costs.json"),
-        metavar="FILE",
-        help="The table, a .json file; costs.json if left out.",
-    ),
-    option(
+    Option("--output", "FILE", "The table, a .json file; costs.json if left out.", Path, Path("costs.json")),
+    Option(
         "--server",
-        action="append",
-        default=[],
-        type=text("--server"),
-        metavar="URL",
-        help="Measure from a running vLLM or llama-server instead, http://HOST:PORT: once for one that serves the target alone, and once "
+        "URL",
+        "Measure from a running vLLM or llama-server instead, http://HOST:PORT: once for one that serves the target alone, and once "
         "for each that drafts with the recipe's head, each another number of tokens a round, which is read from its answers.",
+        text,
+        many=True,
     ),
-    option(
+    Option(
         "--model",
-        action="append",
-        default=[],
-        type=text("--model"),
-        metavar="NAME",
-        help="What the servers call the target, where that is not its own name; once for each name.",
+        "NAME",
+        "What the servers call the target, where that is not its own name; once for each name.",
+        text,
+        many=True,
     ),
 )
 _QUALITY = (
-    option(
-        "--tasks", type=text("--tasks"), metavar="NAMES", help="Names of tasks, or YAML files; commas between them."
-    ),
-    option(
+    Option("--tasks", "NAMES", "Names of tasks, or YAML files; commas between them.", text),
+    Option(
         "--limit",
-        type=whole_number("--limit", "a number of prompts, at least 1"),
-        metavar="N",
-        help="The first N prompts of each task; all if left out.",
+        "N",
+        "The first N prompts of each task; all if left out.",
+        whole_number("a number of prompts, at least 1"),
     ),
-    option(
-        "--output",
-        type=Path,
-        default=Path("quality.json"),
-        metavar="FILE",
-        help="The scores, a .json file; quality.json if left out.",
-    ),
+    Option("--output", "FILE", "The scores, a .json file; quality.json if left out.", Path, Path("quality.json")),
     _HEAD,
 )
 _COMPARE = (
-    option(
+    Option(
         "--drafter",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="Compare this drafter, or OLD=NEW of different names; all of the same name if left out.",
+        "NAME",
+        "Compare this drafter, or OLD=NEW of different names; all of the same name if left out.",
+        many=True,
     ),
-    option(
-        "--output", type=Path, metavar="FILE", help="Keep the whole comparison, in a file that ends in .md or .json."
-    ),
-    option("--fail-if-worse", action="store_true", help="Exit with code 3 where a number is worse beyond noise."),
+    Option("--output", "FILE", "Keep the whole comparison, in a file that ends in .md or .json.", Path),
+    Option("--fail-if-worse", None, "Exit with code 3 where a number is worse beyond noise."),
 )
-_COUNT = option(
-    "--count",
-    type=whole_number("--count", "a number of conversations, at least 1"),
-    default=3,
-    metavar="N",
-    help="How many conversations.",
-)
+_COUNT = Option("--count", "N", "How many conversations.", whole_number("a number of conversations, at least 1"), 3)
 _PLAN = (
-    option(
+    Option(
         "--device",
-        metavar="NAME",
-        help="cpu, whose speed is measured here in about 20 seconds, or a GPU of the table (h100, a100, ...); this machine's if left "
+        "NAME",
+        "cpu, whose speed is measured here in about 20 seconds, or a GPU of the table (h100, a100, ...); this machine's if left "
         "out.",
     ),
-    *(
-        option(name, metavar="N", type=whole_number(name, "a number of at least 1"), help=text)
-        for name, text in (
-            ("--gpus", "How many of them."),
-            ("--prompt-tokens", "Tokens of a prompt."),
-            ("--answer-tokens", "Tokens of an answer."),
-        )
-    ),
-    option(
+    Option("--gpus", "N", "How many of them.", _read_count),
+    Option("--prompt-tokens", "N", "Tokens of a prompt.", _read_count),
+    Option("--answer-tokens", "N", "Tokens of an answer.", _read_count),
+    Option(
         "--utilisation",
-        type=number("--utilisation", "a share above 0 and at most 1", lambda value: 0 < value <= 1),
-        metavar="SHARE",
-        help="How much of its peak a GPU reaches.",
+        "SHARE",
+        "How much of its peak a GPU reaches.",
+        number("a share above 0 and at most 1", lambda value: 0 < value <= 1),
     ),
-    option(
+    Option(
         "--pilot",
-        type=Path,
-        metavar="FOLDER",
-        help="A run, such as one with 5% of the data, whose held-out tau is forecast to this recipe's data; the recipe's own if "
+        "FOLDER",
+        "A run, such as one with 5% of the data, whose held-out tau is forecast to this recipe's data; the recipe's own if "
         "left out.",
+        Path,
     ),
-    option("--comment", action="store_true", help="Print the lines that open a recipe."),
+    Option("--comment", None, "Print the lines that open a recipe."),
 )
 _FIT = (
-    option("--head", type=Path, metavar="FOLDER", help="A checkpoint, a run, an export or a published head."),
-    option("--target", metavar="PATH", help="Folder, Hub name or GGUF file of the target, or embedded."),
+    Option("--head", "FOLDER", "A checkpoint, a run, an export or a published head.", Path),
+    Option("--target", "PATH", "Folder, Hub name or GGUF file of the target, or embedded."),
 )
 
 COMMANDS: dict[str, Command] = {
@@ -250,7 +202,7 @@ COMMANDS: dict[str, Command] = {
     "evaluate": Command(
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
         "actions:evaluate",
-        (_NO_DECODE, _HEAD, REDO, *_GATE),
+        (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, *_GATE),
     ),
     "chat": Command(
         "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
@@ -287,7 +239,7 @@ COMMANDS: dict[str, Command] = {
     "recipes": Command(
         "list the recipes and launch files that come with draftsmith, or print one: recipes eagle3/tiny --output mine.yaml",
         "actions:recipes",
-        (option("--output", type=Path, metavar="FILE", help="Write the one that is named there, into a new file."),),
+        (Option("--output", "FILE", "Write the one that is named there, into a new file.", Path),),
         takes_recipe=False,
         words="[NAME] ",
     ),
@@ -298,7 +250,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "doctor": Command(
         "check this machine, or with --head and --target whether a head belongs to a target",
-        "doctor:diagnose",
+        "compatibility:diagnose",
         _FIT,
         takes_recipe=False,
     ),

@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -65,8 +64,9 @@ def release(version: str) -> tuple[int, int]:
 
 
 def check_python() -> Iterator[Check]:
-    """Python 3.11 or newer."""
+    """Python 3.11 or newer, on a system that draftsmith works on."""
     fix = "" if sys.version_info >= (3, 11) else "use Python 3.11 or newer"
+    fix = "draftsmith works on Linux and macOS: on Windows use WSL (wsl --install)" if sys.platform == "win32" else fix
     yield Check("Python", "bad" if fix else "ok", f"{platform.python_version()} at {sys.executable}", fix)
 
 
@@ -275,24 +275,6 @@ def table(checks: list[Check]) -> str:
     lines = [f"{check.state:<4}  {check.name:<{width}}  {check.found}" for check in checks]
     fixes = [f"\n      {'':<{width}}  -> {check.fix}" if check.fix else "" for check in checks]
     return "\n".join(line + fix for line, fix in zip(lines, fixes, strict=True))
-
-
-def diagnose(own: Namespace, words: list[str]) -> int:
-    """Carry out `draftsmith doctor`: check this machine, or with --head and --target whether they belong together."""
-    from draftsmith.errors import UserError
-
-    if words:
-        raise UserError(f"doctor takes --head and --target, or no options to check this machine, but not {words[0]}.")
-    if own.head is None and own.target is None:
-        return run_doctor()
-    if own.head is None or own.target is None:
-        lost = "--target" if own.head else "--head"
-        raise UserError(
-            f"doctor compares a head with a target, but {lost} is missing: give --head FOLDER --target PATH."
-        )
-    from draftsmith.cli.compatibility import run_fit
-
-    return run_fit(own.head, own.target)
 
 
 def run_doctor() -> int:

@@ -70,7 +70,7 @@ def _help(name: str, words: list[str]) -> int:
         prog=f"draftsmith {name}", description=command.help, usage=f"draftsmith {name} {command.words}[OPTIONS]"
     )
     for one in command.options:
-        parser.add_argument(one.name, **one.settings)
+        one.add_to(parser)
     print(parser.format_help(), end="")  # argparse itself would not say that it cannot print
     return 0
 
@@ -112,7 +112,7 @@ def _parser(*, complete: bool) -> "ArgumentParser":
 
             own = recipe_parser("eagle3", name, command.help, command.options) if command.takes_recipe else own
             for one in () if command.takes_recipe else command.options:
-                own.add_argument(one.name, **one.settings)
+                one.add_to(own)
         commands.add_subcommand(name, own, help=command.help)
     return parser
 

@@ -1,6 +1,6 @@
 """The options of a command that are no keys of its recipe: they are taken out of its words before the recipe is parsed.
 
-LAUNCH = option("--launch", metavar="FILE", help="...")
+LAUNCH = Option("--launch", "FILE", "What it is.")
 chosen, words = take_options(words, [LAUNCH])      # chosen.launch, and what is left for parse_recipe
 """
 
@@ -18,15 +18,24 @@ from draftsmith.foreign.json import is_text
 
 @dataclass(frozen=True)
 class Option:
-    """name: such as "--launch". settings: what `add_argument` of argparse takes besides it."""
+    """metavar: stands for its value in the help; a switch, which takes none, has none. read: makes the value of its text, and says
+    in a UserError that goes on from the option's name what is wrong with it. many: it may be given several times."""
 
     name: str
-    settings: dict[str, Any]
+    metavar: str | None
+    help: str
+    read: Callable[[str], Any] = str
+    default: Any = None
+    many: bool = False
 
-
-def option(name: str, **settings: Any) -> Option:
-    """Return an option by the arguments of argparse's `add_argument`."""
-    return Option(name, settings)
+    def add_to(self, parser: Any, *, reads: bool = True) -> None:
+        """Add it to a parser of argparse or jsonargparse. reads: with what reads it, whose name jsonargparse would show."""
+        if self.metavar is None:
+            parser.add_argument(self.name, action="store_true", help=self.help)
+            return
+        kind, default = {"type": self.read} if reads else {}, [] if self.many else self.default
+        action = "append" if self.many else "store"
+        parser.add_argument(self.name, action=action, default=default, metavar=self.metavar, help=self.help, **kind)
 
 
 def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argparse.Namespace, list[str]]:
@@ -34,7 +43,7 @@ def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argpa
     wanted or refused by its type."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for one in options:
-        parser.add_argument(one.name, **one.settings)
+        one.add_to(parser)
     names = {one.name for one in options}
     for word, after in pairwise((*words, "-")):
         name, equals, value = word.partition("=")
@@ -44,26 +53,26 @@ def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argpa
         return parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:
         if isinstance(error.__context__, UserError):
-            raise error.__context__ from None
+            raise UserError(f"{error.argument_name} {error.__context__}") from None
         if "expected one argument" in error.message:
             raise UserError(f"{error.argument_name} needs a value.") from error
         raise UserError(f"{error.argument_name} is a switch: leave out the value behind it.") from error
 
 
-def whole_number(name: str, what: str = "a whole number of at least 1", most: int = 10**9) -> Callable[[str], int]:
-    """Return the type of an option that takes a whole number from 1 to `most`; `what` says so in a sentence."""
+def whole_number(what: str, most: int = 10**9) -> Callable[[str], int]:
+    """Return what reads a whole number from 1 to `most`; `what` says so in a sentence."""
 
     def read(text: str) -> int:
         if not text.isdecimal() or len(text) > 20 or not 1 <= int(text) <= most:
             least = f"{what}, and at most {most}" if text.isdecimal() and len(text) > 1 else what
-            raise UserError(f"{name} is {shown(text)}: give {least}.")
+            raise UserError(f"is {shown(text)}: give {least}.")
         return int(text)
 
     return read
 
 
-def number(name: str, what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return the type of an option that takes a number which `fits`; `what` says in a sentence which ones do."""
+def number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return what reads a number which `fits`; `what` says in a sentence which ones do."""
 
     def read(text: str) -> float:
         try:
@@ -71,23 +80,17 @@ def number(name: str, what: str, fits: Callable[[float], bool]) -> Callable[[str
         except ValueError:
             value = math.nan
         if not fits(value):
-            raise UserError(f"{name} is {text!r}: give {what}.")
+            raise UserError(f"is {text!r}: give {what}.")
         return value
 
     return read
 
 
-def text(name: str) -> Callable[[str], str]:
-    """Return the type of an option that takes text, whose space around it counts for nothing."""
-
-    def read(value: str) -> str:
-        if not value.strip() or not is_text(value):
-            raise UserError(
-                f"{name} {'holds bytes that are no UTF-8' if value.strip() else 'is empty'}: write it in words."
-            )
-        return value.strip()
-
-    return read
+def text(value: str) -> str:
+    """Read a text; space around it counts for nothing."""
+    if not value.strip() or not is_text(value):
+        raise UserError(f"{'holds bytes that are no UTF-8' if value.strip() else 'is empty'}: write it in words.")
+    return value.strip()
 
 
 def require_recipe(words: Sequence[str], command: str, example: str = "eagle3/tiny") -> None:

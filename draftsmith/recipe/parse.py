@@ -91,8 +91,7 @@ def recipe_parser(
         elif action.dest in ranges:
             action.help = f"{(action.help or '').rstrip('.')}; {ranges[action.dest]}."
     for one in options:
-        # Their metavars say what they take; jsonargparse would add the names of our readers.
-        own.add_argument(one.name, **{key: value for key, value in one.settings.items() if key != "type"})
+        one.add_to(own, reads=False)
     return parser
 
 

@@ -13,7 +13,7 @@ import pytest
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.main import main
 from draftsmith.errors import StoppedError, UserError
-from draftsmith.recipe.options import option, take_options, whole_number
+from draftsmith.recipe.options import Option, take_options, whole_number
 from draftsmith.recipe.schema import EvaluateSpec
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -214,27 +214,26 @@ def test_a_stopped_training_is_no_mistake(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_options_are_taken_wherever_they_stand() -> None:
     options = [
-        option("--head", type=Path),
-        option("--redo", action="append"),
-        option("--no-decode", action="store_true"),
-        option("--count", type=whole_number("--count")),
+        Option("--head", "FOLDER", "", Path),
+        Option("--redo", "STAGE", "", many=True),
+        Option("--no-decode", None, ""),
+        Option("--count", "N", "", whole_number("a whole number of at least 1")),
     ]
     words = [
         "--head",
         "x",
         "--head.sizes",
-        "[1, 2]",
+        "[1,2]",
         "--redo=a",
         "--train.lr",
         "-1",
         "--head=y",
         "--no-decode",
-        "--redo",
-        "b",
+        "--redo=b",
     ]
     own, rest = take_options(words, options)
     assert (own.head, own.redo, own.no_decode, own.count) == (Path("y"), ["a", "b"], True, None)
-    assert rest == ["--head.sizes", "[1, 2]", "--train.lr", "-1"]
+    assert rest == ["--head.sizes", "[1,2]", "--train.lr", "-1"]
     with pytest.raises(UserError, match="--head needs a value"):
         take_options(["--head"], options)
     with pytest.raises(UserError, match="--count is '0': give a whole number of at least 1"):

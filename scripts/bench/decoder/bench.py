@@ -33,7 +33,7 @@ from draftsmith.eval.clocks.round_profile import RoundProfile, profile_rounds
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.machine import environment
-from draftsmith.recipe.options import number, option, require_recipe, take_options, whole_number
+from draftsmith.recipe.options import Option, number, require_recipe, take_options, whole_number
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
 from draftsmith.stages.evaluation import make_requests
@@ -46,18 +46,17 @@ ALONE = "target alone"
 _PROFILED = 6
 """Prompts on which rounds are profiled."""
 
-_CHANCE = number("--known-acceptance", "a probability from 0 to 1", lambda value: 0 <= value <= 1)
+_COUNT = whole_number("a whole number of at least 1")
+_CHANCE = number("a probability from 0 to 1", lambda value: 0 <= value <= 1)
 _KNOWN = "Also drafts of which each token is right with probability A, at temperature 0."
 _SPEEDS = ("batch", "system", "tok/s", "spread", "speedup", "spread", "tau", "of the ideal", "equal texts")
 _ROUNDS = ("target forward", "draft forward", "choosing drafts", "masks", "verify and commit", "round", "outside")
 OPTIONS = (
-    option("--output", type=Path, default=Path("bench"), metavar="FOLDER", help="Where bench.json and bench.md go."),
-    option(
-        "--batch", type=whole_number("--batch"), action="append", metavar="N", help="Rows decoded at once; repeatable."
-    ),
-    option("--prompts", type=whole_number("--prompts"), metavar="N", help="Prompts per slice."),
-    option("--head", type=Path, metavar="FOLDER", help="This head instead of the run's best."),
-    option("--known-acceptance", type=_CHANCE, action="append", default=[], metavar="A", help=_KNOWN),
+    Option("--output", "FOLDER", "Where bench.json and bench.md go.", Path, Path("bench")),
+    Option("--batch", "N", "Rows decoded at once; repeatable.", _COUNT, many=True),
+    Option("--prompts", "N", "Prompts per slice.", _COUNT),
+    Option("--head", "FOLDER", "This head instead of the run's best.", Path),
+    Option("--known-acceptance", "A", _KNOWN, _CHANCE, many=True),
 )
 
 

@@ -1,8 +1,12 @@
 """What every table of bad inputs is made of: a good input, ways to spoil it, and the product's own reader."""
 
+import functools
 import json
+import os
 import re
+import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,17 +35,30 @@ class Table:
     cases: tuple[Case, ...]
 
 
-def edit_json(file: str, **changes: Any) -> Callable[[Path], object]:
-    """Return a way to spoil an input: set keys of a JSON file; a value of `...` removes the key."""
+def copied(build: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Return a `make` that copies what `build` has made once, in a folder of its own."""
+
+    @functools.cache
+    def built() -> Path:
+        build(folder := Path(tempfile.mkdtemp()))
+        return folder
+
+    return lambda folder: shutil.copytree(built(), folder, dirs_exist_ok=True)
+
+
+def edit_json(file: str, /, *way: str | int, **changes: Any) -> Callable[[Path], object]:
+    """Return a way to spoil an input: set keys of an object in a JSON file; a value of `...` removes the key, a function makes
+    the new value of the old one. way: to the object, the whole file if left out."""
 
     def spoil(folder: Path) -> None:
-        value = json.loads((folder / file).read_text(encoding="utf-8"))
+        whole = json.loads((folder / file).read_text(encoding="utf-8"))
+        value = functools.reduce(lambda inner, key: inner[key], way, whole)
         for key, new in changes.items():
             if new is ...:
                 value.pop(key, None)
             else:
-                value[key] = new
-        (folder / file).write_text(json.dumps(value), encoding="utf-8")
+                value[key] = new(value[key]) if callable(new) else new
+        (folder / file).write_text(json.dumps(whole), encoding="utf-8")
 
     return spoil
 
@@ -89,7 +106,6 @@ def link(file: str, to: str) -> Callable[[Path], object]:
 
 def pipe(file: str) -> Callable[[Path], object]:
     """Return a way to spoil an input: put a named pipe without a writer where the file was."""
-    import os
 
     def spoil(folder: Path) -> None:
         (folder / file).unlink()
@@ -126,6 +142,31 @@ def edit_tensors(file: str, change: Callable[[dict[str, torch.Tensor]], object])
 def nested(levels: int) -> str:
     """Return JSON of lists in lists."""
     return "[" * levels + "]" * levels
+
+
+def damaged(file: str, *words: str, name: str = "file", without: str = "") -> tuple[Case, ...]:
+    """Return the cases of a JSON file that is none, is nowhere, or is something else. words: the file's name if left out.
+    without: names of cases that are good, or that the table has in its own words."""
+    ways = {
+        "missing": remove(file),
+        "folder": replace_by_folder(file),
+        "dangling": link(file, "nowhere"),
+        "loop": link(file, file),
+        "pipe": pipe(file),
+        "device": link(file, "/dev/zero"),
+        "empty": write(file, ""),
+        "word": write(file, "hello"),
+        "list": write(file, "[]"),
+        "null": write(file, "null"),
+        "cut": cut(file, 0.4),
+        "binary": write(file, b"\xff\x80" * 50),
+        "deep": write(file, '{"method": ' + nested(100_000) + "}"),
+        "long-integer": write(file, '{"schema_version": ' + "9" * 5000 + "}"),
+        "half-surrogate": write(file, '{"schema_version": "\\ud800"}'),
+    }
+    return tuple(
+        Case(f"{name}-{way}", spoil, words or (file,)) for way, spoil in ways.items() if way not in without.split()
+    )
 
 
 def check_sentence(text: str) -> None:

@@ -1,6 +1,5 @@
 """Bad pairs of results: what `draftsmith compare` is asked to compare."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.results.result import read_result
-from tests.bad_inputs.cases import Case, Table, cut, edit_json, remove, replace_by_folder, write
+from tests.bad_inputs.cases import Case, Table, damaged, edit_json
 from tests.bad_inputs.results import RESULT
 
 OLD, NEW = "old.json", "new.json"
@@ -27,16 +26,13 @@ def compare(folder: Path) -> None:
 
 
 def settings(*words: str, **changes: Any) -> Case:
-    """Return the case of a new result that was measured with other settings, as the older schema has them."""
-    value = json.loads(RESULT.read_text(encoding="utf-8"))["settings"]
-    return Case("-".join(changes), edit_json(NEW, settings=value | changes), (OLD, NEW, *words))
+    """Return the case of a new result that was measured with other settings."""
+    return Case("-".join(changes), edit_json(NEW, "settings", **changes), (OLD, NEW, *words))
 
 
 def drafters(name: str, change: Callable[[dict[str, Any]], object], *words: str) -> Case:
     """Return the case of a new result whose drafters are changed."""
-    value = json.loads(RESULT.read_text(encoding="utf-8"))["drafters"]
-    change(value)
-    return Case(name, edit_json(NEW, drafters=value), (OLD, NEW, *words))
+    return Case(name, edit_json(NEW, drafters=lambda value: (change(value), value)[1]), (OLD, NEW, *words))
 
 
 def _rename(value: dict[str, Any]) -> None:
@@ -59,17 +55,12 @@ TABLE = Table(
     make,
     compare,
     (
-        Case("new-missing", remove(NEW), (NEW,)),
-        Case("old-missing", remove(OLD), (OLD,)),
-        Case("folder", replace_by_folder(NEW), (NEW,)),
-        Case("empty", write(NEW, ""), (NEW,)),
-        Case("no-json", write(OLD, "tau=2"), (OLD,)),
-        Case("binary", write(NEW, b"\xff\x80" * 9), (NEW,)),
-        Case("cut", cut(OLD, 0.5), (OLD,)),
-        Case("list", write(NEW, "[]"), (NEW,)),
-        Case("schema-next", edit_json(NEW, schema_version=99), (NEW, "99")),
-        Case("schema-missing", edit_json(OLD, schema_version=...), (OLD,)),
-        Case("settings-null", edit_json(NEW, settings=None), (NEW,)),
+        *damaged(
+            OLD, name="old", without="folder dangling loop pipe device empty word list null cut deep half-surrogate"
+        ),
+        *damaged(
+            NEW, name="new", without="folder dangling loop pipe device empty word list null cut deep half-surrogate"
+        ),
         settings("temperature", temperature=0.7),
         settings("top-k", top_k=40),
         settings("top-p", top_p=0.5),

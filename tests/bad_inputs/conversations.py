@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.load import load_conversations
-from tests.bad_inputs.cases import Case, Table, link, nested, pipe, remove, replace_by_folder, write
+from tests.bad_inputs.cases import Case, Table, damaged, nested, write
 
 FILE = "talk.jsonl"
 TURNS = [{"role": "user", "content": "Where is the key?"}, {"role": "assistant", "content": "Under the mat."}]
@@ -38,16 +38,7 @@ def call(name: str, value: Any, *words: str) -> Case:
 
 _ROWS = (
     row("empty", ""),
-    row("blank", "   "),
-    row("word", "hello"),
     row("list", [1, 2]),
-    row("number", 7),
-    row("null", "null"),
-    row("text", '"hello"'),
-    row("cut", '{"messages": [{"role": "user", "con'),
-    row("two-values", '{"messages": []} {"messages": []}'),
-    row("latin-1", '{"messages": "café"}'.encode("latin-1"), "UTF-8"),
-    row("nul", b"\0" * 20),
     row("no-keys", {}),
     row("other-keys", {"question": "?", "answer": "!"}),
     row("messages-empty", {"messages": []}),
@@ -69,25 +60,10 @@ _ROWS = (
     row("functions-number", {"id": "b", "messages": TURNS, "functions": 5}, "tools"),
     row("id-twice", {**GOOD}, "'a'"),
     row("id-half-surrogate", '{"id": "\\ud83d", "messages": [{"role": "user", "content": "hi"}]}', "surrogate"),
-    row(
-        "slice-half-surrogate",
-        '{"id": "b", "slice": "\\udc00", "messages": [{"role": "user", "content": "hi"}]}',
-        "surrogate",
-    ),
-    row(
-        "other-key-half-surrogate",
-        '{"id": "b", "note": "\\ud800", "messages": [{"role": "user", "content": "hi"}]}',
-        "surrogate",
-    ),
     row("id-list", {"id": [1], "messages": TURNS}, "id"),
     row("id-object", {"id": {"a": 1}, "messages": TURNS}, "id"),
     row("slice-list", {"id": "b", "slice": ["chat"], "messages": TURNS}, "slice"),
     row("slice-object", {"id": "b", "slice": {"name": "chat"}, "messages": TURNS}, "slice"),
-    row("integer-of-5000-digits", '{"id": ' + "9" * 5000 + ', "messages": []}', "digits"),
-    row("integer-of-300-digits", '{"id": ' + "9" * 300 + ', "messages": []}', "digits"),
-    row("nan", '{"id": "b", "weight": NaN, "messages": [{"role": "user", "content": "hi"}]}'),
-    row("infinity", '{"id": "b", "weight": 1e999, "messages": [{"role": "user", "content": "hi"}]}'),
-    row("deep", '{"id": "b", "tools": ' + nested(100_000) + "}", "nested"),
     row("deep-150", '{"id": "b", "x": ' + nested(150) + ', "messages": [{"role": "user", "content": "hi"}]}', "nested"),
     row("tools-text", {"id": "b", "messages": TURNS, "tools": "not json"}, "tools"),
     row("tools-number", {"id": "b", "messages": TURNS, "tools": 5}, "tools"),
@@ -137,16 +113,9 @@ def _unreadable(folder: Path) -> None:
 
 
 _FILES = (
-    Case("file-missing", remove(FILE), (FILE,)),
-    Case("file-empty", write(FILE, ""), (FILE,)),
-    Case("file-folder", replace_by_folder(FILE), (FILE,)),
-    Case("file-dangling", link(FILE, "nowhere.jsonl"), (FILE,)),
-    Case("file-loop", link(FILE, FILE), (FILE,)),
-    Case("file-pipe", pipe(FILE), (FILE,)),
-    Case("file-device", link(FILE, "/dev/zero"), (FILE,)),
+    *damaged(FILE),
     Case("file-newlines", write(FILE, "\n\n\n"), (FILE, "line 1")),
     Case("file-utf-16", write(FILE, json.dumps(GOOD).encode("utf-16")), (FILE,)),
-    Case("file-gzip", write(FILE, b"\x1f\x8b\x08\0\0\0\0\0"), (FILE,)),
     Case("file-one-long-line", write(FILE, b"x" * (65 * 2**20)), (FILE, "line 1")),
     *((Case("file-unreadable", _unreadable, (FILE,)),) if os.geteuid() else ()),
 )

@@ -1,8 +1,6 @@
 """Bad targets in GGUF files: headers that lie, files that are cut, and files that hold something else."""
 
-import functools
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +11,14 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 
 from draftsmith.target.gguf_file import model_folder
-from tests.bad_inputs.cases import Case, Table, cut, link, pipe, replace_by_folder, write
+from tests.bad_inputs.cases import Case, Table, copied, cut, damaged, write
 from tests.ggufs import write_gguf
 
 FILE = "target.gguf"
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 
 
-@functools.cache
-def _saved() -> Path:
-    write_gguf(file := Path(tempfile.mkdtemp(prefix="gguf-")) / FILE)
-    return file
-
-
-def make(folder: Path) -> None:
-    """Copy a tiny GGUF file into the folder."""
-    shutil.copy(_saved(), folder / FILE)
+make = copied(lambda folder: write_gguf(folder / FILE))
 
 
 def read(folder: Path) -> None:
@@ -101,13 +91,9 @@ _ROPE = (np.linspace(1, 9, 8, dtype=np.float32), Kind.F32)
 _INFO = _text("output_norm.weight") + _number(1, 4) + _number(64) + _number(0, 4)
 _EMBEDDING = _text("token_embd.weight") + _number(2, 4) + _number(64)
 CASES = (
-    Case("empty", write(FILE, b""), (FILE, "no GGUF file")),
+    *damaged(FILE, without="missing list null word deep long-integer half-surrogate"),
     Case("magic", write(FILE, b"PK\3\4" + bytes(500)), ("no GGUF file",)),
-    Case("magic-alone", write(FILE, b"GGUF"), ("cut short",)),
-    *(Case(f"cut-{share}", cut(FILE, share), ("cut short",)) for share in (0.001, 0.01, 0.05, 0.3, 0.9, 0.999)),
-    Case("folder", replace_by_folder(FILE), ("folder",)),
-    Case("pipe", pipe(FILE), ("pipe",)),
-    Case("dangling", link(FILE, "nowhere.gguf"), ("nowhere.gguf",)),
+    *(Case(f"cut-{share}", cut(FILE, share), ("cut short",)) for share in (0.001, 0.05, 0.3, 0.999)),
     Case("part-by-name", rename("t-00001-of-00003.gguf"), ("split", "--merge")),
     patch("version-1", b"GGUF" + _number(3, 4), b"GGUF" + _number(1, 4), ("version 1",)),
     patch("big-endian", b"GGUF" + _number(3, 4), b"GGUF" + _number(3 << 24, 4), ("big-endian",)),

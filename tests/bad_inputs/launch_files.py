@@ -8,7 +8,7 @@ import yaml
 
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.parallel import deepspeed_config, launch_settings
-from tests.bad_inputs.cases import Case, Table, cut, link, nested, pipe, remove, replace_by_folder, write
+from tests.bad_inputs.cases import Case, Table, damaged, nested, write
 
 FILE, ZERO = "launch.yaml", "zero.json"
 
@@ -65,30 +65,14 @@ TABLE = Table(
                 ("laughs", "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 10))),
             )
         ),
-        Case("missing", remove(FILE), (FILE,)),
-        Case("folder", replace_by_folder(FILE), (FILE,)),
-        Case("pipe", pipe(FILE), (FILE,)),
-        Case("dangling", link(FILE, "nowhere"), (FILE,)),
-        launch("distributed_type", None),
-        launch("distributed_type", ["NO"]),
-        launch("num_processes", "many"),
-        launch("num_processes", 0),
-        launch("num_processes", -1),
-        launch("num_processes", 1.5),
-        launch("num_processes", 10**12),
-        launch("num_processes", None),
-        launch("num_machines", "x"),
-        launch("num_machines", [1]),
+        *damaged(FILE, without="long-integer half-surrogate cut null list empty word binary deep"),
+        *(launch("distributed_type", value) for value in (None, ["NO"])),
+        *(launch("num_processes", value) for value in ("many", 0, -1, 1.5, 10**12, None)),
+        *(launch("num_machines", value) for value in ("x", [1])),
         launch("use_cpu", {"a": 1}),
-        launch("fsdp_config", "x"),
-        launch("fsdp_config", [1]),
+        *(launch("fsdp_config", value) for value in ("x", [1])),
         launch("deepspeed_config", 3),
-        Case("zero-missing", remove(ZERO), (ZERO,)),
-        Case("zero-folder", replace_by_folder(ZERO), (ZERO,)),
-        Case("zero-pipe", pipe(ZERO), (ZERO,)),
-        Case("zero-cut", cut(ZERO, 0.5), (ZERO,)),
-        Case("zero-list", write(ZERO, "[]"), (ZERO,)),
-        Case("zero-deep", write(ZERO, nested(100_000)), (ZERO,)),
+        *damaged(ZERO, name="zero"),
         zero("stage-text", zero_optimization={"stage": "two"}),
         zero("stage-3", zero_optimization={"stage": 3}),
         zero("section-a-number", zero_optimization=2),

@@ -5,7 +5,7 @@ import json
 import os
 import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,26 +20,19 @@ FILE = "case.json"
 _GOOD = {"way": "text", "path": "new.json"}
 
 
-def _torch(path: Path) -> None:
-    with atomic_path(path) as temporary:
-        torch.save(torch.zeros(100_000), temporary)
+def _atomic(write: Callable[[Path], object], make: Any = atomic_path) -> Callable[[Path], None]:
+    def way(path: Path) -> None:
+        with make(path) as temporary:
+            write(temporary)
 
-
-def _tensors(path: Path) -> None:
-    with atomic_path(path) as temporary:
-        save_file({"x": torch.zeros(100_000)}, temporary)
-
-
-def _folder(path: Path) -> None:
-    with atomic_directory(path) as temporary:
-        (temporary / "x").write_bytes(bytes(100_000))
+    return way
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {
     "text": lambda path: write_text(path, "x" * 100_000),
-    "torch": _torch,
-    "tensors": _tensors,
-    "folder": _folder,
+    "torch": _atomic(lambda path: torch.save(torch.zeros(100_000), path)),
+    "tensors": _atomic(lambda path: save_file({"x": torch.zeros(100_000)}, path)),
+    "folder": _atomic(lambda path: (path / "x").write_bytes(bytes(100_000)), atomic_directory),
     "lock": lambda path: claim(path).close(),
     "check": lambda path: check_folder("output_dir", path),
 }
@@ -65,24 +58,21 @@ def read(folder: Path) -> None:
 
 @contextmanager
 def _limit(limit: list[int] | None) -> Iterator[None]:
-    if limit is None:
-        yield
-        return
-    before = resource.getrlimit(limit[0])
-    resource.setrlimit(limit[0], (limit[1], before[1]))
+    before = resource.getrlimit(limit[0]) if limit else (0, 0)
+    if limit:
+        resource.setrlimit(limit[0], (limit[1], before[1]))
     try:
         yield
     finally:
-        resource.setrlimit(limit[0], before)
+        if limit:
+            resource.setrlimit(limit[0], before)
 
 
 @contextmanager
 def _refuse(number: int | None) -> Iterator[None]:
-    if number is None:
-        yield
-        return
-    refusal = OSError(number, os.strerror(number))
-    with patch("draftsmith.storage.os.open", side_effect=refusal), patch("pathlib.Path.mkdir", side_effect=refusal):
+    with ExitStack() as patches:
+        for name in ("draftsmith.storage.os.open", "pathlib.Path.mkdir") if number else ():
+            patches.enter_context(patch(name, side_effect=OSError(number, os.strerror(number or 0))))
         yield
 
 
@@ -98,7 +88,7 @@ _NAMES = {
     "under-a-file": ("a-file/new", "a-file"),
     "under-a-loop": ("a-loop/new", "a-loop"),
 }
-_REFUSALS = (
+_REFUSALS = [
     "EACCES",
     "EPERM",
     "EROFS",
@@ -111,7 +101,7 @@ _REFUSALS = (
     "ENOMEM",
     "ESTALE",
     "EBUSY",
-)
+]
 
 TABLE = Table(
     "system",

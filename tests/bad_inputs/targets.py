@@ -1,9 +1,6 @@
 """Bad targets: configurations that lie, headers that lie, indexes that point elsewhere, weights that are none."""
 
-import functools
 import math
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,12 @@ from draftsmith.target.target import load_target
 from tests.bad_inputs.cases import (
     Case,
     Table,
-    cut,
+    copied,
+    damaged,
     edit_header,
     edit_json,
     edit_tensors,
-    link,
     nested,
-    pipe,
-    remove,
-    replace_by_folder,
     write,
 )
 from tests.models import save_tiny_target
@@ -30,14 +24,8 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 FIRST = "model.embed_tokens.weight"
 
 
-@functools.cache
-def _saved() -> Path:
-    return Path(save_tiny_target(Path(tempfile.mkdtemp(prefix="target-")), "llama", num_hidden_layers=2))
-
-
-def make(folder: Path) -> None:
-    """Copy a tiny Llama into the folder."""
-    shutil.copytree(_saved(), folder, dirs_exist_ok=True)
+make = copied(lambda folder: save_tiny_target(folder, "llama", num_hidden_layers=2))
+"""A tiny Llama."""
 
 
 def config(name: str, words: tuple[str, ...] | None = None, **changes: Any) -> Case:
@@ -145,19 +133,7 @@ _CONFIGS = (
     config("layer_types-text", layer_types="full"),
     config("layer_types-short", layer_types=["full_attention"]),
     config("quantization-text", quantization_config="int4"),
-    Case("config-empty", write(CONFIG, ""), (CONFIG,)),
-    Case("config-list", write(CONFIG, "[]"), (CONFIG,)),
-    Case("config-null", write(CONFIG, "null"), (CONFIG,)),
-    Case("config-cut", cut(CONFIG, 0.5), (CONFIG,)),
-    Case("config-binary", write(CONFIG, b"\xff\xfe\x00\x80" * 20), (CONFIG, "UTF-8")),
-    Case("config-deep", write(CONFIG, '{"a": ' + nested(100_000) + "}"), (CONFIG, "nested")),
-    Case("config-long-integer", write(CONFIG, '{"vocab_size": ' + "9" * 5000 + "}"), (CONFIG, "digits")),
-    Case("config-half-surrogate", write(CONFIG, '{"model_type": "\\ud800"}'), (CONFIG, "surrogate")),
-    Case("config-folder", replace_by_folder(CONFIG), (CONFIG,)),
-    Case("config-dangling", link(CONFIG, "nowhere.json"), (CONFIG,)),
-    Case("config-loop", link(CONFIG, CONFIG), (CONFIG,)),
-    Case("config-pipe", pipe(CONFIG), (CONFIG,)),
-    Case("config-missing", remove(CONFIG), (CONFIG,)),
+    *damaged(CONFIG, name="config"),
 )
 _HEADERS = (
     header("no-dtype", dtype=...),
@@ -183,13 +159,8 @@ _HEADERS = (
     Case("header-length", write(WEIGHTS, b"\xff" * 64), (WEIGHTS,)),
     Case("header-short", write(WEIGHTS, b"\x10\0"), (WEIGHTS,)),
     Case("header-deep", write(WEIGHTS, (200_000).to_bytes(8, "little") + nested(100_000).encode()), (WEIGHTS,)),
-    Case("weights-empty", write(WEIGHTS, b""), (WEIGHTS,)),
-    Case("weights-cut", cut(WEIGHTS, 0.7), (WEIGHTS,)),
+    *damaged(WEIGHTS, "", name="weights", without="list null deep long-integer half-surrogate"),
     Case("weights-longer", lambda f: (f / WEIGHTS).open("ab").write(b"1234"), (WEIGHTS,)),
-    Case("weights-folder", replace_by_folder(WEIGHTS)),
-    Case("weights-dangling", link(WEIGHTS, "elsewhere.safetensors")),
-    Case("weights-pipe", pipe(WEIGHTS)),
-    Case("weights-missing", remove(WEIGHTS), (WEIGHTS,)),
     Case("weights-nan", _fill(math.nan), ("NaN",)),
     Case("weights-infinite", _fill(math.inf), ("NaN or infinity",)),
     Case("weights-of-another-size", edit_tensors(WEIGHTS, _reshape), (FIRST,)),

@@ -1,29 +1,18 @@
 """Bad chat templates: syntax, arithmetic, recursion, memory, time, and names that are unknown."""
 
-import functools
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 from draftsmith.data.conversations.templates import check_template_keys, load_tokenizer, render_prompt
-from tests.bad_inputs.cases import Case, Table, edit_json, link, pipe, remove, replace_by_folder, write
+from tests.bad_inputs.cases import Case, Table, copied, damaged, edit_json, write
 from tests.helpers import tiny_tokenizer
 
 FILE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 MESSAGES = [{"role": "user", "content": "Where is the key?"}]
 
 
-@functools.cache
-def _saved() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="template-"))
-    tiny_tokenizer().save_pretrained(folder)
-    return folder
-
-
-def make(folder: Path) -> None:
-    """Copy a small tokenizer with a ChatML template in a file of its own."""
-    shutil.copytree(_saved(), folder, dirs_exist_ok=True)
+make = copied(lambda folder: tiny_tokenizer().save_pretrained(folder))
+"""A small tokenizer with a ChatML template in a file of its own."""
 
 
 def read(folder: Path) -> None:
@@ -89,16 +78,7 @@ TABLE = Table(
         template("sorts-mixed", "{{ [1, 'a'] | sort }}"),
         template("only-spaces", "   "),
         template("nothing-of-the-messages", "{% if false %}{{ messages }}{% endif %}"),
-        Case("file-binary", write(FILE, b"\xff\xfe\x80" * 9), ("template",)),
-        Case("file-folder", replace_by_folder(FILE), ("template",)),
-        Case("file-dangling", link(FILE, "nowhere"), ("template",)),
-        Case("file-pipe", pipe(FILE), ("template",)),
-        Case("file-missing", remove(FILE), ("template",)),
-        _in_settings(5),
-        _in_settings({"a": 1}),
-        _in_settings([1]),
-        _in_settings([{"name": "default"}]),
-        _in_settings([{"name": 1, "template": 2}]),
-        _in_settings(""),
+        *damaged(FILE, "template", without="empty word list null cut deep long-integer half-surrogate"),
+        *(_in_settings(value) for value in (5, {"a": 1}, [1], [{"name": "default"}], [{"name": 1, "template": 2}], "")),
     ),
 )

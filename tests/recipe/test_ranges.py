@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from math import inf, nan
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -37,17 +38,23 @@ def test_every_number_has_a_range(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_every_section_checks_its_own_ranges_and_texts(kind: type) -> None:
+    """So that what no machine can hold is refused, however a section is made."""
     good = kind()
     for one in fields(kind):
+        default = getattr(good, one.name)
         if allowed := one.metadata.get("range"):
-            number = 10 * allowed.most
-            several = isinstance(getattr(good, one.name), dict) or allowed.ascending
-            bad = {"kl": number} if isinstance(getattr(good, one.name), dict) else [number] if several else number
-            with pytest.raises(UserError, match=rf"{one.name}.* is {number:.0f}\D.*it must be {allowed}"):
-                replace(good, **{one.name: bad})
-        elif isinstance(getattr(good, one.name), str):
-            with pytest.raises(UserError, match=rf"{one.name} is 'a.x00b': a text has 1 to 4096 characters"):
-                replace(good, **{one.name: "a\0b"})
+            ends = [allowed.least] * allowed.above + [allowed.most] * allowed.below
+            for number in (10 * allowed.most, 10**100, allowed.least - 1, nan, inf, *ends):
+                bad = {"kl": number} if isinstance(default, dict) else [number] if allowed.ascending else number
+                with pytest.raises(UserError, match=rf"{one.name}.* is .*it must be {allowed}"):
+                    replace(good, **{one.name: bad})
+            for items in ([], [2, 1], [1, 1], list(range(2000))) if allowed.ascending else ():
+                with pytest.raises(UserError, match=rf"{one.name} is \["):
+                    replace(good, **{one.name: items})
+        elif isinstance(default, str):
+            for text in ("", "a\0b", "x" * 4097):
+                with pytest.raises(UserError, match=rf"{one.name} is '.*: a text has 1 to 4096 characters"):
+                    replace(good, **{one.name: text})
 
 
 def test_help_shows_the_ranges() -> None:

@@ -71,8 +71,20 @@ def test_a_way_is_short_and_hangs_together(title: str) -> None:
         assert importers | (others & known[path]), f"{path} imports no file of it"
 
 
-def test_there_are_four_ways() -> None:
-    assert [*ways()] == ["One training example", "One decoded prompt", "One run", "One export"]
+def test_there_are_five_ways() -> None:
+    assert [*ways()] == ["One training example", "One decoded prompt", "One run", "One evaluation", "One export"]
+
+
+def test_an_evaluation_is_a_straight_way_without_a_session() -> None:
+    """Each step reads the values that it names, and data seldom comes back to a file that it has left."""
+    steps = ways()["One evaluation"]
+    files = [path for path, _ in steps]
+    stays = 1 + sum(a != b for a, b in pairwise(files))
+    assert len(set(files)) <= 14
+    assert stays - len(set(files)) <= 8
+    for path, name in steps:
+        (step,) = [node for node in ast.parse((ROOT / path).read_text()).body if getattr(node, "name", "") == name]
+        assert "session" not in {getattr(node, "id", getattr(node, "arg", "")) for node in ast.walk(step)}, name
 
 
 def test_every_rule_has_its_formula_source_code_and_tests() -> None:

@@ -14,7 +14,7 @@ from draftsmith.eval.gate.compare import Comparison
 from draftsmith.eval.gate.gate import Threshold, check_names, check_results, parse_thresholds
 from draftsmith.eval.gate.junit import JUNIT_MARK, write_junit
 from draftsmith.eval.results.result import Result, read_result
-from draftsmith.stages.evaluation import evaluation_conversations
+from draftsmith.stages.evaluation import conversations_of
 from draftsmith.stages.session import Session
 from draftsmith.storage import check_file
 
@@ -51,7 +51,7 @@ class Gate:
                     "another drafter, or drop --no-decode."
                 )
         if self.thresholds:
-            slices = Counter(c.slice for c in evaluation_conversations(session))
+            slices = Counter(c.slice for c in conversations_of(session))
             temperatures = session.recipe.evaluate.temperatures
             check_names(self.thresholds, slices=slices, temperatures=temperatures, drafters=measured, decode=decode)
 

@@ -132,15 +132,20 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     manager = TaskManager()
     check_tasks(manager, names)
     spec, target = session.recipe.evaluate, session.target_in(session.recipe.evaluate.dtype)
-    original, heads = session.original, load_heads(session, target)
-    ways = [c for name, head in heads.items() for c in ways_to_draft(session, name, head, target, original is not None)]
+    heads = load_heads(session.recipe, session.head_folder, target, session.warn)
+    compared = session.original is not None
+    ways = [
+        c
+        for name, head in heads.items()
+        for c in ways_to_draft(spec, name, head, target, session.warn, compared=compared)
+    ]
     by_temperature = {t: _changing(ways, spec.sampling(t)) for t in spec.temperatures}
     if not any(by_temperature.values()):
         raise UserError(
             "No draft of the recipe changes what the target writes, so all would have its scores: give evaluate.drafts one with "
             "acceptance: typical and evaluate.temperatures one above 0, or take a head that tunes its target."
         )
-    alone = target if original is None else session.load_target(target.dtype_name, original.path)
+    alone = session.original_of(target)
     reads = [length for head in heads.values() if (length := head.reads.context_length)]
     context = min(alone.context_length, *reads) if reads else alone.context_length
     context -= max(c.num_speculative_tokens for c in ways)
@@ -160,7 +165,7 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     settings = {"tasks": list(names), "limit": limit, "dtype": alone.dtype_name, "seed": session.recipe.seed}
     command = shlex.join(["draftsmith", *sys.argv[1:]])
     facts = {"command": command, **made, "hardware": asdict(made["hardware"])}
-    about = {"target": asdict(target_info(session, alone)), "settings": settings}
+    about = {"target": asdict(target_info(alone, session.name_of(alone))), "settings": settings}
     write_json(output, {"schema_version": 1, **facts, **about, "scores": scores})
     Console().print(_table(scores))
 

@@ -10,8 +10,9 @@ from functools import cached_property
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.estimate.figures import Estimate
 from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
-from draftsmith.eval.clocks.turns import FEW, SIMULATED_BATCH
+from draftsmith.eval.clocks.turns import FEW
 from draftsmith.eval.drafters.system import tree_kind
+from draftsmith.eval.simulate.answers import SIMULATED_BATCH
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
 

@@ -62,8 +62,8 @@ class Chat:
         self.begin = [] if system is None else [{"role": "system", "content": system}]
         self._check_system()
         self.reset()
-        head = load_fitting(session, self.target, folder).deployed(self.target).to(self.target.dtype)
-        ways = ways_to_draft(session, head.method, head, self.target, compared=False)
+        head = load_fitting(folder, self.target, session.warn).deployed(self.target).to(self.target.dtype)
+        ways = ways_to_draft(spec, head.method, head, self.target, session.warn, compared=False)
         if not ways:
             raise UserError(f"evaluate.drafts names no way to draft for the head in {folder}: add {{tree: chain}}.")
         first = ways[0]

@@ -5,7 +5,7 @@ baselines of `evaluate.baselines`.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,28 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head, refuse_head
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
+from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.heads import find_head, head_digest
-from draftsmith.stages.session import Session
 from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import check_same_tokens
 
+Warn = Callable[[str], None]
+"""Receives what makes results doubtful."""
 
-def load_heads(session: Session, target: Target) -> dict[str, DraftHead]:
-    """Return the heads to measure by name, the run's own first, as they draft once trained, in the dtype of `target`.
+
+def load_heads(recipe: Recipe, own_folder: Path, target: Target, warn: Warn) -> dict[str, DraftHead]:
+    """Return the heads to measure by name, the run's own in `own_folder` first, as they draft once trained, in the dtype of `target`.
 
     One made for another target of the same sizes is measured too, with a warning.
     """
-    own = load_fitting(session, target, session.head_folder)
-    return {own.method: own.deployed(target).to(target.dtype)} | load_compared(session, target, own.method)
+    own = load_fitting(own_folder, target, warn)
+    heads = {own.method: own.deployed(target).to(target.dtype)}
+    return heads | load_compared(recipe, target, own.method, warn)
 
 
-def load_fitting(session: Session, target: Target, folder: Path) -> DraftHead:
+def load_fitting(folder: Path, target: Target, warn: Warn) -> DraftHead:
     """Return the head in a folder, with a warning where it was made for another target.
 
     Raises UserError where the head tunes its target: its adapter means nothing on other weights, such as those that it
@@ -52,16 +56,16 @@ def load_fitting(session: Session, target: Target, folder: Path) -> DraftHead:
     if head.trains.tunes_target:
         check_made_for(folder, target)
     for text in warnings:
-        session.warn(text)
+        warn(text)
     return head
 
 
-def load_compared(session: Session, target: Target, taken: str) -> dict[str, DraftHead]:
+def load_compared(recipe: Recipe, target: Target, taken: str, warn: Warn) -> dict[str, DraftHead]:
     """Return the heads of `evaluate.beside`, with which the run's own, of the name `taken`, is compared."""
-    folders = _compared_folders(session.recipe)
+    folders = _compared_folders(recipe)
     if wrong := [name for name in folders if name == taken or not name.strip()]:
         raise UserError(f"evaluate.beside names a head {wrong[0]!r}, the name of the run's own: choose another.")
-    return {name: load_fitting(session, target, at).deployed(target).to(target.dtype) for name, at in folders.items()}
+    return {name: load_fitting(at, target, warn).deployed(target).to(target.dtype) for name, at in folders.items()}
 
 
 def _compared_folders(recipe: Recipe) -> dict[str, Path]:
@@ -71,10 +75,10 @@ def _compared_folders(recipe: Recipe) -> dict[str, Path]:
 
 
 def with_trained_lengths(
-    session: Session, heads: Mapping[str, DraftHead], drafters: list[SystemUnderTest]
+    recipe: Recipe, own_folder: Path, heads: Mapping[str, DraftHead], drafters: list[SystemUnderTest]
 ) -> list[SystemUnderTest]:
     """Return the drafters with the length that their heads, of `load_heads`, were trained to, as far as their runs record it."""
-    folders = [session.head_folder, *_compared_folders(session.recipe).values()]
+    folders = [own_folder, *_compared_folders(recipe).values()]
     lengths = {id(head): trained_length(folder) for head, folder in zip(heads.values(), folders, strict=True)}
     return [replace(c, trained_length=lengths.get(id(c.head))) for c in drafters]
 
@@ -94,36 +98,46 @@ def check_named_drafters(recipe: Recipe) -> None:
             )
 
 
-def drafter_digests(session: Session, drafters: list[SystemUnderTest]) -> dict[str, Any]:
+def drafter_digests(recipe: Recipe, own_folder: Path, drafters: list[SystemUnderTest]) -> dict[str, Any]:
     """Identify the heads, trees and baselines of the evaluation, as run.json records them."""
-    recipe, spec = session.recipe, session.recipe.evaluate
+    spec = recipe.evaluate
     beside = {name: head_digest(folder) for name, folder in _compared_folders(recipe).items()}
     trees = {d.tree: t.choices for d in spec.drafts if (t := d.load()) is not None and not isinstance(t, DynamicTree)}
     baselines = {c.name: c.fingerprint for c in drafters if c.head is None}
-    found = {"head": head_digest(session.head_folder), "beside": beside, "trees": trees}
-    return found | ({"baselines": baselines} if baselines else {})
+    digests = {"head": head_digest(own_folder), "beside": beside, "trees": trees}
+    return digests | ({"baselines": baselines} if baselines else {})
 
 
 def select_drafters(
-    session: Session, heads: Mapping[str, DraftHead], target: Target, longest: int, *, compared: bool = False
+    recipe: Recipe,
+    heads: Mapping[str, DraftHead],
+    target: Target,
+    longest: int,
+    tokenizer: Any,
+    warn: Warn,
+    *,
+    compared: bool = False,
 ) -> list[SystemUnderTest]:
     """Return a drafter for every head and way to draft that fits it, then the baselines.
 
-    longest: tokens of the longest text that will be decoded. compared: `target` was tuned, and the evaluation
-    compares it with its original. Raises UserError where a way fits no head, where the first head, the run's own, is left
+    longest: tokens of the longest text that will be decoded. tokenizer: the target's, which draft models must share. compared:
+    `target` was tuned, and the evaluation compares it with its original. Raises UserError where a way fits no head, where the first head, the run's own, is left
     with none, where the longest text is longer than a drafter reads, and where two drafters have the same name.
     """
+    spec = recipe.evaluate
     for name, head in heads.items():
         if head.reads.context_length is not None:
-            check_context(f"head {name}", head.reads.context_length, longest + session.recipe.evaluate.max_k)
-    for draft in session.recipe.evaluate.drafts:
+            check_context(f"head {name}", head.reads.context_length, longest + spec.max_k)
+    for draft in spec.drafts:
         if unknown := [name for name in draft.heads if name not in heads]:
             raise UserError(
                 f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
                 f"{', '.join(heads)}: choose among these."
             )
-    drafters = [c for name, head in heads.items() for c in ways_to_draft(session, name, head, target, compared)]
-    for draft in session.recipe.evaluate.drafts:
+    drafters = [
+        c for name, head in heads.items() for c in ways_to_draft(spec, name, head, target, warn, compared=compared)
+    ]
+    for draft in spec.drafts:
         threshold = draft.confidence_threshold
         if threshold is not None and not any(c.threshold == threshold for c in drafters):
             raise UserError(
@@ -133,14 +147,14 @@ def select_drafters(
     own = next(iter(heads.values()))
     if not any(c.head is own for c in drafters):
         raise UserError(f"evaluate.drafts names only trees that {own.method} heads do not draft: add {{tree: chain}}.")
-    for draft in session.recipe.evaluate.drafts:
+    for draft in spec.drafts:
         tree = draft.load()
         if tree is not None and not any((c.tree, c.drawn) == (tree, draft.drawn) for c in drafters):
             raise UserError(
                 f"evaluate.drafts names the tree {tree.name}, but none of the heads ({', '.join(heads)}) drafts "
                 f"{tree_kind(tree, draft.drawn)} trees: remove it."
             )
-    drafters += _baselines(session, target, longest)
+    drafters += _baselines(recipe, target, longest, tokenizer)
     name, times = Counter(c.name for c in drafters).most_common(1)[0]
     if times > 1:
         raise UserError(
@@ -150,12 +164,11 @@ def select_drafters(
 
 
 def ways_to_draft(
-    session: Session, name: str, head: DraftHead, target: Target, compared: bool
+    spec: EvaluateSpec, name: str, head: DraftHead, target: Target, warn: Warn, *, compared: bool
 ) -> list[SystemUnderTest]:
     """Return a drafter for every way to draft that fits a head."""
     verifier = head.verifier(target)
     tuned = None if verifier is target and not compared else verifier
-    spec = session.recipe.evaluate
     lengths = (spec.num_speculative_tokens, spec.max_k)
     ways = [
         (draft, tree)
@@ -166,7 +179,7 @@ def ways_to_draft(
     ]
     most = head.drafts.max_speculative_tokens
     if most is not None and most < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
-        session.warn(
+        warn(
             f"evaluate.num_speculative_tokens is {spec.num_speculative_tokens}, but {name} drafts {most} tokens at most: its chains "
             f"are measured with {most}."
         )
@@ -208,25 +221,25 @@ def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[
     return [c for c in drafters if c in kept]
 
 
-def _baselines(session: Session, target: Target, longest: int) -> list[SystemUnderTest]:
+def _baselines(recipe: Recipe, target: Target, longest: int, tokenizer: Any) -> list[SystemUnderTest]:
     """Return the recipe's baselines, draft models in the dtype of `target`.
 
     longest: tokens of the longest text that will be decoded. Raises UserError for what cannot draft for `target`.
     """
-    spec = session.recipe.evaluate
+    spec = recipe.evaluate
 
     def load_model(path: str) -> Target:
-        model = _load_draft_model(session, target, path)
+        model = _load_draft_model(path, target, tokenizer, recipe.target.attn_implementation)
         check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
         return model
 
     supplies = Supplies(spec.num_speculative_tokens, spec.max_k, target.vocab_size, load_model, _read_outputs)
-    found = [make_baseline(baseline, supplies) for baseline in spec.baselines]
-    for c in found:
+    baselines = [make_baseline(baseline, supplies) for baseline in spec.baselines]
+    for c in baselines:
         ahead = c.make(c.num_speculative_tokens).num_speculative_tokens
         if target.context_length is not None:
             check_context(f"target beside {c.name}", target.context_length, longest + ahead)
-    return found
+    return baselines
 
 
 def _read_outputs(path: str) -> list[list[int]]:
@@ -235,19 +248,16 @@ def _read_outputs(path: str) -> list[list[int]]:
     return [sample.ids[sample.mask].tolist() for sample in samples]
 
 
-def _load_draft_model(session: Session, target: Target, path: str) -> Target:
+def _load_draft_model(path: str, target: Target, tokenizer: Any, attn_implementation: str) -> Target:
     """Load a draft model and check it as a target is checked, its tokenizer first. Raises UserError."""
-    if path == session.target_path:
+    if path == target.path:
         raise UserError(f"evaluate.baselines names the target {path} as its own draft model: take a smaller one.")
     _check_draft_model_path(path)
     try:
         refuse_head(path)  # which has no tokenizer
-        check_same_tokens(session.tokenizer, read_tokenizer(path), path)
+        check_same_tokens(tokenizer, read_tokenizer(path), path)
         return draftsmith.load_target(
-            path,
-            dtype=target.dtype_name,
-            device=session.device,
-            attn_implementation=session.recipe.target.attn_implementation,
+            path, dtype=target.dtype_name, device=str(target.device), attn_implementation=attn_implementation
         )
     except UserError as error:
         raise UserError(f"evaluate.baselines names a draft model that cannot be used: {error}") from error

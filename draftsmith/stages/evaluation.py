@@ -2,22 +2,19 @@
 
 import shlex
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.conversations.load import Conversation, load_conversations
-from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
-from draftsmith.decoder.answers import Request
+from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.engines.server import Server
 from draftsmith.eval.engines.server_costs import TOKENS, measure_served
 from draftsmith.eval.measure.lossless import check_lossless
-from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import write_report
 from draftsmith.eval.results.result import Lossless, TargetInfo, read_result, write_result
 from draftsmith.eval.training.history import read_history
@@ -25,7 +22,7 @@ from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.record import tuned_from
 from draftsmith.machine import environment
-from draftsmith.progress import Bar, say
+from draftsmith.progress import say
 from draftsmith.stages.drafters import (
     at_temperature,
     drafter_digests,
@@ -33,16 +30,19 @@ from draftsmith.stages.drafters import (
     select_drafters,
     with_trained_lengths,
 )
-from draftsmith.stages.evaluator import Evaluator
+from draftsmith.stages.evaluator import Evaluation, decode_drafters, simulate_drafters
 from draftsmith.stages.planning import (
     COSTS,
+    Grid,
     contexts_of,
     costs_of_run,
     has_costs,
-    longest_text,
+    make_grid,
     measure_and_keep,
     plan_stage,
+    target_info,
 )
+from draftsmith.stages.prompts import Prompts, make_prompts, read_conversations
 from draftsmith.stages.session import Session
 from draftsmith.storage import check_file, fingerprint
 from draftsmith.target.files import fingerprint_directory
@@ -63,48 +63,16 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     recipe, spec = session.recipe, session.recipe.evaluate
     run = recipe.run_dir
     stage, folder = ("evaluate", run / "evaluation") if decode else ("simulate", run / "simulation")
-    requests, conversations = make_requests(session, session.target)
-    original, longest = session.original, longest_text(requests)
-
-    def drafters_of(target: Target) -> list[SystemUnderTest]:
-        heads = load_heads(session, target)
-        found = select_drafters(session, heads, target, longest, compared=original is not None)
-        return with_trained_lengths(session, heads, found)
-
+    prompts = prompts_of(session, session.target)
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
-    drafters = drafters_of(session.target)
-    inputs = _inputs(session, stage, drafters, requests, conversations)
+    drafters = drafters_of(session, session.target, prompts)
+    inputs = _inputs(session, stage, drafters, prompts)
     paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
     if not session.begin(stage, inputs):
-        missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
-        dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
-        # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
-        lossless: dict[str, dict[str, Lossless]] = {}
-        if decode and spec.lossless and 0 in missing and dtype != "float32":
-            journal = _journal(paths[spec.temperatures.index(0)])
-            lossless = _lossless(session, requests, drafters_of, original, journal)
-        target = session.target_in(dtype)
-        if target is not session.target:
-            drafters = drafters_of(target)
-        alone = target if original is None else session.load_target(target.dtype_name, original.path)
-        evaluator = Evaluator(session, alone, requests, conversations, drafters)
-        table = None
-        if decode and spec.plan_batches:
-            table = costs_of_run(session, alone, requests, drafters, folder / COSTS)
-        for temperature, path in zip(spec.temperatures, paths, strict=True):
-            if temperature in missing:
-                journal, sampling = _journal(path), spec.sampling(temperature)
-                made = (
-                    evaluator.decoded(sampling, lossless, journal, table)
-                    if decode
-                    else evaluator.simulated(sampling, journal)
-                )
-                write_result(path, made)
-            # Also that of a process which died between the two.
-            path.with_name(_JOURNAL).unlink(missing_ok=True)
+        _measure(session, prompts, drafters, paths, decode=decode)
         session.run.finish(stage, {"results": [str(path) for path in paths]})
     elif decode and spec.plan_batches:
-        _complete_costs(session, requests, drafters, drafters_of, paths[0])
+        _complete_costs(session, prompts, drafters, paths[0])
     results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
     past = read_history(run) if session.named_head is None else None
     with session.run.writing():
@@ -118,52 +86,97 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     return paths
 
 
-def _complete_costs(
-    session: Session,
-    requests: Sequence[Request],
-    drafters: list[SystemUnderTest],
-    drafters_of: Callable[[Target], list[SystemUnderTest]],
-    result: Path,
+def prompts_of(session: Session, target: Target) -> Prompts:
+    """Return the recipe's evaluation prompts for a target; warns of prompts that are left out."""
+    chosen = conversations_of(session)
+    return make_prompts(session.recipe, chosen, session.tokenizer, target.context_length, session.warn)
+
+
+def conversations_of(session: Session) -> list[Conversation]:
+    """Return the conversations of the evaluation prompts."""
+    spec, what = session.recipe.evaluate, "name prompt sets (JSONL with id, slice and messages) to measure on"
+    return read_conversations(spec, session.sources("evaluate.prompts", spec.prompts, what))
+
+
+def drafters_of(session: Session, target: Target, prompts: Prompts) -> list[SystemUnderTest]:
+    """Return the recipe's drafters for a target. Raises UserError where one cannot draft for it."""
+    recipe, folder, warn, compared = session.recipe, session.head_folder, session.warn, session.original is not None
+    heads, longest = load_heads(recipe, folder, target, warn), prompts.longest_text
+    drafters = select_drafters(recipe, heads, target, longest, session.tokenizer, warn, compared=compared)
+    return with_trained_lengths(recipe, folder, heads, drafters)
+
+
+def _measure(
+    session: Session, prompts: Prompts, drafters: list[SystemUnderTest], paths: Sequence[Path], *, decode: bool
 ) -> None:
+    """Decode or simulate at the temperatures whose results are not there, and write them. drafters: for the session's own target."""
+    recipe, spec = session.recipe, session.recipe.evaluate
+    missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
+    dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
+    # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
+    exact: dict[str, dict[str, Lossless]] = {}
+    if decode and spec.lossless and 0 in missing and dtype != "float32":
+        exact = _greedy_equality(session, prompts, _journal(paths[spec.temperatures.index(0)]))
+    target = session.target_in(dtype)
+    if target is not session.target:
+        drafters = drafters_of(session, target, prompts)
+    alone = session.original_of(target)
+    info, table = target_info(alone, session.name_of(alone)), None
+    if decode and spec.plan_batches:
+        grid = make_grid(spec, alone, info, prompts, drafters)
+        table = costs_of_run(grid, paths[0].parent.parent / COSTS, session.run, session.warn)
+    evaluation = Evaluation(recipe, alone, info, prompts, drafters, session.tokenizer, session.warnings)
+    for temperature, path in zip(spec.temperatures, paths, strict=True):
+        if temperature in missing:
+            journal, sampling = _journal(path), spec.sampling(temperature)
+            if decode:
+                result = decode_drafters(evaluation, sampling, journal, table, exact)
+            else:
+                result = simulate_drafters(evaluation, sampling, journal)
+            write_result(path, result)
+        # Also that of a process which died between the two.
+        path.with_name(_JOURNAL).unlink(missing_ok=True)
+
+
+def _complete_costs(session: Session, prompts: Prompts, drafters: list[SystemUnderTest], result: Path) -> None:
     """Measure what a finished evaluation lacks of the costs that the recipe plans with now. drafters: for the session's own target;
     result: one that the costs must fit."""
-    costs, original = result.parent.parent / COSTS, session.original
-    if has_costs(session, session.target, requests, drafters, costs):
+    spec, costs = session.recipe.evaluate, result.parent.parent / COSTS
+
+    def grid_of(target: Target, drafters: list[SystemUnderTest]) -> Grid:
+        return make_grid(spec, target, target_info(target, session.name_of(target)), prompts, drafters)
+
+    if has_costs(grid_of(session.target, drafters), costs, session.run, session.warn):
         return
-    target = session.target_in(session.recipe.evaluate.dtype)
-    alone = target if original is None else session.load_target(target.dtype_name, original.path)
+    target = session.target_in(spec.dtype)
+    alone = session.original_of(target)
     if alone.fingerprint != read_result(result).target.fingerprint:
         session.warn(
             f"{costs} lacks costs to plan with, which cannot be measured now that the original target is gone: put it back where "
             f"{session.target_path} names it, or evaluate without it, with --redo evaluate."
         )
         return
+    own = drafters if target is session.target else drafters_of(session, target, prompts)
     with session.run.writing():
-        costs_of_run(session, alone, requests, drafters if target is session.target else drafters_of(target), costs)
+        costs_of_run(grid_of(alone, own), costs, session.run, session.warn)
 
 
 def _journal(result: Path) -> Journal:
     """Return what is measured of a result so far; what was timed with another machine or other packages is timed again."""
-    found = environment()
-    return Journal(result.with_name(_JOURNAL), fingerprint([asdict(found["hardware"]), found["versions"]]))
+    machine = environment()
+    return Journal(result.with_name(_JOURNAL), fingerprint([asdict(machine["hardware"]), machine["versions"]]))
 
 
-def _inputs(
-    session: Session,
-    stage: str,
-    drafters: list[SystemUnderTest],
-    requests: Sequence[Request],
-    conversations: Mapping[str, Conversation],
-) -> dict[str, Any]:
+def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], prompts: Prompts) -> dict[str, Any]:
     """Return what a result depends on."""
-    recipe, spec, original = session.recipe, session.recipe.evaluate, session.original
+    recipe, target, original = session.recipe, session.target, session.original
     inputs = {
-        **drafter_digests(session, drafters),
-        "target": session.target.fingerprint,
-        "target.dtype": session.target.dtype_name,
-        "eos": list(session.target.eos_ids),
-        **_prompt_inputs(requests, conversations),
-        "evaluate": fingerprint_fields(spec, NOT_MEASURED),
+        **drafter_digests(recipe, session.head_folder, drafters),
+        "target": target.fingerprint,
+        "target.dtype": target.dtype_name,
+        "eos": list(target.eos_ids),
+        **prompts.inputs,
+        "evaluate": fingerprint_fields(recipe.evaluate, NOT_MEASURED),
         "seed": recipe.seed,
     }
     if stage == "evaluate":  # which is timed
@@ -177,11 +190,10 @@ def costs_table(session: Session, path: Path) -> Path:
     cannot be written."""
     check_file("--output", path, (".json",), TABLE_MARK)
     target = session.target_in(session.recipe.evaluate.dtype)
-    requests, _ = make_requests(session, target)
-    original, heads = session.original, load_heads(session, target)
-    drafters = select_drafters(session, heads, target, longest_text(requests), compared=original is not None)
-    alone = target if original is None else session.load_target(target.dtype_name, original.path)
-    measure_and_keep(session, alone, requests, drafters, path)
+    prompts = prompts_of(session, target)
+    drafters, alone = drafters_of(session, target, prompts), session.original_of(target)
+    info = target_info(alone, session.name_of(alone))
+    measure_and_keep(make_grid(session.recipe.evaluate, alone, info, prompts, drafters), path)
     return path
 
 
@@ -195,16 +207,16 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
     config = load_config(session.target_path, recipe.target.trust_remote_code).get_text_config(decoder=True)
     length = context_of(config) or sys.maxsize
     tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
-    requests, _ = prepare_requests(session, tokenizer, length)
+    prompts = make_prompts(recipe, conversations_of(session), tokenizer, length, session.warn)
     digest = alone.fingerprint or fingerprint_directory(weights_directory(session.target_path))
     table = measure_served(
         servers,
         TargetInfo(alone.path or recipe.target.path, digest),
         recipe.method,
-        [token for request in requests for token in request.prompt_ids],
+        [token for request in prompts.requests for token in request.prompt_ids],
         spec.temperatures[0],
         batches=sorted({*spec.plan_batches, spec.batch}),
-        contexts=contexts_of(session, requests, length, TOKENS, "an answer"),
+        contexts=contexts_of(spec, prompts, length, TOKENS, "an answer"),
         command=shlex.join(["draftsmith", *sys.argv[1:]]),
     )
     write_cost_table(path, table)
@@ -212,13 +224,6 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
         k = server.num_speculative_tokens
         say(f"costs: {server.url}, {server.engine}, {f'drafts {k} tokens a round' if k else 'is the target alone'}")
     return path
-
-
-def _prompt_inputs(requests: Sequence[Request], conversations: Mapping[str, Conversation]) -> dict[str, str]:
-    """Identify the prompts, and their references where any has one."""
-    prompts = fingerprint([(r.sample_id, r.slice, r.prompt_ids, r.max_new_tokens) for r in requests])
-    found = {name: c.reference for name, c in conversations.items() if c.reference is not None}
-    return {"prompts": prompts} | ({"references": fingerprint(found)} if found else {})
 
 
 def _is_there(session: Session, path: Path) -> bool:
@@ -242,78 +247,11 @@ def _as_compared(session: Session, stage: str, inputs: dict[str, Any]) -> dict[s
     return earlier if session.run.holds(stage, earlier) else inputs
 
 
-def make_requests(session: Session, target: Target) -> tuple[list[Request], dict[str, Conversation]]:
-    """Return the evaluation prompts as requests, and their conversations by id; warns of prompts that are left out."""
-    return prepare_requests(session, session.tokenizer, target.context_length)
-
-
-def prepare_requests(
-    session: Session, tokenizer: Any, context_length: int
-) -> tuple[list[Request], dict[str, Conversation]]:
-    """Do the same for a target of which only the tokenizer is loaded."""
-    spec = session.recipe.evaluate
-    chosen = evaluation_conversations(session)
-    deepest = max([spec.max_k, *(tree.depth for draft in spec.drafts if (tree := draft.load()) is not None)])
-    prompts = prepare_prompts(
-        tokenizer,
-        chosen,
-        max_new_tokens=lambda name: spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens),
-        max_length=context_length - deepest,
-        template=session.recipe.data.template,
-        limit=f"the target's context leaves after a draft of {deepest}: give shorter prompts, or lower evaluate.max_k",
-        warn=session.warn,
-    )
-    if len(prompts) < len(chosen):
-        left = len(chosen) - len(prompts)
-        session.warn(
-            f"{left} of {len(chosen)} prompts are too long for the target and are left out: give shorter ones "
-            "in evaluate.prompts, or lower evaluate.max_k."
-        )
-    seed = session.recipe.seed
-    requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
-    return requests, {c.id: c for c in chosen}
-
-
-def evaluation_conversations(session: Session) -> list[Conversation]:
-    """Return the evaluation prompts, `per_slice` of each slice."""
-    spec = session.recipe.evaluate
-    what = "name prompt sets (JSONL with id, slice and messages) to measure on"
-    sources = session.sources("evaluate.prompts", spec.prompts, what)
-    chosen: list[Conversation] = []
-    seen: dict[str, int] = defaultdict(int)
-    for conversation in load_conversations(sources):
-        if conversation.slice == OVERALL:
-            raise UserError(
-                f"evaluate.prompts: the prompt {conversation.id} is in a slice named {OVERALL}, which is what all slices "
-                "together are called: give the slice another name."
-            )
-        seen[conversation.slice] += 1
-        if spec.per_slice is None or seen[conversation.slice] <= spec.per_slice:
-            chosen.append(conversation)
-    for key in ("max_new_tokens_by_slice", "example_slices"):
-        if unknown := sorted(set(getattr(spec, key)) - set(seen)):
-            raise UserError(
-                f"evaluate.{key} names the slice {unknown[0]}, but the prompts have {', '.join(sorted(seen))}: correct the name."
-            )
-    return chosen
-
-
-def _lossless(
-    session: Session,
-    requests: Sequence[Request],
-    drafters_of: Callable[[Target], list[SystemUnderTest]],
-    original: TargetIdentity | None,
-    journal: Journal,
-) -> dict[str, dict[str, Lossless]]:
+def _greedy_equality(session: Session, prompts: Prompts, journal: Journal) -> dict[str, dict[str, Lossless]]:
     """Compare greedy texts with and without each draft in float32, where they must be equal. journal: what an interrupted check has
     answered."""
-    target = session.load_target("float32")
-    greedy = session.recipe.evaluate.sampling(0)
-    drafters = at_temperature(drafters_of(target), greedy)
+    target, greedy = session.load_target("float32"), session.recipe.evaluate.sampling(0)
+    drafters = at_temperature(drafters_of(session, target, prompts), greedy)
     # Drafts for a tuned target are compared with its own texts; the original verifies those of the baselines.
-    compared = original if any(c.verifier is None for c in drafters) else None
-    alone = target if compared is None else session.load_target("float32", compared.path)
-    count = len(requests) * (len(drafters) + len({c.verified_by(alone) for c in drafters}))
-    with Bar(total=count, desc="greedy equality in float32", unit="answer") as bar:
-        done = {"on_batch": bar.update, "on_kept": bar.skip}
-        return check_lossless(alone, drafters, requests, greedy, journal=journal, **done)
+    alone = session.original_of(target) if any(c.verifier is None for c in drafters) else target
+    return check_lossless(alone, drafters, prompts.requests, greedy, journal)

@@ -2,13 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from draftsmith.decoder.answers import Request
 from draftsmith.decoder.cache import entry_bytes, layer_shapes
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
@@ -21,107 +21,94 @@ from draftsmith.eval.training.history import History
 from draftsmith.heads.formats.engines import Again
 from draftsmith.machine import environment
 from draftsmith.progress import say
+from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.recipe.schema import ExportSpec
 from draftsmith.stages.drafters import at_temperature
-from draftsmith.stages.session import Session
+from draftsmith.stages.prompts import Prompts
+from draftsmith.stages.run import RunDirectory
 from draftsmith.target.target import Target
 
 COSTS = "costs.json"
 
 
-def longest_text(requests: Sequence[Request]) -> int:
-    """Return the most tokens that a prompt and its answer have together."""
-    return max((len(r.prompt_ids) + r.max_new_tokens for r in requests), default=0)
-
-
-def median_request(requests: Sequence[Request]) -> Request:
-    """Return the request whose prompt is of median length."""
-    return sorted(requests, key=lambda r: len(r.prompt_ids))[len(requests) // 2]
-
-
 def contexts_of(
-    session: Session, requests: Sequence[Request], context_length: int, behind: int, what: str = "a draft"
+    spec: EvaluateSpec, prompts: Prompts, context_length: int, behind: int, what: str = "a draft"
 ) -> list[int]:
     """Return the contexts to time at: those of the recipe, else the shortest prompt, the middle of a typical answer, and the
     longest text. behind: tokens that come after one, and `what` they are."""
     longest = context_length - behind - 1
-    if session.recipe.evaluate.plan_contexts:
-        if over := [n for n in session.recipe.evaluate.plan_contexts if n > longest]:
+    if spec.plan_contexts:
+        if over := [n for n in spec.plan_contexts if n > longest]:
             raise UserError(
                 f"evaluate.plan_contexts holds {over[0]}, but the target's context leaves {longest} after {what}: take fewer."
             )
-        return sorted(set(session.recipe.evaluate.plan_contexts))
-    middle = median_request(requests)
-    shortest = min(len(r.prompt_ids) for r in requests)
-    found = (shortest, len(middle.prompt_ids) + middle.max_new_tokens // 2, longest_text(requests))
-    return sorted({max(2, min(length, longest)) for length in found})
+        return sorted(set(spec.plan_contexts))
+    typical = len(prompts.median.prompt_ids) + prompts.median.max_new_tokens // 2
+    contexts = (prompts.shortest, typical, prompts.longest_text)
+    return sorted({max(2, min(length, longest)) for length in contexts})
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """What a table is to hold. places: (batch, context)."""
+class Grid:
+    """What a table of costs is to hold. info: of the target. text_ids: what contexts are made of. places: (batch, context)."""
 
+    target: Target
+    info: TargetInfo
     systems: list[SystemUnderTest]
+    text_ids: Sequence[int]
+    sampling: Sampling
     places: set[tuple[int, int]]
 
 
-def _grid(session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest]) -> _Grid:
-    spec = session.recipe.evaluate
-    systems = [c for c in at_temperature(list(drafters), spec.sampling(spec.temperatures[0])) if c.fixed_length]
+def make_grid(
+    spec: EvaluateSpec, target: Target, info: TargetInfo, prompts: Prompts, drafters: Sequence[SystemUnderTest]
+) -> Grid:
+    """Return the batches and contexts to plan for, at the recipe's first temperature."""
+    sampling = spec.sampling(spec.temperatures[0])
+    systems = [c for c in at_temperature(list(drafters), sampling) if c.fixed_length]
     deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
-    contexts = contexts_of(session, requests, target.context_length, deepest)
-    return _Grid(systems, set(product({*spec.plan_batches, spec.batch}, contexts)))
+    contexts = contexts_of(spec, prompts, target.context_length, deepest)
+    places = set(product({*spec.plan_batches, spec.batch}, contexts))
+    return Grid(target, info, systems, prompts.median.prompt_ids, sampling, places)
 
 
-def has_costs(
-    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
-) -> bool:
+def has_costs(grid: Grid, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> bool:
     """Return whether the table of a finished evaluation, of whatever machine, holds all that the recipe plans for; what it holds
     besides is taken out then."""
-    places, table = _grid(session, target, requests, drafters).places, _read_kept(session, path)
-    if table is None or table.lacks(places):
+    table = _read_kept(path, warn)
+    if table is None or table.lacks(grid.places):
         return False
-    _trim(session, table, places, path)
+    _trim(table, grid.places, path, run)
     return True
 
 
-def costs_of_run(
-    session: Session, target: Target, requests: Sequence[Request], drafters: Sequence[SystemUnderTest], path: Path
-) -> CostTable:
+def costs_of_run(grid: Grid, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> CostTable:
     """Return the costs that an evaluation plans with, in `path` too: what an earlier one left there is measured again where it is of
     another machine, or of other packages, and what it lacks is added."""
-    grid, table = _grid(session, target, requests, drafters), _read_kept(session, path)
-    if table is not None:
-        machine = environment()
-        names = [c.name for c in grid.systems]
-        asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
-        others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
-        if not others and asked == (
-            table.target.fingerprint,
-            table.dtype,
-            table.hardware,
-            table.versions,
-            table.drafters,
-        ):
-            if table.lacks(grid.places):
-                return measure_and_keep(session, target, requests, drafters, path, table)
-            return _trim(session, table, grid.places, path)
+    table, target = _read_kept(path, warn), grid.target
+    if table is None:
+        return measure_and_keep(grid, path)
+    machine, names = environment(), [c.name for c in grid.systems]
+    asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
+    others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
+    if others or asked != (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters):
         say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
-    return measure_and_keep(session, target, requests, drafters, path)
+        return measure_and_keep(grid, path)
+    return measure_and_keep(grid, path, table) if table.lacks(grid.places) else _trim(table, grid.places, path, run)
 
 
-def _read_kept(session: Session, path: Path) -> CostTable | None:
+def _read_kept(path: Path, warn: Callable[[str], None]) -> CostTable | None:
     try:
         return read_cost_table(path) if path.is_file() else None
     except UserError as error:
-        session.warn(f"{path} is measured again, as it cannot be read: {error}")
+        warn(f"{path} is measured again, as it cannot be read: {error}")
         return None
 
 
-def _trim(session: Session, table: CostTable, places: set[tuple[int, int]], path: Path) -> CostTable:
+def _trim(table: CostTable, places: set[tuple[int, int]], path: Path, run: RunDirectory) -> CostTable:
     """Take out of a table, and of its file, what is of none of `places`."""
     if (fewer := _not_empty(table.only(places))) != table:
-        with session.run.writing():
+        with run.writing():
             write_cost_table(path, fewer)
     return fewer
 
@@ -133,25 +120,17 @@ def _not_empty(table: CostTable) -> CostTable:
     return table
 
 
-def measure_and_keep(
-    session: Session,
-    target: Target,
-    requests: Sequence[Request],
-    drafters: Sequence[SystemUnderTest],
-    path: Path,
-    kept: CostTable | None = None,
-) -> CostTable:
-    """Time target passes and drafts at the batches and contexts to plan for, at the recipe's first temperature; write them to `path`,
-    and say how near the target alone is to what the machine could do.
+def measure_and_keep(grid: Grid, path: Path, kept: CostTable | None = None) -> CostTable:
+    """Time target passes and drafts at every place of a grid; write them to `path`, and say how near the target alone is to what the
+    machine could do.
 
     kept: what is not timed again. Raises UserError where no batch and context fits in memory."""
-    spec, grid = session.recipe.evaluate, _grid(session, target, requests, drafters)
     table = measure_table(
-        target,
-        target_info(session, target),
+        grid.target,
+        grid.info,
         grid.systems,
-        median_request(requests).prompt_ids,
-        spec.sampling(spec.temperatures[0]),
+        grid.text_ids,
+        grid.sampling,
         places=grid.places,
         command=shlex.join(["draftsmith", *sys.argv[1:]]),
         kept=kept,
@@ -169,11 +148,10 @@ def measure_and_keep(
     return table
 
 
-def target_info(session: Session, target: Target) -> TargetInfo:
-    """Describe the target as results do."""
+def target_info(target: Target, named: str) -> TargetInfo:
+    """Describe the target as results do. named: how the recipe names it."""
     return TargetInfo(
-        # A tuned target is compared with its original, which then is the target here.
-        path=session.recipe.target.path if target.path == session.target.path else target.path,
+        path=named,
         fingerprint=target.fingerprint,
         parameters=sum(p.numel() for p in target.model.parameters()),
         num_layers=target.num_layers,

@@ -13,10 +13,9 @@ from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import look_at
 from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
-from draftsmith.stages.evaluation import evaluation_conversations, make_requests
+from draftsmith.stages.evaluation import conversations_of, prompts_of
 from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.heads import load_warm, warm_folder
-from draftsmith.stages.planning import longest_text
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.storage import check_folder
@@ -49,7 +48,7 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         warm_folder(recipe)
         look_at(session, session.conversations, learned=not recipe.answers.regenerate)
     if evaluating:
-        look_at(session, evaluation_conversations(session), learned=False)
+        look_at(session, conversations_of(session), learned=False)
         check_named_drafters(recipe)
     untrained = _check_initial_head(session, exporting=command == "run") if making else None
     _warn_of_slow_dtypes(session, making, learning, evaluating)
@@ -58,14 +57,14 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         return []
     target = session.target
     if untrained is None:
-        heads = load_heads(session, target)
+        heads = load_heads(recipe, session.head_folder, target, session.warn)
         own = next(iter(heads.values())).method
         if recipe.export.layout is not None and layouts_of(own):  # whose engines a plan starts
             find_layout(export_options(recipe, own)["layout"], own)
     else:
-        heads = {untrained.method: untrained} | load_compared(session, target, untrained.method)
-    longest = longest_text(make_requests(session, target)[0])
-    return select_drafters(session, heads, target, longest, compared=session.original is not None)
+        heads = {untrained.method: untrained} | load_compared(recipe, target, untrained.method, session.warn)
+    longest, compared = prompts_of(session, target).longest_text, session.original is not None
+    return select_drafters(recipe, heads, target, longest, session.tokenizer, session.warn, compared=compared)
 
 
 def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: bool) -> None:

@@ -136,6 +136,14 @@ class Session:
         )
         return None
 
+    def original_of(self, target: Target) -> Target:
+        """Return what answers alone in an evaluation of `target`: the original, in the same dtype, where that is compared."""
+        return target if self.original is None else self.load_target(target.dtype_name, self.original.path)
+
+    def name_of(self, target: Target) -> str:
+        """Return how results name a target: the session's own as the recipe does."""
+        return self.recipe.target.path if target.path == self.target_path else target.path
+
     @cached_property
     def unchecked_tokenizer(self) -> Any:
         """The target's tokenizer with the chat template, for which the target itself is not loaded."""

@@ -117,7 +117,7 @@ def _prepare(session: Session, asked: int | None, temperature: float | None) -> 
     where the largest tree and a text of its length exceed the context."""
     recipe, folder = session.recipe, session.head_folder
     original = session.target_in(recipe.evaluate.dtype)
-    head = load_fitting(session, original, folder).deployed(original).to(original.dtype)
+    head = load_fitting(folder, original, session.warn).deployed(original).to(original.dtype)
     target = head.verifier(original)  # for a tuned one, the original's answers serve as its own
     if "static" not in find_method(head.method).trees:
         raise UserError(

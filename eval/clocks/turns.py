@@ -4,27 +4,27 @@ Groups hold one slice, so that seconds belong to a slice.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from draftsmith.decoder.answers import Decoded, Generation, Request, Round
+from draftsmith.decoder.answers import Decoded, Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.verify import Typical
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.simulate.answers import pack_decoded, unpack_decoded, without_request
 from draftsmith.foreign.journal import Journal
 from draftsmith.machine import Clocks, ClockWatch
+from draftsmith.progress import Bar
 from draftsmith.target.target import Target
 
 FEW = 2
 """Prompts of each slice that are also answered by what takes only some turns: planned draft lengths, and `generate`."""
-SIMULATED_BATCH = 32
-"""Answers made together where nothing is timed."""
 _WAITING = 3
 """Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
 
@@ -50,8 +50,6 @@ def run_systems(
     sampling: Sampling,
     *,
     batch: int,
-    on_batch: Callable[[int], None] = lambda requests: None,
-    on_kept: Callable[[int], None] | None = None,
     picks: Sequence[SystemUnderTest] = (),
     generate: GenerateSystem | None = None,
     journal: Journal | None = None,
@@ -60,39 +58,39 @@ def run_systems(
 
     A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
     serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
-    groups of each slice, the latter one request after the other. journal: what it holds is not decoded again, and on_kept, else
-    on_batch, is told how many requests.
+    groups of each slice, the latter one request after the other. journal: what it holds is not decoded again. Shows a bar.
     """
     ways: dict[str, _Way] = {"": (target, TargetAlone(), None)}
     ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in (*systems, *picks)}
     journal = journal or Journal()
     partly, warm = {s.name for s in picks}, False
-    found: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
+    decoded: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
     answered: list[list[Timed]] = [[] for _ in requests_by_repeat]
     clocks: list[Clocks] = []
-    for repeat, requests in enumerate(requests_by_repeat):
-        seen: Counter[str] = Counter()
-        for number, group in enumerate(_groups(requests, batch if batch == 1 else (1 + _WAITING) * batch)):
-            seen[group[0].slice] += 1
-            first = seen[group[0].slice] <= (FEW if batch == 1 else 1)
-            taking = {name: way for name, way in ways.items() if first or name not in partly}
-            asking = generate if first else None
-            name = f"{repeat}/{number}"
-            turn = _kept(journal.get(name), group, taking, asking)
-            done = on_kept or on_batch
-            if turn is None:
-                done = on_batch
-                if not warm:
-                    _warm_up(ways, generate, requests_by_repeat[0][0], sampling)
-                    warm = True
-                turn = _take(taking, asking, group, sampling, batch)
-                journal.add(name, _pack_turn(turn))
-            for way in taking:
-                found[way][repeat].append(turn.by_name[way])
-            answered[repeat] += turn.generate
-            clocks.append(turn.clocks)
-            done(len(group))
-    return Turns(found, answered, Clocks.together(clocks))
+    total, title = sum(map(len, requests_by_repeat)), f"decoding at T={sampling.temperature:g}"
+    with Bar(total=total, desc=title, unit="prompt") as bar:
+        for repeat, requests in enumerate(requests_by_repeat):
+            seen: Counter[str] = Counter()
+            for number, group in enumerate(_groups(requests, batch if batch == 1 else (1 + _WAITING) * batch)):
+                seen[group[0].slice] += 1
+                first = seen[group[0].slice] <= (FEW if batch == 1 else 1)
+                taking = {name: way for name, way in ways.items() if first or name not in partly}
+                asking = generate if first else None
+                name = f"{repeat}/{number}"
+                if (turn := _kept(journal.get(name), group, taking, asking)) is not None:
+                    bar.skip(len(group))
+                else:
+                    if not warm:
+                        _warm_up(ways, generate, requests_by_repeat[0][0], sampling)
+                        warm = True
+                    turn = _take(taking, asking, group, sampling, batch)
+                    journal.add(name, _pack_turn(turn))
+                    bar.update(len(group))
+                for way in taking:
+                    decoded[way][repeat].append(turn.by_name[way])
+                answered[repeat] += turn.generate
+                clocks.append(turn.clocks)
+    return Turns(decoded, answered, Clocks.together(clocks))
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def _pack_turn(turn: _Turn) -> dict[str, Any]:
     """Return a turn as JSON; the requests are known."""
     return {
         "by_name": {name: pack_decoded(decoded) for name, decoded in turn.by_name.items()},
-        "generate": [_without_request(timed) for timed in turn.generate],
+        "generate": [without_request(timed) for timed in turn.generate],
         "clocks": asdict(turn.clocks),
     }
 
@@ -156,22 +154,3 @@ def _kept(value: Any, group: Sequence[Request], ways: dict[str, _Way], generate:
         ],
         Clocks(**value["clocks"]),
     )
-
-
-def pack_decoded(decoded: Decoded) -> dict[str, Any]:
-    """Return what was decoded as JSON, without the requests."""
-    generations = [_without_request(g) | {"rounds": [asdict(r) for r in g.rounds]} for g in decoded.generations]
-    return {**vars(decoded), "generations": generations, "seconds": dict(decoded.seconds)}
-
-
-def unpack_decoded(value: dict[str, Any], requests: Sequence[Request]) -> Decoded:
-    """Return what `pack_decoded` packed of the answers to `requests`."""
-    generations = [
-        Generation(request, **{**g, "rounds": [Round(**{**r, "levels": tuple(r["levels"])}) for r in g["rounds"]]})
-        for request, g in zip(requests, value["generations"], strict=True)
-    ]
-    return Decoded(**{**value, "generations": generations})
-
-
-def _without_request(one: Generation | Timed) -> dict[str, Any]:
-    return {name: value for name, value in vars(one).items() if name != "request"}

@@ -1,17 +1,17 @@
 """Check greedy losslessness: the same ids with and without a draft, and the same tau decoded and simulated."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from draftsmith.decoder.answers import Generation, Request, Tally, tally_generation, total
-from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.sampling import Sampling, penalize
-from draftsmith.eval.clocks.turns import pack_decoded, unpack_decoded
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.results.equality import Divergence, Lossless
+from draftsmith.eval.results.result import Divergence, Lossless
+from draftsmith.eval.simulate.answers import answer_in_parts
 from draftsmith.foreign.journal import Journal
+from draftsmith.progress import Bar
 from draftsmith.target.target import Target
 
 GREEDY = Sampling()
@@ -22,48 +22,34 @@ def check_lossless(
     systems: Sequence[SystemUnderTest],
     requests: Sequence[Request],
     greedy: Sampling = GREEDY,
-    *,
-    batch: int = 1,
     journal: Journal | None = None,
-    on_batch: Callable[[int], None] = lambda requests: None,
-    on_kept: Callable[[int], None] = lambda requests: None,
 ) -> dict[str, dict[str, Lossless]]:
     """Decode every request greedily with and without each draft, by the target that verifies it; return by name what
     `compare_texts` does.
 
     Run it with target and head in float32: there every token must agree. greedy: a setting of temperature 0, as its
-    repetition penalty counts there too. journal: the answers of an interrupted check. on_batch, on_kept: told how many requests
-    were answered now, and by an earlier process.
+    repetition penalty counts there too. journal: the answers of an interrupted check. Shows a bar.
     """
     journal = journal or Journal()
+    count = len(requests) * (len(systems) + len({c.verified_by(target) for c in systems}))
+    with Bar(total=count, desc="greedy equality in float32", unit="answer") as bar:
 
-    def answer(own: Target, name: str, drafter: Drafter) -> list[Generation]:
-        found: list[Generation] = []
-        for start in range(0, len(requests), batch):
-            chunk = requests[start : start + batch]
-            part = f"equality in {own.dtype_name}/{own.fingerprint}/{name}/{start}+{len(chunk)}"
-            if (kept := journal.get(part)) is not None:
-                found += unpack_decoded(kept, chunk).generations
-                on_kept(len(chunk))
-                continue
-            decoded = decode_batch(own, drafter, chunk, greedy)
-            journal.add(part, pack_decoded(decoded))
-            found += decoded.generations
-            on_batch(len(chunk))
-        return found
+        def answer(own: Target, name: str, drafter: Drafter) -> list[Generation]:
+            part = f"equality in {own.dtype_name}/{own.fingerprint}/{name}"
+            return answer_in_parts(own, drafter, requests, greedy, journal, part, rows=1, size=1, bar=bar)
 
-    alone: dict[Target, Sequence[Generation]] = {}
-    found = {}
-    for c in systems:
-        k, own = c.num_speculative_tokens, c.verified_by(target)
-        if own not in alone:
-            alone[own] = answer(own, "", TargetAlone())
-        drafted = answer(own, c.name, c.make(k))
-        simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
-        simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
-        tallies = [tally_generation(g, k) for g in drafted]
-        found[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k, greedy)
-    return found
+        alone: dict[Target, Sequence[Generation]] = {}
+        compared = {}
+        for c in systems:
+            k, own = c.num_speculative_tokens, c.verified_by(target)
+            if own not in alone:
+                alone[own] = answer(own, "", TargetAlone())
+            drafted = answer(own, c.name, c.make(k))
+            simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
+            simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
+            tallies = [tally_generation(g, k) for g in drafted]
+            compared[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k, greedy)
+    return compared
 
 
 def compare_texts(
@@ -81,15 +67,15 @@ def compare_texts(
     scopes = {"overall": list(range(len(alone)))}
     for i, generation in enumerate(alone):
         scopes.setdefault(generation.request.slice, []).append(i)
-    found = {}
+    compared = {}
     for name, places in scopes.items():
         apart = tuple(d for i in places if (d := divergences[i]) is not None)
         tau, tau_simulated = (
             None if tallies is None else total((tallies[i] for i in places), k).tau for tallies in (decoded, simulated)
         )
         equal = len(places) - len(apart)
-        found[name] = Lossless(target.dtype_name, len(places), equal, apart, tau, tau_simulated)
-    return found
+        compared[name] = Lossless(target.dtype_name, len(places), equal, apart, tau, tau_simulated)
+    return compared
 
 
 def _first_divergence(

@@ -1,8 +1,9 @@
-"""Evaluate at one sampling setting: simulate the texts that were decoded in turns, and summarize both.
+"""Measure a drafter on the texts of an evaluation at one sampling setting: what was accepted, what the clocks said.
 
-Shapes: K speculative tokens.
+A number of `Measures` comes from here, or from a step of its own that returns `Fields`. Shapes: K speculative tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
@@ -12,16 +13,15 @@ import numpy as np
 
 from draftsmith.decoder.answers import Decoded, Generation, Tally, tally_generation, total
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.clocks.turns import Repeats
+from draftsmith.eval.clocks.turns import Repeats, Turns
 from draftsmith.eval.drafters.generate_baseline import Timed
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.quality import Judge, compare_targets, judged_shares, perplexities
-from draftsmith.eval.results.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.results.bootstrap import bootstrap_tau, mean_tau
 from draftsmith.eval.results.conditions import acceptance_by_condition
 from draftsmith.eval.results.result import (
     Costs,
     DrafterResult,
-    Lossless,
     Measures,
     MsPerRound,
     Percentiles,
@@ -29,22 +29,35 @@ from draftsmith.eval.results.result import (
     PromptSums,
     SweepPoint,
 )
-from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
 
+Fields = Mapping[str, Mapping[str, Any]]
+"""Fields of `Measures` per slice and as "overall"."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """An answer with its decoded tally, None where it was only simulated, and its simulated tallies for K = 1, 2, ..."""
+
+    generation: Generation
+    decoded: Tally | None
+    simulated: Sequence[Tally]
+
 
 @dataclass(frozen=True)
 class Texts:
-    """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`.
-
-    changed: of texts that do not follow the target's distribution, see `measure_change`.
-    """
+    """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`. fields: what else was measured of them."""
 
     texts: list[Text]
     off_text: int = 0
-    changed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
+
+    def with_fields(self, more: Fields) -> "Texts":
+        """Return the same with more fields."""
+        scopes = dict.fromkeys((*self.fields, *more))
+        return replace(self, fields={name: {**self.fields.get(name, {}), **more.get(name, {})} for name in scopes})
 
 
 def collect_texts(
@@ -52,22 +65,24 @@ def collect_texts(
     system: SystemUnderTest,
     timings: Mapping[str, Repeats],
     sampling: Sampling,
-    judge: Judge = lambda generation: {},
+    judge: Judge | None = None,
 ) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them; those that do not follow the distribution of `target` are read by it as well, and judged."""
+    verifies them. judge: those that do not follow the distribution of `target` are read by it as well, and judged."""
     generations = _distinct(timings[system.name], sampling)
-    simulation = Simulation([[] for _ in generations], off_text=0)
+    tallies: Sequence[Sequence[Tally]] = [()] * len(generations)
+    off_text = 0
     if system.simulate is not None:
         simulation = system.simulate(system.verified_by(target), generations, sampling, system.max_k)
+        tallies, off_text = simulation.tallies, simulation.off_text
     texts = [
         Text(generation, tally_generation(generation, system.num_speculative_tokens), simulated)
-        for generation, simulated in zip(generations, simulation.tallies, strict=True)
+        for generation, simulated in zip(generations, tallies, strict=True)
     ]
-    changed = {}
-    if system.verifier is not None or not system.lossless:
-        changed = measure_change(target, system, generations, _distinct(timings[""], sampling), judge)
-    return Texts(texts, simulation.off_text, changed)
+    if judge is None or (system.verifier is None and system.lossless):
+        return Texts(texts, off_text)
+    originals = _distinct(timings[""], sampling)
+    return Texts(texts, off_text, measure_change(target, system, generations, originals, judge))
 
 
 def measure_change(
@@ -76,9 +91,8 @@ def measure_change(
     generations: Sequence[Generation],
     originals: Sequence[Generation],
     judge: Judge,
-) -> dict[str, dict[str, float]]:
-    """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them: fields of
-    `Measures`, per slice and as "overall"."""
+) -> Fields:
+    """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them."""
     own, theirs = perplexities(target, originals), perplexities(target, generations)
     found = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
     if system.verifier is not None:
@@ -101,28 +115,30 @@ def of_slice(repeats: Repeats, slice_name: str | None) -> Repeats:
 def summarize(
     system: SystemUnderTest,
     found: Texts,
-    timings: Mapping[str, Repeats],
-    costs: Costs,
-    lossless: Mapping[str, Lossless],
-    lossless_timed: Mapping[str, Lossless],
-    generate: Sequence[Sequence[Timed]],
+    turns: Turns | None = None,
+    costs: Costs | None = None,
     thought_of: Callable[[Generation], int] = lambda generation: 0,
 ) -> DrafterResult:
-    """Return one drafter's measures over everything and per slice. thought_of: the tokens of an answer that are thought."""
+    """Return one drafter's measures over everything and per slice.
 
+    turns: that its answers were decoded in, and those of the target alone; None where they were simulated. costs: of single steps.
+    thought_of: the tokens of an answer that are thought.
+    """
     k = system.num_speculative_tokens
     prompts = sum_prompts((t.generation, t.decoded, t.simulated[k - 1] if t.simulated else None) for t in found.texts)
 
     def scope(slice_name: str | None) -> Measures:
-        key = slice_name or "overall"
-        chosen = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
-        drafted, alone = (of_slice(timings[name], slice_name) for name in (system.name, ""))
-        timed = [[g for g in repeat if slice_name in (None, g.request.slice)] for repeat in generate]
+        texts = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
         some = [p for p in prompts.values() if slice_name in (None, p.slice)]
-        measures = _measures(system, chosen, some, drafted, alone, costs, timed, thought_of)
-        return replace(
-            measures, lossless=lossless.get(key), lossless_timed=lossless_timed.get(key), **found.changed.get(key, {})
-        )
+        fields = _acceptance(system, texts, some, costs, thought_of)
+        if turns is not None:
+            drafted, alone = (of_slice(turns.by_name[name], slice_name) for name in (system.name, ""))
+            generate = [[g for g in repeat if slice_name in (None, g.request.slice)] for repeat in turns.generate]
+            fields |= _speeds(drafted, alone, generate)
+            # A batch's rounds are those of its slowest row, which tau does not tell.
+            single = all(len(d.generations) == 1 for repeat in drafted for d in repeat)
+            fields["ideal_speedup"] = _predicted(system, costs, k, fields["tau"]) if single else None
+        return Measures(**fields, **found.fields.get(slice_name or "overall", {}))
 
     slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
     return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, system.info, prompts)
@@ -131,90 +147,87 @@ def summarize(
 def sum_prompts(answers: Iterable[tuple[Generation, Tally | None, Tally | None]]) -> dict[str, PromptSums]:
     """Return what each prompt adds to tau, by its id. answers: with their tallies, decoded and simulated."""
     found: dict[str, PromptSums] = {}
+
+    def added(before: float | None, tally: Tally | None) -> float | None:
+        return None if tally is None or before is None else before + tally.rounds
+
     for generation, decoded, simulated in answers:
         request, tally = generation.request, decoded or simulated
         assert tally is not None
         so_far = found.get(request.sample_id, PromptSums(request.slice, 0.0, 0.0, 0.0))
-        found[request.sample_id] = PromptSums(
-            request.slice,
-            so_far.tokens + tally.tokens,
-            None if decoded is None or so_far.rounds is None else so_far.rounds + decoded.rounds,
-            None
-            if simulated is None or so_far.rounds_simulated is None
-            else so_far.rounds_simulated + simulated.rounds,
-        )
+        rounds, expected = added(so_far.rounds, decoded), added(so_far.rounds_simulated, simulated)
+        found[request.sample_id] = PromptSums(request.slice, so_far.tokens + tally.tokens, rounds, expected)
     return found
 
 
-def pairs_of(prompts: Iterable[PromptSums], *, simulated: bool) -> list[tuple[float, float]]:
+def _pairs(prompts: Iterable[PromptSums], *, simulated: bool) -> list[tuple[float, float]]:
     """Return tokens and rounds of each prompt, as `bootstrap_tau` takes them; 0 rounds where nothing was counted."""
     return [(p.tokens, (p.rounds_simulated if simulated else p.rounds) or 0.0) for p in prompts]
 
 
-def _measures(
+def _acceptance(
     system: SystemUnderTest,
     texts: Sequence[Text],
     prompts: Sequence[PromptSums],
-    repeats: Repeats,
-    baseline: Repeats,
-    costs: Costs,
-    generate: Sequence[Sequence[Timed]],
+    costs: Costs | None,
     thought_of: Callable[[Generation], int],
-) -> Measures:
-    name, k = system.name, system.num_speculative_tokens
-    decoded = total((t.decoded for t in texts), k)
-    # Where nothing is simulated an empty tally gives nulls.
-    simulated = total((t.simulated[k - 1] for t in texts if t.simulated), k)
-    pairs = [(a, b) for a, b in zip(map(_tok_s, repeats), map(_tok_s, baseline), strict=True) if a and b]
-    speeds, base_speeds = [a for a, _ in pairs], [b for _, b in pairs]
-    ratios = [a / b for a, b in pairs]
-    groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
-    single = all(len(d.generations) == 1 for d in groups)
-    tau = decoded.tau
-    counted = [(t.generation, t.decoded) for t in texts]
+) -> dict[str, Any]:
+    """Return the fields of `Measures` that the texts tell, without a clock."""
+    k = system.num_speculative_tokens
+    counted = [(t.generation, t.decoded) for t in texts if t.decoded is not None]
     expected = [(t.generation, t.simulated[k - 1]) for t in texts if t.simulated]
-    return Measures(
-        prompts=len(prompts),
-        tokens=int(decoded.tokens),
-        rounds=int(decoded.rounds),
-        tau=tau,
-        tau_mean_over_prompts=mean_tau(pairs_of(prompts, simulated=False)),
-        tau_interval=bootstrap_tau(pairs_of(prompts, simulated=False)),
-        tau_simulated=simulated.tau,
-        tau_simulated_interval=bootstrap_tau(pairs_of(prompts, simulated=True)),
-        tau_difference_se=sampling_error(texts, k) if system.simulate is not None else None,
-        acceptance_rate=decoded.acceptance_rate,
-        acceptance_at=tuple(decoded.acceptance_at),
-        alpha_at=tuple(decoded.alpha_at),
-        acceptance_at_simulated=tuple(simulated.acceptance_at) if simulated.rounds else None,
-        alpha_at_simulated=tuple(simulated.alpha_at) if simulated.rounds else None,
+    # Where nothing is decoded, or simulated, an empty tally gives nulls.
+    decoded, simulated = (total((tally for _, tally in of), k) for of in (counted, expected))
+    drafts, first = _pairs(prompts, simulated=False), decoded if counted else simulated
+    return {
+        "prompts": len(prompts),
+        "tokens": int(first.tokens),
+        "rounds": int(decoded.rounds) if counted else None,
+        "tau": decoded.tau,
+        "tau_mean_over_prompts": mean_tau(drafts),
+        "tau_interval": bootstrap_tau(drafts),
+        "tau_simulated": simulated.tau,
+        "tau_simulated_interval": bootstrap_tau(_pairs(prompts, simulated=True)),
+        "tau_difference_se": sampling_error(texts, k),
+        "acceptance_rate": first.acceptance_rate if counted or system.counts_drafts else None,
+        "acceptance_at": tuple(decoded.acceptance_at) if counted else None,
+        "alpha_at": tuple(decoded.alpha_at) if counted else None,
+        "acceptance_at_simulated": tuple(simulated.acceptance_at) if simulated.rounds else None,
+        "alpha_at_simulated": tuple(simulated.alpha_at) if simulated.rounds else None,
         **acceptance_by_condition(system.trained_length, thought_of, counted, expected),
-        k_sweep=_sweep(system, texts, costs) or None,
-        decode_tok_s=_median(speeds),
-        decode_tok_s_spread=_spread(speeds),
-        baseline_tok_s=_median(base_speeds),
-        baseline_tok_s_spread=_spread(base_speeds),
-        speedup=_median(ratios),
-        speedup_spread=_spread(ratios),
-        speedup_vs_generate=_over_generate(repeats, generate),
-        baseline_vs_generate=_over_generate(baseline, generate),
-        ttft_s=median(g.ttft_s for d in groups for g in d.generations),
-        ttft_baseline_s=median(g.ttft_s for d in base_groups for g in d.generations),
-        latency_s=_latency(groups),
-        latency_baseline_s=_latency(base_groups),
-        token_wait_s=_token_wait(groups),
-        token_wait_baseline_s=_token_wait(base_groups),
-        ms_per_round=_ms_per_round(groups),
-        # A batch's rounds are those of its slowest row, which tau does not tell.
-        ideal_speedup=costs.speedup(name, k, tau) if tau and single and system.fixed_length else None,
-        peak_memory_bytes=_peak(groups),
-        peak_memory_baseline_bytes=_peak(base_groups),
-        looping=sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
-    )
+        "k_sweep": _sweep(system, texts, costs) or None,
+        "looping": sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
+    }
 
 
-def _peak(groups: Sequence[Decoded]) -> int | None:
-    return max((d.peak_bytes for d in groups if d.peak_bytes is not None), default=None)
+def _speeds(repeats: Repeats, baseline: Repeats, generate: Sequence[Sequence[Timed]]) -> dict[str, Any]:
+    """Return the fields of `Measures` that the clocks tell, of a drafter and of the target alone on the same prompts."""
+    pairs = _paired_speeds(repeats, baseline)
+    speeds, base_speeds, ratios = ([p[0] for p in pairs], [p[1] for p in pairs], [a / b for a, b in pairs])
+    fields: dict[str, Any] = {
+        "decode_tok_s": _median(speeds),
+        "decode_tok_s_spread": _spread(speeds),
+        "baseline_tok_s": _median(base_speeds),
+        "baseline_tok_s_spread": _spread(base_speeds),
+        "speedup": _median(ratios),
+        "speedup_spread": _spread(ratios),
+        "speedup_vs_generate": _over_generate(repeats, generate),
+        "baseline_vs_generate": _over_generate(baseline, generate),
+    }
+    groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
+    for middle, of in (("", groups), ("_baseline", base_groups)):
+        fields[f"ttft{middle}_s"] = median(g.ttft_s for d in of for g in d.generations)
+        fields[f"latency{middle}_s"] = _latency(of)
+        fields[f"token_wait{middle}_s"] = _percentiles([wait for d in of for g in d.generations for wait in g.waits])
+        peaks = [d.peak_bytes for d in of if d.peak_bytes is not None]
+        fields[f"peak_memory{middle}_bytes"] = max(peaks, default=None)
+    return {**fields, "ms_per_round": _ms_per_round(groups)}
+
+
+def _paired_speeds(repeats: Repeats, baseline: Repeats) -> list[tuple[float, float]]:
+    """Return tokens per second of both in each repeat in which both decoded something."""
+    both = zip(map(_tok_s, repeats), map(_tok_s, baseline), strict=True)
+    return [(speed, alone) for speed, alone in both if speed and alone]
 
 
 def _median(values: Sequence[float]) -> float | None:
@@ -255,7 +268,7 @@ def measure_pick(
     )
     found = collect_texts(target, system, {**timings, system.name: repeats}, sampling)
     names = {t.generation.request.sample_id for t in found.texts}
-    ratios = [a / b for a, b in zip(map(_tok_s, repeats), map(_tok_s, alone), strict=True) if a and b]
+    ratios = [speed / base for speed, base in _paired_speeds(repeats, alone)]
     tau = total((t.simulated[k - 1] for t in found.texts if t.simulated), k).tau
     return Pick(drafter, k, len(names), tau, _median(ratios), _spread(ratios))
 
@@ -282,24 +295,36 @@ def _latency(groups: Sequence[Decoded]) -> Percentiles | None:
     return _percentiles([sum(d.seconds.values()) for d in groups])
 
 
-def _token_wait(groups: Sequence[Decoded]) -> Percentiles | None:
-    """Seconds per token, as somebody sees them who reads along."""
-    return _percentiles([wait for d in groups for g in d.generations for wait in g.waits])
-
-
 def _percentiles(values: Sequence[float]) -> Percentiles | None:
     return Percentiles(*map(float, np.percentile(values, (50, 95)))) if values else None
 
 
-def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs) -> tuple[SweepPoint, ...]:
+def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs | None) -> tuple[SweepPoint, ...]:
+    """Return what the simulation, and costs where they are known, say of every draft length."""
     points = []
     for k in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
         tally = total((t.simulated[k - 1] for t in texts), k)
-        speedup = costs.speedup(system.name, k, tally.tau) if tally.tau and system.fixed_length else None
-        points.append(sweep_point(system, k, tally, speedup))
+        rate = tally.acceptance_rate if system.counts_drafts else None
+        points.append(SweepPoint(k, tally.tau, rate, _predicted(system, costs, k, tally.tau)))
     return tuple(points)
 
 
-def sweep_point(system: SystemUnderTest, k: int, tally: Tally, speedup: float | None = None) -> SweepPoint:
-    """Return what a simulation says of the draft length k."""
-    return SweepPoint(k, tally.tau, tally.acceptance_rate if system.counts_drafts else None, speedup)
+def _predicted(system: SystemUnderTest, costs: Costs | None, k: int, tau: float | None) -> float | None:
+    """Return the speedup that costs and an accepted length give; None where a draft of K tokens has no one cost."""
+    return costs.speedup(system.name, k, tau) if costs is not None and tau and system.fixed_length else None
+
+
+def sampling_error(texts: Sequence[Text], k: int) -> float | None:
+    """Return the standard error of decoded tau around simulated tau on the same texts: the sampling error of acceptance."""
+    pairs = [(t.decoded, t.simulated[k - 1]) for t in texts if t.decoded is not None and t.simulated]
+    rounds = sum(decoded.rounds for decoded, _ in pairs)
+    if not rounds:
+        return None
+    variance = sum((decoded.rounds - simulated.rounds) ** 2 for decoded, simulated in pairs)
+    return float(sum(decoded.tokens for decoded, _ in pairs) / rounds**2 * variance**0.5)
+
+
+def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
+    """Return whether some `length`-gram occurs at least `times` times."""
+    grams = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
+    return max(grams.values(), default=0) >= times

@@ -1,32 +1,14 @@
-"""Compute statistics over decoded answers: intervals over prompts, the sampling error of acceptance, loops.
-
-Shapes: K speculative tokens.
-"""
+"""Compute means and intervals over prompts."""
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from draftsmith.decoder.answers import Generation, Tally
-
 FEWEST_PROMPTS = 10
 """No interval over prompts is given of fewer: resampling them says little about prompts that are not among them."""
-
-
 WITHIN = 0.02
 """The half-width of an interval, as a share of the number, that is worth asking for."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """A decoded answer with its decoded tally and its simulated tallies for K = 1, 2, ..."""
-
-    generation: Generation
-    decoded: Tally
-    simulated: list[Tally]
 
 
 def mean_tau(prompts: Sequence[tuple[float, float]]) -> float | None:
@@ -62,18 +44,3 @@ def prompts_needed(value: float, interval: tuple[float, float], prompts: int) ->
     """Return how many prompts of the same kind would bring an interval to +-WITHIN of the value: its width falls with their root."""
     half = (interval[1] - interval[0]) / 2 / value
     return max(1, math.ceil(round(prompts * (half / WITHIN) ** 2, 6)))
-
-
-def sampling_error(texts: Sequence[Text], k: int) -> float | None:
-    """Return the standard error of decoded tau around simulated tau on the same texts: the sampling error of acceptance."""
-    rounds = sum(t.decoded.rounds for t in texts)
-    if not rounds:
-        return None
-    variance = sum((t.decoded.rounds - t.simulated[k - 1].rounds) ** 2 for t in texts)
-    return float(sum(t.decoded.tokens for t in texts) / rounds**2 * variance**0.5)
-
-
-def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
-    """Return whether some `length`-gram occurs at least `times` times."""
-    grams = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
-    return max(grams.values(), default=0) >= times

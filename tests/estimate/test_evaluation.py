@@ -1,8 +1,7 @@
 """The parts of an evaluation's time, and which drafters it measures."""
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from draftsmith.heads.registry import find_method
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec, EvaluateSpec
 from draftsmith.recipe.schema import DataSpec, Recipe, TrainSpec
 from draftsmith.stages.drafters import at_temperature, select_drafters
-from draftsmith.stages.session import Session
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
 from tests.models import tiny_model
@@ -52,8 +50,7 @@ def test_the_drafters_are_those_of_the_evaluation(method: str, drafts: list[Draf
     made = evaluation(method, drafts=drafts, baselines=[BaselineSpec("prompt_lookup")])
     target = Target(tiny_model("llama"), path="tiny", fingerprint="0")
     head = find_method(method).build(made.estimate.recipe.head, target, None)
-    session = cast(Session, SimpleNamespace(recipe=made.estimate.recipe, warn=lambda text: None))
-    found = select_drafters(session, {method: head}, target, 64)
+    found = select_drafters(made.estimate.recipe, {method: head}, target, 64, None, lambda text: None)
     kept = at_temperature(found, made.spec.sampling(temperature))
     mine = [way for way in made.ways if temperature or way.greedy]
     assert sorted(c.nodes(c.num_speculative_tokens) for c in kept) == sorted(way.nodes for way in mine)

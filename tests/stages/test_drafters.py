@@ -3,8 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
 from draftsmith.decoder.drafters.suffix_decoding import SuffixRules
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
+from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3.head import build as build_eagle
 from draftsmith.heads.eagle3.options import Eagle3Options
@@ -22,6 +22,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import at_temperature, check_named_drafters, select_drafters
 from draftsmith.stages.session import Session
 from tests.helpers import tiny_tokenizer
@@ -68,26 +69,22 @@ def bush(workplace: Path) -> str:
     return str(workplace / "bush.json")
 
 
-def session_with(session: Session, workplace: Path, *words: str) -> Session:
-    """The same session with another recipe, which gathers its warnings; the target is loaded once."""
-    recipe = parse_recipe([*options(workplace, workplace / "run"), *words])
-    warnings: list[str] = []
-    fake = SimpleNamespace(
-        recipe=recipe,
-        target_path=session.target_path,
-        device=session.device,
-        tokenizer=session.tokenizer,
-        warnings=warnings,
-        warn=warnings.append,
-    )
-    return cast(Session, fake)
+def recipe_with(workplace: Path, *words: str) -> Recipe:
+    return parse_recipe([*options(workplace, workplace / "run"), *words])
+
+
+def select(
+    session: Session, recipe: Recipe, heads: dict[str, DraftHead], longest: int = 100, warn: Any = None
+) -> list[SystemUnderTest]:
+    """The drafters of another recipe for the session's target, which is loaded once."""
+    return select_drafters(recipe, heads, session.target, longest, session.tokenizer, warn or [].append)
 
 
 def selected(
     session: Session, workplace: Path, heads: dict[str, DraftHead], drafts: str, baselines: str = ""
 ) -> list[Any]:
     words = ["--evaluate.drafts", f"[{drafts}]", "--evaluate.baselines", f"[{baselines}]"]
-    return select_drafters(session_with(session, workplace, *words), heads, session.target, 100)
+    return select(session, recipe_with(workplace, *words), heads)
 
 
 def test_baselines_are_measured_with_the_heads(session: Session, workplace: Path, heads: dict[str, DraftHead]) -> None:
@@ -156,9 +153,9 @@ def test_baselines_that_cannot_draft_are_refused(
     session: Session, workplace: Path, heads: dict[str, DraftHead], baseline: str, longest: int, said: str
 ) -> None:
     baseline = baseline.replace("chat.jsonl", str(workplace / "chat.jsonl"))
-    fake = session_with(session, workplace, "--evaluate.baselines", f"[{baseline}]")
+    fake = recipe_with(workplace, "--evaluate.baselines", f"[{baseline}]")
     with pytest.raises(UserError, match=said):
-        select_drafters(fake, {"medusa": heads["medusa"]}, session.target, longest)
+        select(session, fake, {"medusa": heads["medusa"]}, longest)
 
 
 def test_outputs_that_are_not_there_are_refused_before_any_work(workplace: Path) -> None:
@@ -257,11 +254,11 @@ def test_a_head_that_reads_less_than_the_longest_text_is_refused(
 ) -> None:
     small = load_head(workplace / "short", session.target)
     assert (small.reads.context_length, heads["medusa"].reads.context_length) == (64, None)
-    asked = session_with(session, workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
+    asked = recipe_with(workplace, "--evaluate.drafts", "[{tree: chain}]", "--evaluate.max_k", "4")
     both = heads | {"draft_model": small}
-    assert [c.name for c in select_drafters(asked, both, session.target, 60)] == ["eagle3", "medusa", "draft_model"]
+    assert [c.name for c in select(session, asked, both, 60)] == ["eagle3", "medusa", "draft_model"]
     with pytest.raises(UserError, match=r"The head draft_model reads at most 64 tokens, but .* its draft has 65"):
-        select_drafters(asked, both, session.target, 61)
+        select(session, asked, both, 61)
 
 
 def test_two_draft_models_of_one_name_are_refused(
@@ -280,9 +277,10 @@ def test_a_head_that_reaches_less_far_drafts_as_far_as_it_can(
     session: Session, workplace: Path, heads: dict[str, DraftHead]
 ) -> None:
     words = ["--evaluate.num_speculative_tokens", "4", "--evaluate.max_k", "6"]
-    asked = session_with(session, workplace, *words)
-    found = select_drafters(asked, heads, session.target, 100)
-    assert cast(Any, asked).warnings == [
+    asked = recipe_with(workplace, *words)
+    warnings = list[str]()
+    found = select(session, asked, heads, warn=warnings.append)
+    assert warnings == [
         "evaluate.num_speculative_tokens is 4, but medusa drafts 3 tokens at most: its chains are measured with 3."
     ]
     assert [(c.num_speculative_tokens, c.lengths) for c in found] == [(4, (1, 2, 3, 4, 5, 6)), (3, (1, 2, 3))]

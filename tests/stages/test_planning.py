@@ -20,12 +20,12 @@ from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.planner.arithmetic import RoundCost
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.eval.results.result import DrafterResult, Result, read_result, write_result
+from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.machine import hardware
-from draftsmith.stages import evaluator
 from draftsmith.target.target import Target, load_target
 from tests.models import tiny_model
 from tests.workplace import make_workplace, options
@@ -226,7 +226,7 @@ def finished(
     copytree(evaluated.parent, copied)
 
     monkeypatch.setattr("draftsmith.eval.clocks.costs._point", made_up)
-    monkeypatch.setattr(evaluator.Evaluator, "decoded", None)
+    monkeypatch.setattr("draftsmith.stages.evaluation.decode_drafters", None)
     return copied / "evaluation", ["evaluate", *words, "--output_dir", str(copied)]
 
 
@@ -319,7 +319,7 @@ def test_a_tree_is_planned_and_timed_beside_the_same_one_with_other_levels(
     def cost(_: CostTable, __: CostPoint, name: str, k: int) -> RoundCost:
         return RoundCost(10.0, 1.0 + abs(k - 2) if name == "eagle3 three" else 50.0, 1.0)
 
-    monkeypatch.setattr(evaluator, "round_cost", cost)
+    monkeypatch.setattr("draftsmith.eval.planner.choice.round_cost", cost)
     drafts = json.dumps([{"tree": "chain"}, {"tree": str(tmp_path / "three.json")}])
     less = ["--evaluate.per_slice", "1", "--evaluate.repeats", "1", "--evaluate.lossless", "false"]
     command = ["evaluate", *words, *less, "--evaluate.drafts", drafts, "--output_dir", str(tmp_path / "run")]
@@ -376,10 +376,10 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     how: tuple[str, ...], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill by any way loses the part it comes in: what came before is not decoded again, and no figure changes."""
-    place = "draftsmith.stages.evaluator.decode" if how else "draftsmith.eval.clocks.turns.decode_batch"
+    place = "draftsmith.eval.simulate.answers.decode" if how else "draftsmith.eval.clocks.turns.decode_batch"
     work = decode if how else decode_batch
-    monkeypatch.setattr("draftsmith.stages.evaluator.SIMULATED_BATCH", 1)
-    monkeypatch.setattr("draftsmith.stages.evaluator._KEPT_BATCHES", 1)
+    monkeypatch.setattr("draftsmith.stages.evaluator.answer_alone", partial(answer_alone, rows=1))
+    monkeypatch.setattr("draftsmith.eval.simulate.answers._KEPT_BATCHES", 1)
     own = ["--evaluate.plan_batches", "[]", "--evaluate.repeats", "2", "--evaluate.temperatures", "[1.0]", *how]
     calls, last = 0, 10**6
 
@@ -433,11 +433,11 @@ def test_a_kill_between_a_result_and_its_journal_leaves_no_journal(
 
 
 def test_answers_are_kept_also_where_other_rows_fit_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluator, "_KEPT_BATCHES", 1)
+    monkeypatch.setattr("draftsmith.eval.simulate.answers._KEPT_BATCHES", 1)
     target, journal = Target(tiny_model("llama"), path="tiny", fingerprint="0"), Journal()
     requests = [Request(str(i), "a", (3 + i, 5), 4) for i in range(5)]
     found = [
-        [(g.request, g.output_ids) for g in evaluator._answers(target, requests, Sampling(), journal, rows)]
+        [(g.request, g.output_ids) for g in answer_alone(target, requests, Sampling(), journal, rows)]
         for rows in (2, 3, 2)
     ]
     assert found[0] == found[1] == found[2]

@@ -18,7 +18,7 @@ from draftsmith.heads.registry import Method
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.data import answer_inputs
 from draftsmith.stages.device import choose_device
-from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import initial_head, train_inputs
@@ -295,7 +295,7 @@ def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
     preflight(session, "run")
-    requests, _ = make_requests(session, session.target)
+    requests = prompts_of(session, session.target).requests
     said = f"1 of {len(prompts)} prompts are too long for the target and are left out: give shorter ones in evaluate.prompts, or lower evaluate.max_k."
     assert len(requests) == len(prompts) - 1
     assert session.warnings == [said]

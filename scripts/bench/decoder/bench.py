@@ -35,8 +35,8 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.machine import environment
 from draftsmith.recipe.options import Option, number, require_recipe, take_options, whole_number
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.stages.drafters import at_temperature, load_heads, select_drafters
-from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.drafters import at_temperature
+from draftsmith.stages.evaluation import drafters_of, prompts_of
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_json, write_text
 from draftsmith.target.target import Target
@@ -117,10 +117,10 @@ def bench(
     """Measure every system at every batch size, transformers' own at batch 1 alone."""
     spec = session.recipe.evaluate
     target = session.target_in(spec.dtype)
-    requests, _ = make_requests(session, target)
+    prompts = prompts_of(session, target)
+    requests = list(prompts.requests)
     sampling = spec.sampling(spec.temperatures[0])
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-    drafters = at_temperature(select_drafters(session, load_heads(session, target), target, longest), sampling)
+    drafters = at_temperature(drafters_of(session, target, prompts), sampling)
     drafters += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
     costs = _ideal_costs(target, drafters, requests, sampling) if 1 in batches else {}
     rows = []

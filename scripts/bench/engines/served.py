@@ -17,7 +17,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.machine import available_cores
 from draftsmith.progress import say
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.stages.evaluation import make_requests
+from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
@@ -119,7 +119,7 @@ def prepare_target(
     missing = [plan for plan in plans if plan.name not in heads]
     folders = dict(heads) | _train_all(missing, recipes, session, work, words)
     candidates = [Candidate(p.name, p.layouts, load_head(folders[p.name], target).eval()) for p in plans]
-    requests, _ = make_requests(session, target)
+    requests = list(prompts_of(session, target).requests)
     path = session.target_path
     gguf = open_gguf(path).file.resolve() if is_gguf(path) else None
     return ServedTarget(recipes, target, model_folder(path).resolve(), requests, candidates, gguf)

@@ -16,12 +16,21 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.clocks import turns
 from draftsmith.eval.clocks.costs import measure_costs
-from draftsmith.eval.clocks.turns import run_systems
+from draftsmith.eval.clocks.turns import Turns, run_systems
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Texts, collect_texts, measure_pick, of_slice, summarize
-from draftsmith.eval.results.bootstrap import Text, bootstrap_tau, is_looping, mean_tau, sampling_error
+from draftsmith.eval.measure.measure import (
+    Text,
+    Texts,
+    collect_texts,
+    is_looping,
+    measure_pick,
+    of_slice,
+    sampling_error,
+    summarize,
+)
+from draftsmith.eval.results.bootstrap import bootstrap_tau, mean_tau
 from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.result import Costs, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
@@ -54,6 +63,10 @@ def system(name: str, max_k: int = 2) -> SystemUnderTest:
     return SystemUnderTest(name, "eagle3", lambda k: TargetAlone(), 2, max_k, simulate=unused)
 
 
+def turns_of(timings: dict[str, Any], generate: Any = ()) -> Turns:
+    return Turns(timings, generate, cast(Any, None))
+
+
 def text(generation: Generation) -> Text:
     tally = tally_generation(generation, 2)
     return Text(generation, tally, [tally, tally])
@@ -65,7 +78,7 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     plain = [[decoded(a, verify=6.0), decoded(b, verify=6.0)] for _ in range(3)]
     costs = Costs({"1": 10.0, "3": 12.0}, {"eagle3": {"2": 3.0}})
     timings = {"": plain, "eagle3": drafted}
-    found = summarize(system("eagle3"), Texts([text(a), text(b)]), timings, costs, {}, {}, [])
+    found = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings), costs)
     assert set(found.slices) == {"chat", "code"}
     m = found.overall
     assert (m.tokens, m.rounds, m.prompts) == (12, 5, 2)
@@ -91,7 +104,7 @@ def test_waits_for_tokens_are_percentiles_over_all_tokens() -> None:
     read.emitted_at, alone.emitted_at = [10.0, 14.0, 16.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
     assert read.waits == [4.0, 0.0, 0.0, 2.0, 0.0]
     timings = {"": [[decoded(alone)]], "eagle3": [[decoded(read)]]}
-    m = summarize(system("eagle3"), Texts([text(read)]), timings, Costs({}, {}), {}, {}, []).overall
+    m = summarize(system("eagle3"), Texts([text(read)]), turns_of(timings), Costs({}, {})).overall
     assert m.token_wait_s == Percentiles(0.0, pytest.approx(3.6))
     assert m.token_wait_baseline_s == Percentiles(1.0, 1.0)
 
@@ -103,7 +116,7 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     plain = [[decoded(a, verify=6.0), decoded(b, verify=12.0)]]
     generate = [[Timed(b.request, (), 0.0, 24.0, 6)]]
     timings = {"": plain, "eagle3": drafted}
-    m = summarize(system("eagle3"), Texts([text(a), text(b)]), timings, Costs({}, {}), {}, {}, generate).overall
+    m = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings, generate), Costs({}, {})).overall
     assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
         pytest.approx(3),
         pytest.approx(8),
@@ -115,9 +128,7 @@ def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> N
     only = [text(answer("a", "chat", [2, 1, 0]))]
     timings = {"": [[decoded(only[0].generation)]], "eagle3": [[decoded(only[0].generation)]]}
     for ends in (None, 0.3):
-        m = summarize(
-            replace(system("eagle3"), threshold=ends), Texts(only), timings, Costs({}, {}), {}, {}, []
-        ).overall
+        m = summarize(replace(system("eagle3"), threshold=ends), Texts(only), turns_of(timings), Costs({}, {})).overall
         assert m.k_sweep is not None
         assert all(point.tau_simulated is not None for point in m.k_sweep)
         assert all((point.acceptance_rate is None) == (ends is not None) for point in m.k_sweep)
@@ -126,7 +137,7 @@ def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> N
 def test_what_was_not_measured_is_null() -> None:
     only = answer("a", "chat", [])
     timings = {"": [[decoded(only)]], "eagle3": [[decoded(only)]]}
-    m = summarize(system("eagle3"), Texts([text(only)]), timings, Costs({}, {}), {}, {}, []).overall
+    m = summarize(system("eagle3"), Texts([text(only)]), turns_of(timings), Costs({}, {})).overall
     assert m.tokens == 0
     for value in (m.tau, m.decode_tok_s, m.speedup, m.ms_per_round, m.ideal_speedup, m.speedup_vs_generate):
         assert value is None
@@ -160,7 +171,7 @@ def test_both_taus_have_intervals_over_prompts() -> None:
     one_round = Tally(1, 3, 1.5, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0, 0]), np.array([2.0, 0, 0]))
     texts = [replace(t, simulated=[t.simulated[0], one_round]) for t in texts]
     timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
-    found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
+    found = summarize(system("eagle3"), Texts(texts), turns_of(timings), Costs({}, {}))
     assert found.overall.tau_interval == bootstrap_tau([(t.decoded.tokens, t.decoded.rounds) for t in texts])
     assert found.overall.tau_simulated_interval == (2.0, 2.0), "all answers are alike at K = 2"
     assert found.slices["a"].tau_interval is None, "9 prompts"
@@ -171,11 +182,11 @@ def test_a_result_holds_what_each_prompt_adds_to_tau() -> None:
     texts = [text(answer(*words)) for words in (("p", "a", [2]), ("q", "b", [0, 0, 0]), ("p", "a", [1, 0]))]
     texts = [replace(t, simulated=[half, half]) for t in texts]
     timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
-    found = summarize(system("eagle3"), Texts(texts), timings, Costs({}, {}), {}, {}, [])
+    found = summarize(system("eagle3"), Texts(texts), turns_of(timings), Costs({}, {}))
     assert found.prompts == {"p": PromptSums("a", 6, 3, 3.0), "q": PromptSums("b", 3, 3, 1.5)}
     assert (found.overall.tau, found.overall.tau_simulated) == (9 / 6, 9 / 4.5)
     unsimulated = Texts([replace(t, simulated=[]) for t in texts])
-    found = summarize(replace(system("eagle3"), simulate=None), unsimulated, timings, Costs({}, {}), {}, {}, [])
+    found = summarize(replace(system("eagle3"), simulate=None), unsimulated, turns_of(timings), Costs({}, {}))
     assert found.prompts["p"] == PromptSums("a", 6, 3, None)
 
 
@@ -188,7 +199,7 @@ def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
             Text(one, tally_generation(one, 5), [tally_generation(one, k + 1) for k in range(5)]) for one in answers
         ]
         timings = {name: [[decoded(one, verify=1.0)] for one in answers] for name in ("", "eagle3")}
-        return summarize(spec, Texts(texts), timings, Costs({}, {}), {}, {}, []).overall
+        return summarize(spec, Texts(texts), turns_of(timings), Costs({}, {})).overall
 
     fast, slow = ([5], [0] * 6)
     both = measured(answer("p", "chat", fast, 5), answer("p", "chat", slow, 5))
@@ -266,12 +277,8 @@ def test_systems_answer_the_same_requests_slice_by_slice(
         return decode_batch(*arguments, **options)
 
     monkeypatch.setattr(turns, "decode_batch", spy)
-    seen: list[int] = []
-    timings = run_systems(
-        target, [system("again")], [requests, requests], Sampling(), batch=batch, on_batch=seen.append
-    ).by_name
+    timings = run_systems(target, [system("again")], [requests, requests], Sampling(), batch=batch).by_name
     assert [[len(d.generations) for d in repeat] for repeat in of_slice(timings["again"], "a")] == [groups, groups]
-    assert sum(seen) == 26
     assert set(rows[2:]) == {batch}
     for mine, other in zip(timings[""][0], timings["again"][0], strict=True):
         assert [g.output_ids for g in mine.generations] == [g.output_ids for g in other.generations]
@@ -343,7 +350,7 @@ def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
         generation.ttft_s = seconds
     both = Decoded(generations, {"ttft": 0.9, "draft": 0.2, "verify": 0.6, "commit": 0.0, "other": 0.0}, passes=8)
     timings = {"": [[both]], "eagle3": [[both]]}
-    found = summarize(system("eagle3"), Texts([text(g) for g in generations]), timings, Costs({}, {}), {}, {}, [])
+    found = summarize(system("eagle3"), Texts([text(g) for g in generations]), turns_of(timings), Costs({}, {}))
     assert found.overall.ttft_s == pytest.approx(0.2)
     assert found.overall.decode_tok_s == pytest.approx(16 / 0.8)
     assert found.overall.ms_per_round is not None
@@ -358,12 +365,12 @@ def test_what_cannot_be_simulated_is_decoded_and_null() -> None:
     wild = replace(system("tree"), simulate=None, tree=DynamicTree(2, 3, 8))
     costs = Costs({"1": 10.0, "8": 15.0}, {"tree": {"2": 5.0}}, {"tree": {"2": 8}})
     found = collect_texts(cast(Target, None), wild, timings, Sampling())
-    m = summarize(wild, found, timings, costs, {}, {}, []).overall
+    m = summarize(wild, found, turns_of(timings), costs).overall
     assert m.tau == pytest.approx(2.0)
     assert m.ideal_speedup == pytest.approx(1.0)
     for value in (m.tau_simulated, m.tau_difference_se, m.alpha_at_simulated, m.k_sweep, m.perplexity):
         assert value is None
-    info = summarize(wild, found, timings, costs, {}, {}, []).draft
+    info = summarize(wild, found, turns_of(timings), costs).draft
     assert info is not None
     assert (info.tree, info.nodes, info.lossy) == ("dynamic 2x3, 8 tokens", 7, False)
 
@@ -374,7 +381,7 @@ def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
     timings = {name: [[decoded(one, verify=1.0)]] for name in ("", "x")}
     costs = Costs({"1": 10.0, "2": 11.0, "3": 12.0}, {"x": {"1": 1.0, "2": 1.0}})
     steady, varying = (
-        summarize(replace(system("x"), fixed_length=s), Texts([text(one)]), timings, costs, {}, {}, []).overall
+        summarize(replace(system("x"), fixed_length=s), Texts([text(one)]), turns_of(timings), costs).overall
         for s in (True, False)
     )
     assert steady.ideal_speedup is not None

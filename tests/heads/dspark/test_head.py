@@ -4,7 +4,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,13 +189,14 @@ def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> 
     words = ["--evaluate.drafts", "[{tree: chain}, {tree: chain, confidence_threshold: 0.3}]"]
     warnings: list[str] = []
     recipe = parse_recipe(["--recipe", "recipes/dspark/tiny.yaml", *words])
-    session: Any = SimpleNamespace(recipe=recipe, warn=warnings.append)
-    found = select_drafters(session, {"dspark": head, "dflash": trained("dflash")[1]}, target, 100)
+    found = select_drafters(
+        recipe, {"dspark": head, "dflash": trained("dflash")[1]}, target, 100, None, warnings.append
+    )
     assert [c.name for c in found] == ["dspark", "dspark until 0.3", "dflash"]
     assert [c.threshold for c in found] == [None, 0.3, None]
     assert at_temperature(found, Sampling()) == found, "with a threshold it is another drafter at temperature 0 too"
     with pytest.raises(UserError, match=r"confidence_threshold 0\.3, but none of the heads \(dflash\) says how sure"):
-        select_drafters(session, {"dflash": trained("dflash")[1]}, target, 100)
+        select_drafters(recipe, {"dflash": trained("dflash")[1]}, target, 100, None, warnings.append)
     assert all(c.simulate is not None for c in found)
 
 

@@ -303,7 +303,7 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
         alone = decode_batch(own, TargetAlone(), requests(6), Sampling()).generations
         assert texts[name] == {g.request.sample_id: g.output_ids for g in alone}
     assert texts[""] != texts[system.name]
-    change = collect_texts(target, system, timings, Sampling()).changed["overall"]
+    change = collect_texts(target, system, timings, Sampling(), lambda generation: {}).fields["overall"]
     assert set(change) == {"perplexity", "perplexity_baseline", "agreement", "kl"}
     assert change["perplexity"] > change["perplexity_baseline"] > 1, "greedy texts are the original's likeliest"
     assert 0 < change["agreement"] < 1

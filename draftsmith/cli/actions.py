@@ -30,13 +30,12 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.recipe.shipped import shipped_names, shipped_text
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import look_at, samples_at_hand
-from draftsmith.stages.device import choose_device
 from draftsmith.stages.evaluation import costs_table, served_costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
 from draftsmith.stages.pipeline import check_redo, make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import preflight
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.tree_search import search_tree
 from draftsmith.storage import check_file, check_ours, write_json, write_text
 from draftsmith.train.stopping import LAUNCHED

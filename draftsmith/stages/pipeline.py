@@ -13,10 +13,9 @@ from draftsmith.progress import say
 from draftsmith.recipe.record import STAGES
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import answers_stage, features_stage, load_samples
-from draftsmith.stages.device import main_process_first
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, main_process_first
 from draftsmith.stages.training import learned, prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.meeting import meeting

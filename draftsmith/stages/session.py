@@ -1,9 +1,10 @@
-"""A recipe being run: its run directory, and what several stages load only once."""
+"""A recipe being run: its run directory, what several stages load only once, the device, and the processes that share it."""
 
 import gc
 import hashlib
-from collections.abc import Sequence
-from contextlib import suppress
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +21,9 @@ from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.warm_start import adopt_options
+from draftsmith.memory import keep_freed_memory
 from draftsmith.progress import hush, say, warn_anew
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.device import choose_device
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
 from draftsmith.storage import fingerprint
@@ -30,6 +31,7 @@ from draftsmith.target.files import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.pretrained import weights_directory
 from draftsmith.target.target import Target, describe_context
+from draftsmith.train.meeting import STEP, meeting
 from draftsmith.train.world import world
 
 
@@ -238,3 +240,44 @@ class Session:
         """Return the fingerprint of an earlier stage, which later ones depend on."""
         record = self.directory(stage).record(stage)
         return record.fingerprint if record else None
+
+
+def choose_device(named: str) -> str:
+    """Return the device for `target.device`: auto takes a GPU if there is one. Raises UserError for one that is not here."""
+    device = named
+    if device != "auto" and device.split(":")[0] not in ("cpu", "cuda"):
+        raise UserError(f"target.device is {device!r}: it is auto, cpu, cuda or cuda:N.")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    here = world()
+    if device == "cuda" and here.size > 1:
+        device = f"cuda:{here.local_rank}"  # one GPU per process, also before Accelerate starts
+        if here.local_rank >= torch.cuda.device_count() > 0:
+            raise UserError(
+                f"LOCAL_RANK is {here.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here: start as many processes "
+                "as there are GPUs."
+            )
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`.")
+    if device.startswith("cuda:") and here.size == 1:
+        # Accelerate takes the current device, whatever the recipe says.
+        torch.cuda.set_device(device)
+    if device == "cpu":
+        keep_freed_memory()
+        # DeepSpeed, which Accelerate imports, warns where it finds no GPU by itself.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return device
+
+
+@contextmanager
+def main_process_first(device: str) -> Iterator[bool]:
+    """Let one process make the files that all of them then reuse; yield whether this is that process."""
+    met = meeting()
+    if met is None:
+        yield True
+        return
+    from accelerate import PartialState  # here, as it is slow to import and one process needs none
+
+    PartialState(cpu=device == "cpu", timeout=STEP)
+    with met.first() as first:
+        yield first

@@ -17,10 +17,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.registry import Method
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.data import answer_inputs
-from draftsmith.stages.device import choose_device
 from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.preflight import preflight
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.training import initial_head, train_inputs
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model

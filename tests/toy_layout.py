@@ -5,20 +5,16 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from draftsmith.heads.files import read_config
-from draftsmith.heads.formats.contracts import Contract, ExportRequest, KeyRule, ModelFiles, TensorRule
 from draftsmith.heads.formats.layout import Layout
+from draftsmith.heads.formats.schema import Schema, TensorRow
 from draftsmith.target.target import Target
 from tests.toy_drafter import BigramHead, BigramOptions, build
 
-CONTRACT = Contract(
+SCHEMA = Schema(
     name="bigram_table",
-    tensors=(TensorRule("table", ("V", "V")),),
-    keys=(KeyRule("vocab_size", int, "the reader makes the table of it"),),
+    tensors=(TensorRow("table", ("V", "V")),),
+    keys={"vocab_size": lambda export: len(export.head.table)},  # the reader makes the table of it
 )
-
-
-def convert(head: BigramHead, target: Target, request: ExportRequest) -> ModelFiles:
-    return ModelFiles({"vocab_size": len(head.table)}, {"table": head.table.detach().to(request.dtype)}, request.dtype)
 
 
 def load(path: Path, target: Target) -> BigramHead:
@@ -28,4 +24,4 @@ def load(path: Path, target: Target) -> BigramHead:
     return head.requires_grad_(False)
 
 
-LAYOUTS = (Layout("bigram", CONTRACT, convert, load, engines={}),)
+LAYOUTS = (Layout("bigram", SCHEMA, load, engines={}),)

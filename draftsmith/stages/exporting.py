@@ -14,10 +14,10 @@ from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
 from draftsmith.heads.export.readme import README, open_with
 from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
-from draftsmith.heads.formats.contracts import target_reference
 from draftsmith.heads.formats.engines import ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, layouts_of
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe

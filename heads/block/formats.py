@@ -1,6 +1,6 @@
-"""What DFlash and DSpark have of the layouts of their published code, which vLLM reads: contract, and conversion both ways.
+"""What DFlash and DSpark have of the layouts of their published code, which vLLM reads: schema and reading.
 
-Symbols in shapes: those of a Llama layer (LLAMA_KEYS); W draft vocab, A aux layers, M decoder layers, r rank of DSpark's bias.
+Symbols in shapes: those of LLAMA_KEYS; A aux layers, r rank of DSpark's bias.
 """
 
 import operator
@@ -13,34 +13,30 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.block.base import BlockHead, Head
+from draftsmith.heads.block.base import Head
 from draftsmith.heads.block.options import check_block
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
-from draftsmith.heads.formats.contracts import (
-    LLAMA_KEYS,
-    Config,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    broken,
-    layer_sizes,
-    llama_layer,
-    replace_keys,
-)
 from draftsmith.heads.formats.engines import LLAMA_CPP_SILENT, start_llama_cpp
 from draftsmith.heads.formats.layout import Rule, Served, more_than_a_matrix
 from draftsmith.heads.formats.published import (
     check_mask_token,
     check_sizes,
     is_the_same,
-    layer_keys,
     read_layer,
     take_vocab,
     tidy,
     vocab_offsets,
+)
+from draftsmith.heads.formats.schema import (
+    LLAMA_KEYS,
+    Config,
+    Export,
+    Schema,
+    TensorRow,
+    draft_vocab_size,
+    layer_sizes,
+    llama_layer,
 )
 from draftsmith.target.target import Target
 
@@ -53,101 +49,62 @@ _NATIVE = ("draft_vocab", "temperatures")
 """Buffers that are no weights."""
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    return {
-        **layer_sizes(config),
-        "A": len(config[SECTION]["target_layer_ids"]),
-        "r": config.get("markov_rank", 0),
-        "H+r": config["hidden_size"] + config.get("markov_rank", 0),
-    }
+class BlockSchema(Schema):
+    """A layout of a block drafter. Where the vocabulary of the head is not the whole one, it has the target's rows of it and the map d2t
+    (offsets): with the whole vocabulary engines take the target's projection, a part of it they cannot cut out."""
+
+    def head_tensors(self, export: Export) -> dict[str, Tensor]:
+        tensors = {name: value for name, value in export.head.state_dict().items() if name not in _NATIVE}
+        ids = export.head.draft_vocab
+        if ids is None or len(ids) == export.target.vocab_size:
+            return tensors
+        return {**tensors, LM_HEAD: export.target.head.weight[ids], D2T: vocab_offsets(ids)}
+
+    def sizes(self, export: Export, config: Config) -> dict[str, int]:
+        rank, H = config.get("markov_rank", 0), config["hidden_size"]
+        return {**layer_sizes(config), "A": len(export.head.reads.layer_ids), "r": rank, "H+r": H + rank}
 
 
 def _reduced(config: Config) -> bool:
     return config["draft_vocab_size"] != config["vocab_size"]
 
 
-def _check_section(contract: Contract, files: ModelFiles) -> None:
-    section, V = files.config[SECTION], files.config["vocab_size"]
-    token, layers = section["mask_token_id"], section["target_layer_ids"]
-    if type(token) is not int or not 0 <= token < V:
-        raise broken(contract, f"config key {SECTION}.mask_token_id", f"a token below {V}", repr(token))
-    if not layers or layers != sorted(set(layers)) or layers[0] < -1:
-        raise broken(contract, f"config key {SECTION}.target_layer_ids", "ascending layers from -1", repr(layers))
-
-
 _TENSORS = (
-    TensorRule("fc.weight", ("H", "A*H")),
-    TensorRule("hidden_norm.weight", ("H",)),
+    TensorRow("fc.weight", ("H", "A*H")),
+    TensorRow("hidden_norm.weight", ("H",)),
     *llama_layer("layers.{m}."),
-    TensorRule("layers.{m}.self_attn.q_norm.weight", ("D",)),
-    TensorRule("layers.{m}.self_attn.k_norm.weight", ("D",)),
-    TensorRule("norm.weight", ("H",)),
-    # With the whole vocabulary engines take the target's; a part of it they cannot cut out.
-    TensorRule(LM_HEAD, ("W", "H"), when=_reduced),
-    TensorRule(D2T, ("W",), torch.int64, when=_reduced),
-    TensorRule(EMBEDDING, ("V", "H"), optional=True),
+    TensorRow("layers.{m}.self_attn.q_norm.weight", ("D",)),
+    TensorRow("layers.{m}.self_attn.k_norm.weight", ("D",)),
+    TensorRow("norm.weight", ("H",)),
+    TensorRow(LM_HEAD, ("W", "H"), when=_reduced),
+    TensorRow(D2T, ("W",), dtype=torch.int64, when=_reduced),
+    TensorRow(EMBEDDING, ("V", "H"), optional=True),
 )
-_LAYER_KEYS = replace_keys(LLAMA_KEYS, "the layers are Qwen3's, with norms of queries and keys", model_type="qwen3")
-_KEYS = (
-    *replace_keys(_LAYER_KEYS, "M", num_hidden_layers=None),
-    KeyRule("draft_vocab_size", int, "W"),
-    KeyRule("block_size", int, "S: engines draft no more"),
-    KeyRule("attention_bias", bool, "there are no biases", False),
-    KeyRule("tie_word_embeddings", bool, "the output projection is the target's", False),
-    KeyRule("torch_dtype", str, "the dtype of every float tensor"),
-    KeyRule(SECTION, dict, "mask token and layers"),
-    KeyRule(f"{SECTION}.mask_token_id", int, "what fills a block"),
-    KeyRule(f"{SECTION}.target_layer_ids", list, "layer outputs, one lower than ours"),
-)
+_KEYS = {
+    **{key: value for key, value in LLAMA_KEYS.items() if key != "mlp_bias"},
+    "model_type": "qwen3",  # the layers are Qwen3's, with norms of queries and keys
+    "num_hidden_layers": lambda export: export.head.options.num_layers,
+    "block_size": lambda export: export.head.options.block_size,  # engines draft no more
+    "draft_vocab_size": draft_vocab_size,
+    SECTION: {
+        "mask_token_id": lambda export: export.head.options.mask_token_id,
+        "target_layer_ids": lambda export: [k - 1 for k in export.head.reads.layer_ids],
+    },
+}
 
 
-def block_contract(
-    name: str, architecture: str, tensors: tuple[TensorRule, ...] = (), keys: tuple[KeyRule, ...] = ()
-) -> Contract:
-    """Return the contract of a published layout. architecture: what it calls the model class; tensors, keys: its further ones."""
-    return Contract(
-        name=name,
-        tensors=(*_TENSORS, *tensors),
-        keys=(KeyRule("architectures", list, "how engines find the model class", [architecture]), *_KEYS, *keys),
-        sizes=_sizes,
-        ranges={"m": "M"},
-        forbidden={"quantization_config": "the weights are plain", "is_causal": "blocks see themselves whole"},
-        checks=(_check_section,),
-    )
+def block_schema(
+    name: str, architecture: str, tensors: tuple[TensorRow, ...] = (), keys: Mapping[str, Any] | None = None
+) -> BlockSchema:
+    """Return the schema of a published layout. architecture: what it calls the model class; tensors, keys: its further ones."""
+    return BlockSchema(name, (*_TENSORS, *tensors), {"architectures": [architecture], **_KEYS, **(keys or {})})
 
 
-def for_llama_cpp(contract: Contract, *without: str) -> Contract:
-    """Return what of a contract llama.cpp takes. It drafts through the embeddings of a draft that has them, where that has no
+def for_llama_cpp(schema: BlockSchema, *without: str) -> BlockSchema:
+    """Return what of a layout llama.cpp takes. It drafts through the embeddings of a draft that has them, where that has no
     projection of its own. without: further tensors that it does not know."""
-    tensors = tuple(rule for rule in contract.tensors if rule.name not in (EMBEDDING, *without))
-    return replace(contract, name=f"{contract.name}_llama_cpp", tensors=tensors)
-
-
-def block_config(head: BlockHead, target: Target, request: ExportRequest) -> dict[str, Any]:
-    """The keys that both have."""
-    keys = layer_keys(head.config, request.dtype)
-    del keys["mlp_bias"]
-    return {
-        **keys,
-        "model_type": "qwen3",
-        "num_hidden_layers": head.options.num_layers,
-        "block_size": head.options.block_size,
-        "draft_vocab_size": target.vocab_size if head.draft_vocab is None else len(head.draft_vocab),
-        SECTION: {
-            "mask_token_id": head.options.mask_token_id,
-            "target_layer_ids": [k - 1 for k in head.reads.layer_ids],
-        },
-    }
-
-
-def block_tensors(head: BlockHead, target: Target, request: ExportRequest) -> dict[str, Tensor]:
-    """The head's tensors; where its vocabulary is not the whole one, the target's rows of it and the map d2t (offsets)."""
-    found = {n: value.detach().to(request.dtype) for n, value in head.state_dict().items() if n not in _NATIVE}
-    ids = head.draft_vocab
-    if ids is None or len(ids) == target.vocab_size:
-        return found
-    rows = target.head.weight[ids].to(request.dtype)
-    return {**found, LM_HEAD: rows, D2T: vocab_offsets(ids)}
+    tensors = tuple(row for row in schema.tensors if row.name not in (EMBEDDING, *without))
+    return replace(schema, name=f"{schema.name}_llama_cpp", tensors=tensors)
 
 
 def read_block_config(path: Path, target: Target) -> dict[str, Any]:

@@ -1,20 +1,13 @@
-"""DFlash heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised."""
+"""DFlash heads for engines: schemas, reading, layouts, and how such heads are recognised."""
 
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
 from draftsmith.heads.dflash.head import DFlashHead, DFlashOptions
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import ExportRequest, ModelFiles
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.target.target import Target
-
-
-def to_dflash(head: DFlashHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the layout of the published DFlash, the embeddings included."""
-    config = {"architectures": ["DFlashDraftModel"], **block.block_config(head, target, request)}
-    return ModelFiles(config, block.block_tensors(head, target, request), request.dtype)
 
 
 def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
@@ -32,7 +25,7 @@ def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
     )
 
 
-DFLASH = block.block_contract("dflash", "DFlashDraftModel")
+DFLASH = block.block_schema("dflash", "DFlashDraftModel")
 
 _BIASED_TARGET = Rule(
     "a target whose output projection has a bias, for DFlash",
@@ -48,7 +41,6 @@ LAYOUTS = (
     Layout(
         "dflash",
         DFLASH,
-        to_dflash,
         load_dflash_directory,
         {
             "vllm": Served(
@@ -67,7 +59,6 @@ LAYOUTS = (
         "dflash",
         # Its converter knows no vocabulary of a DFlash head's own.
         block.for_llama_cpp(DFLASH, block.LM_HEAD, block.D2T),
-        to_dflash,
         load_dflash_directory,
         {
             "llama_cpp": block.served_by_llama_cpp(

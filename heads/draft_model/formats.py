@@ -1,10 +1,11 @@
-"""Draft models as a directory that transformers and the engines load like any Llama: contract, and the way there and back.
+"""Draft models as a directory that transformers and the engines load like any Llama: schema, and reading.
 
 Symbols in shapes: those of LLAMA_KEYS.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,65 +20,50 @@ from draftsmith.heads.draft_model.start import (
     PROJECTION,
     check_tokens,
     check_vocabulary,
-    describe_config,
     drop_tied,
     read_llama,
 )
 from draftsmith.heads.files import INDEX, PICKLED, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import (
-    LLAMA_KEYS,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    llama_layer,
-    replace_keys,
-)
 from draftsmith.heads.formats.layout import Layout, Served
-from draftsmith.heads.formats.published import is_the_same, layer_keys
+from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
+from draftsmith.heads.formats.schema import LLAMA_KEYS, Export, Schema, TensorRow, llama_layer, of_layer
 from draftsmith.target.files import TOKENIZER_FILES
 from draftsmith.target.target import Target
 
 REMEDY = "fetch it again, or export it again"
-_ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-DRAFT_MODEL = Contract(
+class ModelSchema(Schema):
+    """A whole model, with the target's tokenizer and what its generation ends on."""
+
+    def copies(self, export: Export) -> dict[str, Path]:
+        folder = export.target.directory
+        files = [] if folder is None else [folder / name for name in TOKENIZER_FILES]
+        return {file.name: file for file in files if file.is_file()}
+
+
+def _end(name: str) -> Callable[[Export], Any]:
+    return lambda export: getattr(export.target.config, name, None)
+
+
+DRAFT_MODEL = ModelSchema(
     name="draft_model",
     tensors=(
-        TensorRule(EMBEDDING, ("V", "H")),
+        TensorRow(EMBEDDING, ("V", "H")),
         *llama_layer("model.layers.{m}."),
-        TensorRule("model.norm.weight", ("H",)),
-        TensorRule(PROJECTION, ("V", "H"), when=lambda config: not config["tie_word_embeddings"]),
+        TensorRow("model.norm.weight", ("H",)),
+        TensorRow(PROJECTION, ("V", "H"), when=lambda config: not config["tie_word_embeddings"]),
     ),
-    keys=(
-        KeyRule("architectures", list, "the class that every reader loads", ["LlamaForCausalLM"]),
-        *replace_keys(LLAMA_KEYS, "missing layers would be random", num_hidden_layers=None),
-        KeyRule("attention_bias", bool, "readers would look for biases", False),
-        KeyRule("mlp_bias", bool, "readers would look for biases", False),
-        KeyRule("tie_word_embeddings", bool, "without it readers look for a projection, or pass it over"),
-        KeyRule("torch_dtype", str, "the dtype of every tensor"),
-    ),
-    ranges={"m": "M"},
-    forbidden={"quantization_config": "the weights are plain"},
-)
-
-
-def to_draft_model(head: DraftLmHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to a whole model, with the target's tokenizer and what its generation ends on."""
-    config = {
+    keys={
         "architectures": ["LlamaForCausalLM"],
-        **layer_keys(head.config, request.dtype),
-        **describe_config(head.config),
+        **LLAMA_KEYS,
+        **{name: of_layer(name) for name in ("num_hidden_layers", "tie_word_embeddings")},
         # Left out, a Llama's would be 1 and 2.
-        **{name: getattr(target.config, name, None) for name in _ENDS},
-    }
-    tensors = {name: value.detach().to(request.dtype) for name, value in head.state_dict().items()}
-    places = [] if target.directory is None else [target.directory / name for name in TOKENIZER_FILES]
-    return ModelFiles(config, tensors, request.dtype, copies={file.name: file for file in places if file.is_file()})
+        **{name: _end(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    },
+)
 
 
 def load_draft_model_directory(path: Path | str, target: Target) -> DraftLmHead:
@@ -120,7 +106,6 @@ LAYOUTS = (
     Layout(
         "draft_model",
         DRAFT_MODEL,
-        to_draft_model,
         load_draft_model_directory,
         {
             "vllm": Served(
@@ -151,7 +136,6 @@ LAYOUTS = (
                 ),
             ),
         },
-        whole=True,
     ),
 )
 

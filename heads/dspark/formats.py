@@ -1,7 +1,6 @@
-"""DSpark heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised."""
+"""DSpark heads for engines: schemas, reading, layouts, and how such heads are recognised."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -9,26 +8,10 @@ from draftsmith.heads.block import formats as block
 from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import Config, ExportRequest, KeyRule, ModelFiles, TensorRule
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format
+from draftsmith.heads.formats.schema import ABSENT, Config, TensorRow
 from draftsmith.target.target import Target
-
-
-def to_dspark(head: DSparkHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the layout of the published DSpark, the embeddings included. The temperatures stand in the configuration,
-    where no engine looks."""
-    config: dict[str, Any] = {"architectures": ["Qwen3DSparkModel"], **block.block_config(head, target, request)}
-    config |= {
-        "markov_rank": head.options.markov_rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": head.options.confidence_head,
-        "confidence_head_with_markov": True,
-        "sample_from_anchor": True,
-    }
-    if head.options.confidence_head:
-        config["confidence_temperatures"] = head.temperatures.tolist()
-    return ModelFiles(config, block.block_tensors(head, target, request), request.dtype)
 
 
 def load_dspark_directory(path: Path | str, target: Target) -> DSparkHead:
@@ -59,30 +42,32 @@ def _confident(config: Config) -> bool:
     return bool(config["enable_confidence_head"])
 
 
-DSPARK = block.block_contract(
+DSPARK = block.block_schema(
     "dspark",
     "Qwen3DSparkModel",
     tensors=(
-        TensorRule("markov_head.markov_w1.weight", ("V", "r")),
-        TensorRule("markov_head.markov_w2.weight", ("W", "r")),
-        TensorRule("confidence_head.proj.weight", ("1", "H+r"), when=_confident),
-        TensorRule("confidence_head.proj.bias", ("1",), when=_confident),
+        TensorRow("markov_head.markov_w1.weight", ("V", "r")),
+        TensorRow("markov_head.markov_w2.weight", ("W", "r")),
+        TensorRow("confidence_head.proj.weight", ("1", "H+r"), when=_confident),
+        TensorRow("confidence_head.proj.bias", ("1",), when=_confident),
     ),
-    keys=(
-        KeyRule("markov_rank", int, "r"),
-        KeyRule("markov_head_type", str, "engines know others", "vanilla"),
-        KeyRule("enable_confidence_head", bool, "whether there is one"),
-        KeyRule("confidence_head_with_markov", bool, "it reads the token before too", True),
-        KeyRule("sample_from_anchor", bool, "every slot drafts", True),
-        KeyRule("confidence_temperatures", list, "no engine reads them", optional=True),
-    ),
+    keys={
+        "markov_rank": lambda export: export.head.options.markov_rank,
+        "markov_head_type": "vanilla",  # engines know others
+        "enable_confidence_head": lambda export: export.head.options.confidence_head,
+        "confidence_head_with_markov": True,  # it reads the token before too
+        "sample_from_anchor": True,  # every slot drafts
+        # No engine reads them.
+        "confidence_temperatures": lambda export: (
+            export.head.temperatures.tolist() if export.head.options.confidence_head else ABSENT
+        ),
+    },
 )
 
 LAYOUTS = (
     Layout(
         "dspark",
         DSPARK,
-        to_dspark,
         load_dspark_directory,
         {
             "vllm": Served(
@@ -102,7 +87,6 @@ LAYOUTS = (
     Layout(
         "dspark",
         block.for_llama_cpp(DSPARK),
-        to_dspark,
         load_dspark_directory,
         {
             "llama_cpp": block.served_by_llama_cpp(

@@ -1,12 +1,11 @@
-"""The layouts of EAGLE-3, which P-EAGLE shares: the flat one and that of speculators, contracts and conversion both ways.
+"""The layouts of EAGLE-3, which P-EAGLE shares: the flat one and that of speculators, and how heads in them are read.
 
-How each engine takes them stands in the formats.py of both methods. Symbols in shapes: those of a Llama layer (LLAMA_KEYS), H being the draft's width; Ht target hidden,
-W draft vocab, A aux layers, M decoder layers of the draft.
+How each engine takes them stands in the formats.py of both methods. Symbols in shapes: those of LLAMA_KEYS, H being the draft's
+width; Ht target hidden, A aux layers.
 """
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,24 +17,22 @@ from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.eagle.options import DraftShape
 from draftsmith.heads.files import CONFIG, explain_config, read_config, read_weights
-from draftsmith.heads.formats.contracts import (
+from draftsmith.heads.formats.published import check_sizes, read_layer, take_vocab, tidy, vocab_offsets
+from draftsmith.heads.formats.schema import (
+    ABSENT,
     LAYER_SECTION,
     LLAMA_KEYS,
     Config,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    broken,
+    Export,
+    Schema,
+    TensorRow,
+    draft_vocab_size,
     flatten,
     layer_sizes,
     llama_layer,
-    lookup,
-    replace_keys,
+    renamed,
     target_reference,
 )
-from draftsmith.heads.formats.published import check_sizes, layer_keys, read_layer, take_vocab, tidy, vocab_offsets
 from draftsmith.target.target import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -46,9 +43,19 @@ SPECULATORS_VERSION = "0.9.0"
 """The version of the speculators package that the layout was held against."""
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    flat = flatten(config)
-    return {**layer_sizes(flat), "Ht": flat["target_hidden_size"], "A": len(flat[AUX_LAYERS])}
+class FusedSchema(Schema):
+    """A layout of EAGLE-3. Where the vocabulary of the head is not the whole one, it has the maps d2t (offsets) and t2d."""
+
+    def head_tensors(self, export: Export) -> Mapping[str, Tensor]:
+        tensors = {name: value for name, value in export.head.state_dict().items() if name != "draft_vocab"}
+        ids, V = export.head.draft_vocab, export.target.vocab_size
+        if ids is None or len(ids) == V:
+            return tensors
+        marks = torch.zeros(V, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+        return {**tensors, "d2t": vocab_offsets(ids), "t2d": marks}
+
+    def sizes(self, export: Export, config: Config) -> dict[str, int]:
+        return {**layer_sizes(config), "Ht": export.target.hidden_size, "A": len(export.head.reads.layer_ids)}
 
 
 def _has_vocab_map(config: Config) -> bool:
@@ -57,210 +64,114 @@ def _has_vocab_map(config: Config) -> bool:
     return flat["draft_vocab_size"] != flat["vocab_size"]
 
 
-def _check_aux_layers(contract: Contract, files: ModelFiles, section: str = "") -> None:
-    """Engines assume three aux layers unless num_aux_hidden_states says otherwise."""
-    key, count = f"{section}{AUX_COUNT}", _sizes(files.config)["A"]
-    found = lookup(files.config, key)
-    if (found if isinstance(found, int) else 3) != count:
-        said = repr(found) if isinstance(found, int) else "nothing"
-        raise broken(contract, f"config key {key}", f"{count}, the number of aux layers", said)
-
-
-def _nested_config(config: Config) -> dict[str, Any]:
-    """Return `eagle_config`, where SGLang and TensorRT-LLM look for some keys, made from the flat ones.
-
-    SGLang counts layer outputs, so its ids are one lower; the others take theirs from the top level.
-    """
-    return {
-        AUX_LAYERS: [k - 1 for k in config[AUX_LAYERS]],
-        "use_aux_hidden_state": True,
-        "norm_before_fc": config["norm_before_fc"],
-    }
-
-
-def _check_nested(contract: Contract, files: ModelFiles) -> None:
-    found, expected = files.config["eagle_config"], _nested_config(files.config)
-    if found != expected:
-        raise broken(contract, "config key eagle_config", f"{expected}, the flat keys again", repr(found))
-
-
-_CHAIN = {"proposal_type": "greedy", "speculative_tokens": 0, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-"""How speculators calls a chain that is accepted without loss."""
-
-
-def _check_proposal(contract: Contract, files: ModelFiles) -> None:
-    """vLLM drafts as many tokens as the first proposal method says."""
-    methods = files.config["speculators_config"]["proposal_methods"]
-    count = methods[0].get("speculative_tokens") if methods and isinstance(methods[0], dict) else None
-    plain = [{**_CHAIN, "speculative_tokens": count}] if type(count) is int and count >= 1 else None
-    if methods != plain:
-        expected = "one greedy method, speculative_tokens at least 1, verifier_accept_k 1, accept_tolerance 0.0"
-        raise broken(contract, "config key speculators_config.proposal_methods", expected, repr(methods))
-
-
-def _check_window(contract: Contract, files: ModelFiles) -> None:
-    """vLLM and speculators take the window in the layers that layer_types names, and in no others."""
-    flat = flatten(files.config)
-    expected = ["sliding_attention"] * flat["num_hidden_layers"] if "sliding_window" in flat else None
-    if flat.get("layer_types") != expected:
-        raise broken(contract, "config key layer_types", repr(expected), repr(flat.get("layer_types")))
-
-
-def _tensors(layer: str, *, embedding_optional: bool) -> tuple[TensorRule, ...]:
-    """The tensors, those of the first decoder layer under the prefix `layer`; later ones, which are plain, are called by
-    their number in every engine that takes them."""
-    return (
-        TensorRule("fc.weight", ("H", "A*Ht")),
-        TensorRule("fc_norm.{i}.weight", ("Ht",), when=lambda config: config["fc_norm"]),
-        TensorRule("input_norm.weight", ("A*Ht",), when=lambda config: config["norm_before_fc"]),
-        *llama_layer(layer, reads="2*H"),
-        TensorRule(f"{layer}hidden_norm.weight", ("H",)),
-        *llama_layer("layers.{m}."),
-        TensorRule("norm.weight", ("H",)),
-        TensorRule("lm_head.weight", ("W", "H")),
-        TensorRule("d2t", ("W",), torch.int64, when=_has_vocab_map),
-        TensorRule("t2d", ("V",), torch.bool, when=_has_vocab_map),
-        TensorRule(EMBEDDING, ("V", "H"), optional=embedding_optional),
-    )
-
-
-_LAYER_KEYS = (
-    *replace_keys(LLAMA_KEYS, "the first reads tokens, the others are plain", num_hidden_layers=None),
-    KeyRule("sliding_window", int, "how many tokens a row sees", optional=True),
-    KeyRule("layer_types", list, "in which layers", optional=True),
-    KeyRule("attention_bias", bool, "biases do not load in llama.cpp", False),
-    KeyRule("mlp_bias", bool, "biases do not load in llama.cpp", False),
-    KeyRule("tie_word_embeddings", bool, "lm_head has rows of its own", False),
-    KeyRule("torch_dtype", str, "the dtype of every float tensor"),
-    KeyRule(AUX_COUNT, int, "A; engines assume 3", optional=True),
+# The tensors by the head's names. Later layers, which are plain, are called by their number in every engine that takes them.
+_TENSORS = (
+    TensorRow("fc.weight", ("H", "A*Ht")),
+    TensorRow("fc_norm.{i}.weight", ("Ht",), when=lambda config: config["fc_norm"]),
+    TensorRow("input_norm.weight", ("A*Ht",), when=lambda config: config["norm_before_fc"]),
+    *llama_layer(NATIVE_LAYER, reads="2*H"),
+    TensorRow(f"{NATIVE_LAYER}hidden_norm.weight", ("H",)),
+    *llama_layer("layers.{m}."),
+    TensorRow("norm.weight", ("H",)),
+    TensorRow("lm_head.weight", ("W", "H")),
+    TensorRow("d2t", ("W",), dtype=torch.int64, when=_has_vocab_map),
+    TensorRow("t2d", ("V",), dtype=torch.bool, when=_has_vocab_map),
 )
-_HEAD_KEYS = (
-    KeyRule("draft_vocab_size", int, "W; without it engines expect V rows in lm_head"),
-    KeyRule("target_hidden_size", int, "Ht"),
-    KeyRule(AUX_LAYERS, list, "top level; llama.cpp reads it nowhere else"),
-    KeyRule("norm_before_residual", bool, "engines disagree about its default"),
-    KeyRule("norm_before_fc", bool, "adds input_norm"),
-    KeyRule("fc_norm", bool, "adds fc_norm"),
-    KeyRule("norm_output", bool, "which state is fed back"),
-)
-_FORBIDDEN = {"bias": "it would add biases to the drafts", "quantization_config": "the weights are plain"}
+_EMBEDDING = TensorRow(EMBEDDING, ("V", "H"))
+
+
+def _layer_ids(export: Export) -> list[int]:
+    return list(export.head.reads.layer_ids)
+
+
+def _flag(name: str) -> Any:
+    return lambda export: getattr(export.head.options, name, False)
+
+
+_LAYER_KEYS = {**LLAMA_KEYS, "num_hidden_layers": lambda export: len(export.head.layers)}
+# Every key is there for which engines have differing defaults.
+_HEAD_KEYS = {
+    "draft_vocab_size": draft_vocab_size,  # without it engines expect V rows in lm_head
+    "target_hidden_size": lambda export: export.target.hidden_size,
+    AUX_LAYERS: _layer_ids,  # llama.cpp reads it nowhere else
+    **{flag: _flag(flag) for flag in FLAGS},
+}
+_MORE_LAYER_KEYS = {
+    # vLLM and speculators take the window in the layers that layer_types names, and in no others.
+    "sliding_window": lambda export: ABSENT if export.head.window is None else export.head.window,
+    "layer_types": lambda export: (
+        ABSENT if export.head.window is None else ["sliding_attention"] * len(export.head.layers)
+    ),
+    AUX_COUNT: lambda export: ABSENT if len(_layer_ids(export)) == 3 else len(_layer_ids(export)),  # engines assume 3
+}
 
 # Flat EAGLE-3: vLLM, SGLang, TensorRT-LLM, llama.cpp. "midlayer." is the one prefix that all of them know:
 # SGLang skips "layers.0." without a word.
-EAGLE3 = Contract(
+EAGLE3 = FusedSchema(
     name="eagle3",
-    tensors=_tensors(FLAT_LAYER, embedding_optional=True),
-    keys=(
-        KeyRule("architectures", list, "how engines find the model class", ["LlamaForCausalLMEagle3"]),
-        *_LAYER_KEYS,
-        *_HEAD_KEYS,
-        KeyRule("eagle_config", dict, "SGLang finds its layers there alone, TensorRT-LLM norm_before_fc"),
-    ),
-    sizes=_sizes,
-    ranges={"i": "A", "m": "1:M"},
-    forbidden=_FORBIDDEN,
-    checks=(_check_aux_layers, _check_nested, _check_window),
+    tensors=renamed((*_TENSORS, replace(_EMBEDDING, optional=True)), {NATIVE_LAYER: FLAT_LAYER}),
+    keys={
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_LAYER_KEYS,
+        **_HEAD_KEYS,
+        **_MORE_LAYER_KEYS,
+        # Where SGLang and TensorRT-LLM look for some keys. SGLang counts layer outputs, so its ids are one lower.
+        "eagle_config": {
+            AUX_LAYERS: lambda export: [k - 1 for k in _layer_ids(export)],
+            "use_aux_hidden_state": True,
+            "norm_before_fc": _flag("norm_before_fc"),
+        },
+    },
 )
+
+
+def _tokens(export: Export) -> int:
+    """How many tokens vLLM drafts: as many as the first proposal method says."""
+    K = export.request.num_speculative_tokens
+    if K is None or K < 1:
+        raise UserError(
+            f"num_speculative_tokens is {K}: the layout {export.head.method}_speculators tells the engine how many tokens to "
+            "draft, so it must be at least 1."
+        )
+    return K
+
+
+def speculators_keys(kind: str) -> dict[str, Any]:
+    """Return the keys of the layout of speculators. kind: what the format calls the head."""
+    return {
+        "architectures": [SPECULATORS_CLASSES[kind]],
+        "speculators_model_type": kind,
+        "speculators_version": SPECULATORS_VERSION,
+        **_HEAD_KEYS,
+        LAYER_SECTION: {**_LAYER_KEYS, **_MORE_LAYER_KEYS},
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            # A chain that is accepted without loss.
+            "proposal_methods": lambda export: [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": _tokens(export),
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {  # which vLLM loads from there
+                "name_or_path": lambda export: target_reference(export.target),
+                "architectures": lambda export: export.target.identity.to_json()["architectures"],
+            },
+        },
+    }
+
 
 # speculators: the package and vLLM, which starts the target that the directory names. The package knows only
 # "layers.0." and leaves what it does not find uninitialised, the embeddings too (it looks for NaN there, and memory
 # seldom holds any); vLLM knows both prefixes, and shares the target's embeddings where those in the file are the same.
-EAGLE3_SPECULATORS = Contract(
+EAGLE3_SPECULATORS = FusedSchema(
     name="eagle3_speculators",
-    tensors=_tensors(NATIVE_LAYER, embedding_optional=False),
-    keys=(
-        KeyRule("speculators_model_type", str, "how vLLM and speculators find the algorithm", "eagle3"),
-        KeyRule("speculators_version", str, "the version of the format"),
-        KeyRule("architectures", list, "the class that speculators loads", [SPECULATORS_CLASSES["eagle3"]]),
-        *replace_keys(
-            _HEAD_KEYS, "vLLM takes a missing one for true, speculators for false", norm_before_residual=None
-        ),
-        KeyRule(LAYER_SECTION, dict, "vLLM builds the layer from it"),
-        *(replace(k, name=f"{LAYER_SECTION}.{k.name}") for k in _LAYER_KEYS),
-        KeyRule("speculators_config.algorithm", str, "the algorithm once more", "eagle3"),
-        KeyRule("speculators_config.default_proposal_method", str, "the only one there", "greedy"),
-        KeyRule("speculators_config.proposal_methods", list, "vLLM drafts as many tokens as the first says"),
-        KeyRule("speculators_config.verifier.name_or_path", str, "the target, which vLLM loads from there"),
-        KeyRule("speculators_config.verifier.architectures", list, "the target's model class"),
-    ),
-    sizes=_sizes,
-    ranges=EAGLE3.ranges,
-    forbidden={
-        **_FORBIDDEN,
-        "model_type": "vLLM reads the layout as another one where it is there",
-        AUX_COUNT: f"vLLM reads it in {LAYER_SECTION} alone",
-    },
-    checks=(partial(_check_aux_layers, section=f"{LAYER_SECTION}."), _check_proposal, _check_window),
+    tensors=(*_TENSORS, _EMBEDDING),
+    keys=speculators_keys("eagle3"),
 )
-
-
-def to_flat_eagle3(head: FusedHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the flat EAGLE-3 layout, the embeddings included."""
-    tensors = _head_tensors(head, target, request)
-    tensors = {name.replace(NATIVE_LAYER, FLAT_LAYER): value for name, value in tensors.items()}
-    config = _flat_config(head, target, request.dtype)
-    config["eagle_config"] = _nested_config(config)
-    return ModelFiles(config, tensors, request.dtype)
-
-
-def to_speculators(head: FusedHead, target: Target, request: ExportRequest, kind: str = "eagle3") -> ModelFiles:
-    """Convert to the speculators layout, the embeddings included. kind: what the format calls the head.
-
-    Raises UserError where the request does not say how many tokens to draft: the configuration names it.
-    """
-    K = request.num_speculative_tokens
-    if K is None or K < 1:
-        raise UserError(
-            f"num_speculative_tokens is {K}: the layout {kind}_speculators tells the engine how many tokens to draft, "
-            "so it must be at least 1."
-        )
-    flat, layer_names = _flat_config(head, target, request.dtype), {rule.name for rule in _LAYER_KEYS}
-    config = {
-        "architectures": [SPECULATORS_CLASSES[kind]],
-        "speculators_model_type": kind,
-        "speculators_version": SPECULATORS_VERSION,
-        **{key: value for key, value in flat.items() if key not in {*layer_names, "architectures"}},
-        LAYER_SECTION: {key: value for key, value in flat.items() if key in layer_names},
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{**_CHAIN, "speculative_tokens": K}],
-            "verifier": {
-                "name_or_path": target_reference(target),
-                "architectures": target.identity.to_json()["architectures"],
-            },
-        },
-    }
-    return ModelFiles(config, _head_tensors(head, target, request), request.dtype)
-
-
-def _flat_config(head: FusedHead, target: Target, dtype: torch.dtype) -> dict[str, Any]:
-    """Return config.json of the flat EAGLE-3 layout; every key that engines have differing defaults for is there."""
-    layer_ids = list(head.reads.layer_ids)
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **layer_keys(head.config, dtype),
-        "num_hidden_layers": len(head.layers),
-        "draft_vocab_size": target.vocab_size if head.draft_vocab is None else len(head.draft_vocab),
-        "target_hidden_size": target.hidden_size,
-        AUX_LAYERS: layer_ids,
-        **{flag: getattr(head.options, flag, False) for flag in FLAGS},
-    }
-    if head.window is not None:
-        config |= {"sliding_window": head.window, "layer_types": ["sliding_attention"] * len(head.layers)}
-    if len(layer_ids) != 3:
-        config[AUX_COUNT] = len(layer_ids)
-    return config
-
-
-def _head_tensors(head: FusedHead, target: Target, request: ExportRequest) -> dict[str, Tensor]:
-    """The head's tensors, and where its vocabulary is not the whole one the maps d2t (offsets) and t2d."""
-    tensors = {n: value.detach().to(request.dtype) for n, value in head.state_dict().items() if n != "draft_vocab"}
-    ids = head.draft_vocab
-    if ids is None or len(ids) == target.vocab_size:
-        return tensors
-    marks = torch.zeros(target.vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
-    return {**tensors, "d2t": vocab_offsets(ids), "t2d": marks}
 
 
 def read_speculators(path: Path, kind: str, title: str) -> dict[str, Any]:
@@ -286,15 +197,16 @@ def read_fused(
     target: Target,
     kind: type[Head],
     options: type[DraftShape],
+    names: Schema = EAGLE3,
     **more: Any,
 ) -> Head:
-    """Return the head of that kind described by the flat `config`, with the tensors in `path`. more: further fields of its
-    options."""
+    """Return the head of that kind described by the flat `config`, with the tensors in `path`. names: of the tensors there; more:
+    further fields of the head's options."""
     check_sizes(path, config, target, shapes=True)
     file, found = read_weights(path, target.device)
-    tensors = {name.replace(FLAT_LAYER, NATIVE_LAYER): value for name, value in tidy(found, file, target).items()}
+    tensors = names.rename(tidy(found, file, target))
     draft_vocab = take_vocab(tensors, config.get("draft_vocab_size") or target.vocab_size, file, target)
-    layer_ids = _layer_ids(path, config, target)
+    layer_ids = _read_layer_ids(path, config, target)
     switches = {flag: _switch(path, config, flag) for flag in FLAGS}
     nested = _switch(path, _nested(path, config), "norm_before_fc", switches["norm_before_fc"])
     if nested != switches["norm_before_fc"] and "norm_before_fc" in config:
@@ -354,7 +266,7 @@ def _switch(path: Path, config: Mapping[str, Any], name: str, default: bool = Fa
     return default if value is None else value
 
 
-def _layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
+def _read_layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:
     """Return the aux layers of a flat configuration; without any, the default.
 
     Under `eagle_config` vLLM reads the same ids as at the top level, SGLang those of layer outputs, one lower. So they

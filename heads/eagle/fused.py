@@ -29,7 +29,7 @@ _EMBEDDING_SPREAD = 0.02
 
 
 class FusedHead(EagleHead):
-    """A head that reads fused aux streams. Parameters carry the names of the flat EAGLE-3 layout (see contracts.py).
+    """A head that reads fused aux streams. Parameters carry the names of the flat EAGLE-3 layout (see formats.py).
 
     embedding: [V, Ht] the target's raw input embedding, shared and frozen unless it is to be trained, of its sizes alone
     where the draft has a width of its own. draft_vocab: [W] sorted target ids, or None for all of them. Weights start in

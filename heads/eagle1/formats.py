@@ -20,19 +20,10 @@ from draftsmith.heads.eagle1.head import Eagle1Head
 from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.files import explain_config, read_config, read_weights
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import (
-    LLAMA_KEYS,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    broken,
-    llama_layer,
-)
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target, changed_embedding
-from draftsmith.heads.formats.published import check_sizes, is_the_same, layer_keys, read_layer, tidy
+from draftsmith.heads.formats.published import check_sizes, is_the_same, read_layer, tidy
 from draftsmith.heads.formats.recognise import Format
+from draftsmith.heads.formats.schema import LLAMA_KEYS, Export, Schema, TensorRow, llama_layer
 from draftsmith.heads.layers.from_target import fold
 from draftsmith.target.target import Target
 
@@ -40,107 +31,69 @@ FC_BIAS, OUTPUT_BIAS = "fc.bias", "layers.0.self_attn.o_proj.bias"
 PROJECTION = "lm_head.weight"
 
 
-def _check_rope(contract: Contract, files: ModelFiles) -> None:
-    """Readers of both generations, those of rope_parameters and those of rope_theta and rope_scaling, see one RoPE."""
-    rope = files.config["rope_parameters"]
-    if files.config["rope_theta"] != rope.get("rope_theta"):
-        raise broken(contract, "config key rope_theta", f"{rope.get('rope_theta')}", f"{files.config['rope_theta']}")
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    expected = None if scaling.get("rope_type", "default") == "default" else scaling
-    if files.config.get("rope_scaling") != expected:
-        found = repr(files.config.get("rope_scaling"))
-        raise broken(contract, "config key rope_scaling", f"{expected}, as in rope_parameters", found)
+class Eagle1Schema(Schema):
+    """A layout of EAGLE-1, whose `fc` reads embeddings as the target has them."""
+
+    def head_tensors(self, export: Export) -> dict[str, Tensor]:
+        own, head = export.head.state_dict(), export.head
+        return {
+            **own,
+            "fc.weight": fold(own["fc.weight"].detach(), slice(head.config.hidden_size), head.embedding_scale),
+        }
 
 
-def _check_empty_output_bias(contract: Contract, files: ModelFiles) -> None:
-    if OUTPUT_BIAS in files.tensors and bool(files.tensors[OUTPUT_BIAS].any()):
-        raise broken(contract, f"tensor {OUTPUT_BIAS}", "zeros: heads have none", "others")
+class SglangSchema(Eagle1Schema):
+    """SGLang's, with zeros for biases that it has and the head has not."""
+
+    def head_tensors(self, export: Export) -> dict[str, Tensor]:
+        tensors = super().head_tensors(export)
+        nothing = tensors["fc.weight"].new_zeros(export.head.config.hidden_size)
+        biases = (FC_BIAS, OUTPUT_BIAS) if export.head.options.qkv_bias else (FC_BIAS,)
+        return {**{name: nothing.clone() for name in biases}, **tensors}
 
 
-def _tensor_rules(biased: str) -> tuple[TensorRule, ...]:
+def _tensors(biased: str) -> tuple[TensorRow, ...]:
     """The tensors that both engines read; the key `biased` asks for the biases of query, key and value."""
-    attention = "layers.0.self_attn."
     widths = {"q_proj": "N*D", "k_proj": "G*D", "v_proj": "G*D"}
     return (
-        TensorRule("fc.weight", ("H", "2*H")),
-        *(rule for rule in llama_layer("layers.0.") if "input_layernorm" not in rule.name),  # `fc` reads it as it is
-        *(TensorRule(f"{attention}{n}.bias", (w,), when=lambda config: config[biased]) for n, w in widths.items()),
-        TensorRule(EMBEDDING, ("V", "H"), optional=True),
+        TensorRow("fc.weight", ("H", "2*H")),
+        *(row for row in llama_layer("layers.0.") if "input_layernorm" not in row.name),  # `fc` reads it as it is
+        *(
+            TensorRow(f"layers.0.self_attn.{n}.bias", (w,), when=lambda config: config[biased])
+            for n, w in widths.items()
+        ),
+        TensorRow(EMBEDDING, ("V", "H"), optional=True),
     )
 
 
-_KEYS = (
-    *LLAMA_KEYS,
-    KeyRule("mlp_bias", bool, "the head has none there", False),
-    KeyRule("tie_word_embeddings", bool, "SGLang binds the target's two matrices one by one", False),
-    KeyRule("torch_dtype", str, "the dtype of every tensor"),
-)
-_FORBIDDEN = {
-    "bias": "engines take it for biases of the attention",
-    "draft_vocab_size": "readers take it for EAGLE-3",
-    "quantization_config": "the weights are plain",
-}
+def _biased(export: Export) -> bool:
+    return export.head.options.qkv_bias
+
 
 # vLLM makes EagleLlamaForCausalLM of the architecture, has no place for lm_head.weight (it raises) and shares the
-# target's embeddings where the file holds none or the same.
-EAGLE1 = Contract(
+# target's embeddings where the file holds none or the same. Neither engine may find the keys `bias` (biases of the
+# attention), draft_vocab_size (EAGLE-3's) and, in SGLang, hot_vocab_size.
+EAGLE1 = Eagle1Schema(
     name="eagle1",
-    tensors=_tensor_rules("qkv_bias"),
-    keys=(
-        KeyRule("architectures", list, "vLLM puts Eagle in front of it", ["LlamaForCausalLM"]),
-        *_KEYS,
-        KeyRule("attention_bias", bool, "it would add a bias to the output projection", False),
-        KeyRule("qkv_bias", bool, "vLLM adds biases to query, key and value"),
-        KeyRule("logit_scale", float, "vLLM multiplies the drafts' logits by it, as the target its own"),
-    ),
-    forbidden=_FORBIDDEN,
-    checks=(_check_rope,),
+    tensors=_tensors("qkv_bias"),
+    keys={
+        "architectures": ["LlamaForCausalLM"],  # vLLM puts Eagle in front of it
+        **LLAMA_KEYS,
+        "qkv_bias": _biased,  # attention_bias would add a bias to the output projection, too
+        "logit_scale": lambda export: float(export.target.head.scale),  # of the drafts' logits, as of the target's own
+    },
 )
 
-# SGLang binds the target's embeddings and projection whatever the file holds.
-EAGLE1_SGLANG = Contract(
+# SGLang binds the target's embeddings and projection whatever the file holds, one by one where they are not tied.
+EAGLE1_SGLANG = SglangSchema(
     name="eagle1_sglang",
     tensors=(
-        *_tensor_rules("attention_bias"),
-        TensorRule(FC_BIAS, ("H",)),
-        TensorRule(OUTPUT_BIAS, ("H",), when=lambda config: config["attention_bias"]),
+        *_tensors("attention_bias"),
+        TensorRow(FC_BIAS, ("H",)),
+        TensorRow(OUTPUT_BIAS, ("H",), when=lambda config: config["attention_bias"]),
     ),
-    keys=(
-        KeyRule("architectures", list, "the class that SGLang loads", ["LlamaForCausalLMEagle"]),
-        *_KEYS,
-        KeyRule("attention_bias", bool, "SGLang adds biases to all projections of the attention"),
-    ),
-    forbidden={**_FORBIDDEN, "hot_vocab_size": "SGLang would expect fewer rows in the projection"},
-    checks=(_check_rope, _check_empty_output_bias),
+    keys={"architectures": ["LlamaForCausalLMEagle"], **LLAMA_KEYS, "attention_bias": _biased},
 )
-
-
-def to_eagle1(head: Eagle1Head, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the layout that vLLM reads, the embeddings included."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        **layer_keys(head.config, request.dtype),
-        "qkv_bias": head.options.qkv_bias,
-        "logit_scale": float(target.head.scale),
-    }
-    return ModelFiles(config, _tensors(head, request), request.dtype)
-
-
-def to_eagle1_sglang(head: Eagle1Head, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the layout that SGLang reads; biases that it has and the head has not are zeros."""
-    tensors, biased = _tensors(head, request), head.options.qkv_bias
-    nothing = torch.zeros(head.config.hidden_size, dtype=request.dtype, device=tensors["fc.weight"].device)
-    tensors.setdefault(FC_BIAS, nothing)
-    if biased:
-        tensors[OUTPUT_BIAS] = nothing.clone()
-    config = {"architectures": ["LlamaForCausalLMEagle"], **layer_keys(head.config, request.dtype)}
-    return ModelFiles({**config, "attention_bias": biased}, tensors, request.dtype)
-
-
-def _tensors(head: Eagle1Head, request: ExportRequest) -> dict[str, Tensor]:
-    own, H = head.state_dict(), head.config.hidden_size
-    own["fc.weight"] = fold(own["fc.weight"].detach(), slice(H), head.embedding_scale)
-    return {name: value.detach().to(request.dtype) for name, value in own.items()}
 
 
 def load_eagle1_directory(path: Path | str, target: Target) -> Eagle1Head:
@@ -202,7 +155,6 @@ LAYOUTS = (
     Layout(
         "eagle1",
         EAGLE1,
-        to_eagle1,
         load_eagle1_directory,
         {
             "vllm": Served(
@@ -223,7 +175,6 @@ LAYOUTS = (
     Layout(
         "eagle1",
         EAGLE1_SGLANG,
-        to_eagle1_sglang,
         load_eagle1_directory,
         {
             "sglang": Served(

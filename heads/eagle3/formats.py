@@ -1,6 +1,6 @@
 """EAGLE-3 heads for engines: the layouts, what each engine lacks of them, and how such heads are recognised.
 
-Contracts and conversion are shared with P-EAGLE: heads/eagle/formats.py.
+Schemas and reading are shared with P-EAGLE: heads/eagle/formats.py.
 """
 
 from dataclasses import replace
@@ -12,28 +12,26 @@ from draftsmith.heads.eagle.formats import (
     EAGLE3_SPECULATORS,
     read_fused,
     read_speculators,
-    to_flat_eagle3,
-    to_speculators,
 )
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.files import read_config
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import ModelFiles, flatten
 from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
 from draftsmith.heads.formats.recognise import Format, HeadFolder
+from draftsmith.heads.formats.schema import ModelFiles, Schema, flatten
 from draftsmith.target.target import Target
 
 
-def load_eagle3_directory(path: Path | str, target: Target) -> Eagle3Head:
+def load_eagle3_directory(path: Path | str, target: Target, names: Schema = EAGLE3) -> Eagle3Head:
     """Return the head in a flat EAGLE-3 directory, ours or another's, fp32, on the target's device.
 
     Reads safetensors and EAGLE's own pickles, the layer's tensors under `midlayer.` or `layers.0.`; a missing embedding
     is the target's. What config.json leaves out is what engines take for it: layers (2, n//2, n-3), no switch on, and
     the defaults of a Llama configuration. Raises UserError for anything missing or misshapen, for a head of another
-    target's dimensions, and for layers that engines read differently.
+    target's dimensions, and for layers that engines read differently. names: the schema with the names of the tensors.
     """
-    return read_fused(Path(path), read_config(Path(path)), target, Eagle3Head, Eagle3Options)
+    return read_fused(Path(path), read_config(Path(path)), target, Eagle3Head, Eagle3Options, names)
 
 
 def load_speculators_directory(path: Path | str, target: Target) -> Eagle3Head:
@@ -160,21 +158,18 @@ LAYOUTS = (
     Layout(
         "eagle3",
         EAGLE3,
-        to_flat_eagle3,
         load_eagle3_directory,
         {"vllm": _VLLM, "sglang": _SGLANG, "tensorrt_llm": _TENSORRT_LLM},
     ),
     Layout(
         "eagle3",
         replace(EAGLE3, name="eagle3_llama_cpp"),
-        to_flat_eagle3,
         load_eagle3_directory,
         {"llama_cpp": _LLAMA_CPP},
     ),
     Layout(
         "eagle3",
         EAGLE3_SPECULATORS,
-        to_speculators,
         load_speculators_directory,
         {
             "vllm": Served(

@@ -15,16 +15,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, agree, drafting
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory, write_model_files
 from draftsmith.heads.export.readme import README, Exported, write_readme
-from draftsmith.heads.formats.contracts import (
-    FLOATS,
-    ExportRequest,
-    ModelFiles,
-    flatten,
-    target_reference,
-    validate,
-)
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
+from draftsmith.heads.formats.schema import FLOATS, ExportRequest, ModelFiles, flatten, target_reference
 from draftsmith.heads.record import RECORD, what_it_reads, write_record
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.target import Target
@@ -119,14 +112,14 @@ def convert_head(
     num_speculative_tokens: int | None = None,
     tensor_parallel: int = 1,
 ) -> ModelFiles:
-    """Return the files that `export_head` would write, checked against the layout's contract; nothing is written.
+    """Return the files that `export_head` would write, checked against the layout's schema; nothing is written.
 
     With an untrained head this shows before training whether a layout can hold it.
     """
     chosen, head = find_layout(layout, head.method), head.served()
     K = None if num_speculative_tokens is None else head.clamp_draft_length(num_speculative_tokens)
-    files = chosen.convert(head, target, ExportRequest(_dtype(dtype, target), K))
-    rules = {rule.name: rule for rule in chosen.contract.tensors}
+    files = chosen.schema.write(head, target, ExportRequest(_dtype(dtype, target), K))
+    rules = {rule.name: rule for rule in chosen.schema.tensors}
     if EMBEDDING not in rules:
         files.tensors.pop(EMBEDDING, None)
     if include_embeddings and not any(name.endswith(EMBEDDING) for name in files.tensors):
@@ -139,7 +132,7 @@ def convert_head(
     chosen.refuse_what_engines_lack(files, target, head)
     serve = [engine for engine in chosen.engines if chosen.blocking_rule(engine, files, target, head) is None]
     _check_split(chosen, serve or list(chosen.engines), files, tensor_parallel)
-    validate(files, chosen.contract)
+    chosen.schema.check(files)
     return files
 
 

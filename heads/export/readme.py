@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.formats.contracts import ModelFiles
 from draftsmith.heads.formats.engines import (
     ADAPTER_NAME,
     ENGINES,
@@ -14,6 +13,7 @@ from draftsmith.heads.formats.engines import (
     steps_in_words,
 )
 from draftsmith.heads.formats.layout import Layout, joined, target_obstacle
+from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.target.target import Target
 

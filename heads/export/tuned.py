@@ -11,12 +11,11 @@ from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
-from safetensors.torch import load_file
 
 from draftsmith.heads.base import agree
 from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.readme import README
-from draftsmith.heads.formats.contracts import Contract, KeyRule, ModelFiles, TensorRule, target_reference, validate
+from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import RECORD, TUNED, write_record
 from draftsmith.storage import write_json
 from draftsmith.target.files import weight_files
@@ -27,20 +26,10 @@ from draftsmith.target.tuned import TunedTarget, view_of
 
 FOLDERS = {"merge": "target", "keep": "adapter"}
 """The folder of the target's export, next to that of the heads."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 # What a folder of a model holds besides weights and configuration: tokenizer, chat template, generation, code.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _NOT_COPIED = (CONFIG, README, RECORD, ADAPTER_CONFIG)
-
-ADAPTER_KEYS = (
-    KeyRule("peft_type", str, "how readers find the kind of adapter", "LORA"),
-    KeyRule("task_type", str, "what peft opens the target as", "CAUSAL_LM"),
-    KeyRule("r", int, "the rank; engines need room for it"),
-    KeyRule("lora_alpha", float, "the scale, with r"),
-    KeyRule("target_modules", list, "the layers that are changed"),
-    KeyRule("base_model_name_or_path", str, "the original target"),
-    KeyRule("bias", str, "engines apply no biases", "none"),
-)
 
 
 def replaceable(dest: Path) -> tuple[str, ...]:
@@ -93,7 +82,6 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
         config |= {"base_model_name_or_path": target_reference(original), "lora_alpha": float(spec.alpha)}
         config["target_modules"] = sorted(config["target_modules"])
         write_json(folder / ADAPTER_CONFIG, config)
-        validate(ModelFiles(config, load_file(folder / ADAPTER_WEIGHTS), torch.float32), adapter_contract(tuned))
         write_record(folder, method, "adapter", original.identity)
         (folder / README).write_text(_adapter_readme(method, tuned), encoding="utf-8")
         with catch_warnings():
@@ -108,16 +96,6 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
         weights=None,
         lm_head=None if spec.lm_head else original.identity.lm_head,
     )
-
-
-def adapter_contract(tuned: TunedTarget) -> Contract:
-    """Return the contract of an adapter's files: two tensors for each layer that it changes, and no others."""
-    rules = (
-        TensorRule(f"base_model.model.{name.replace('.default.', '.')}", tuple(map(str, value.shape)), torch.float32)
-        for name, value in tuned.model.get_base_model().named_parameters()
-        if ".lora_" in name
-    )
-    return Contract("adapter", tuple(rules), ADAPTER_KEYS)
 
 
 @torch.no_grad()

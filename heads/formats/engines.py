@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.heads.formats import splits
-from draftsmith.heads.formats.contracts import ModelFiles
+from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.target.gguf_file import is_gguf
 
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}

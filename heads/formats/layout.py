@@ -1,6 +1,6 @@
 """A layout: how heads of a method are written for engines, and how each engine takes the files.
 
-A method's formats.py lists its layouts as LAYOUTS, the default first. A contract (contracts.py) is about files alone; a
+A method's formats.py lists its layouts as LAYOUTS, the default first. A schema (schema.py) is about files alone; a
 `Rule` is about a head that the files could hold and an engine would not compute. What heads several rules are about
 stands at the end.
 """
@@ -9,14 +9,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import EMBEDDING
-from draftsmith.heads.formats.contracts import Contract, ExportRequest, ModelFiles, flatten
 from draftsmith.heads.formats.engines import ENGINES, SERVED, SPECULATORS_COMPLETE, Start, start_speculators
 from draftsmith.heads.formats.published import is_the_same
+from draftsmith.heads.formats.schema import ModelFiles, Schema, flatten
 from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.target.gguf_file import is_gguf
@@ -60,26 +59,27 @@ class Served:
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to write the heads of a method: the contract it must meet, how to convert to it and back, and what reads it.
+    """A way to write the heads of a method, and what reads it.
 
-    convert(head, target, request) -> files; load(path, target) -> head. engines: by their names in ENGINES; none where no
-    engine known here reads it. whole: it holds a model of its own, which may be a target, too.
+    Attributes:
+        method: The method of the heads.
+        schema: What the files hold, and how they are written.
+        load: (path, target) -> the head in the folder `path`, fp32, on the target's device.
+        engines: How each engine takes the files, by the names of ENGINES; none where no engine known here reads them.
     """
 
     method: str
-    contract: Contract
-    convert: Callable[[Any, Target, ExportRequest], ModelFiles]
+    schema: Schema
     load: Callable[[Path, Target], DraftHead]
     engines: Mapping[str, Served]
-    whole: bool = False
 
     def __post_init__(self) -> None:
         unknown = sorted(self.engines.keys() - ENGINES.keys())
-        assert not unknown, f"the layout {self.contract.name} names {unknown}, which ENGINES does not have"
+        assert not unknown, f"the layout {self.schema.name} names {unknown}, which ENGINES does not have"
 
     @property
     def name(self) -> str:
-        return self.contract.name
+        return self.schema.name
 
     def blocking_rule(self, engine: str, files: ModelFiles, target: Target, head: DraftHead) -> Rule | None:
         """Return the rule that keeps `engine` from serving these files, None where it serves them."""

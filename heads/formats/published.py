@@ -15,7 +15,6 @@ from transformers import LlamaConfig
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
 from draftsmith.heads.files import CONFIG
-from draftsmith.heads.layers.config import describe_layer_config
 from draftsmith.target.target import Target
 
 
@@ -86,24 +85,6 @@ def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str,
 def is_the_same(held: Tensor, own: Tensor) -> bool:
     """Whether a tensor in a file is the target's, in the coarser dtype of both."""
     return torch.equal(held.to(own), own) or torch.equal(held, own.to(held))
-
-
-def layer_keys(layer: LlamaConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the keys of config.json that make a draft layer without biases; RoPE for older transformers too."""
-    rope: dict[str, Any] = dict(layer.rope_parameters)
-    keys = {
-        "model_type": "llama",
-        **describe_layer_config(layer),
-        "num_hidden_layers": 1,
-        "rope_theta": float(rope["rope_theta"]),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    if rope["rope_type"] != "default":
-        keys["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return keys
 
 
 def vocab_offsets(ids: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from draftsmith.heads.checkpoint import load_checkpoint
 from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_names, unwrapped, weights_file
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.record import RECORD, TUNED, check_made_for
-from draftsmith.heads.registry import is_known, methods, served_method
+from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.target.files import read_object
 from draftsmith.target.target import Target
 
@@ -131,7 +131,7 @@ def _of_record(path: Path) -> Format | None:
         return None
     found = layouts_of(method).get(str(name))
     if found is not None:
-        rank = _WHOLE if found.whole else 0
+        rank = max((one.rank for one in find_method(served_method(method)).recognised), default=0)
         return Format(f"a {method} head in the layout {name}", rank, lambda folder: True, found.load)
     if served_method(method) in methods():
         return None

@@ -8,7 +8,7 @@ are never divided, except where TGI computes them beside the target's projection
 
 from collections.abc import Callable, Iterator
 
-from draftsmith.heads.formats.contracts import Config, ModelFiles, flatten
+from draftsmith.heads.formats.schema import Config, ModelFiles, flatten
 
 Split = Callable[[ModelFiles, int], Iterator[str]]
 """(files, number of GPUs) -> why the engine cannot split them so and what to do; the text follows the engine's name."""

@@ -8,6 +8,7 @@ of LLAMA_KEYS.
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,23 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import fill
 from draftsmith.heads.files import CONFIG, HYDRA_PICKLED, read_config, read_weights, weights_file
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import (
-    Config,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    llama_layer,
-    target_reference,
-)
 from draftsmith.heads.formats.layout import Layout, Rule, Served, more_than_a_matrix
 from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
+from draftsmith.heads.formats.schema import (
+    Config,
+    Export,
+    ModelFiles,
+    Schema,
+    TensorRow,
+    layer_sizes,
+    llama_layer,
+    renamed,
+    target_reference,
+)
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.hydra.options import HydraOptions
-from draftsmith.heads.layers.config import derive_layer_config
+from draftsmith.heads.layers.config import LAYER_KEYS, derive_layer_config
 from draftsmith.heads.layers.from_target import fold
 from draftsmith.target.target import Target
 
@@ -44,85 +46,81 @@ MLP, PREFIX_MLP = "mlp", "prefix-mlp"
 ARCHITECTURE = "hydra_head_arch"
 
 
-def block_place(architecture: str, number: int) -> int:
-    """Return where block `number` of a head stands: with a prefix layer a module of dropout stands before each."""
-    return 2 * number + 1 if architecture == PREFIX_MLP else number
-
-
-def projection_name(architecture: str, head: int) -> str:
-    """Return what a head's projection is called, without `.weight`."""
-    return f"hydra_lm_head.{head}" + (".1" if architecture == PREFIX_MLP else "")
-
-
-def _tensors(config: Config) -> tuple[TensorRule, ...]:
-    kind, rules = config[ARCHITECTURE], []
-    for i in range(config["hydra_num_heads"]):
-        name = projection_name(kind, i)
-        rules += [TensorRule(f"{name}.weight", ("V", "H")), TensorRule(f"{name}.bias", ("V",))]
-        for j in range(config["hydra_num_layers"]):
-            place, reads = f"hydra_mlp.{i}.{block_place(kind, j)}", "H" if j else f"{i + 2}*H"
-            for part in ("linear",) if j else ("linear", "res_connection"):
-                rules += [
-                    TensorRule(f"{place}.{part}.weight", ("H", reads)),
-                    TensorRule(f"{place}.{part}.bias", ("H",)),
-                ]
-    if kind == PREFIX_MLP:
-        rules += [*llama_layer(f"{PREFIX}layers.0."), TensorRule(f"{PREFIX}norm.weight", ("H",))]
-    return tuple(rules)
-
-
-HYDRA = Contract(
-    name="hydra",
-    tensors=(),
-    more_tensors=_tensors,
-    keys=(
-        KeyRule("hydra_num_heads", int, "the heads; those that the file lacks stay random in silence"),
-        KeyRule("hydra_num_layers", int, "the blocks of each head"),
-        KeyRule(ARCHITECTURE, str, "the class of the heads, mlp or prefix-mlp; the reader assumes mlp"),
-        KeyRule("grounded_heads", bool, "heads that read tokens; the reader assumes those that read none", True),
-        KeyRule("hidden_state_offset", int, "heads read the target's last state", 0),
-        KeyRule("base_model_name_or_path", str, "the target, which the reader loads from there"),
-        KeyRule("original_lm_head", bool, "ours: the projections in the file are copies of the target's"),
-    ),
-)
-
-
 OURS = "prefix_embedding_layer."
 _BLOCK = r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight"
 _AGAIN = "fetch or export the heads again"
 _MADE_FOR = "give the target that they were made for"
 
 
-def to_hydra(head: HydraHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the published layout."""
-    o, own = head.options, {name: value.detach() for name, value in head.state_dict().items()}
-    for name in own:
-        if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
-            own[name] = fold(own[name], slice(head.hidden_size, None), head.embedding_scale)
-    own = {name: value.to(request.dtype) for name, value in own.items()}
-    kind = PREFIX_MLP if o.prefix_attention else MLP
-    config = {
-        "hydra_num_heads": o.num_heads,
-        "hydra_num_layers": o.num_layers,
-        ARCHITECTURE: kind,
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
-        "base_model_name_or_path": target_reference(target),
-        "original_lm_head": o.original_lm_head,
-        "lm_head_bias": o.lm_head_bias,
-    }
-    tensors = {PREFIX + name.removeprefix(OURS): value for name, value in own.items() if name.startswith(OURS)}
-    # On the CPU once: each head's copy of it there would be a tensor of its own in the file.
-    shared, none = target.head.weight.to("cpu", request.dtype), torch.zeros(head.vocab_size, dtype=request.dtype)
-    for i in range(o.num_heads):
-        for j in range(o.num_layers):
-            ours = f"hydra_mlp.{i}.{min(j, len(head.blocks(i)) - 1)}."
-            place = f"hydra_mlp.{i}.{block_place(kind, j)}."
-            tensors |= {place + n.removeprefix(ours): value for n, value in own.items() if n.startswith(ours)}
-        name = projection_name(kind, i)
-        tensors[f"{name}.weight"] = own.get(f"hydra_lm_head.{i}.weight", shared)
-        tensors[f"{name}.bias"] = own.get(f"hydra_lm_head.{i}.bias", none)
-    return ModelFiles(config, tensors, request.dtype, HYDRA_PICKLED, _sizes(head))
+def block_number(prefixed: bool, number: int) -> int:
+    """Return the number in the layout of a head's block: with a prefix layer a module of dropout stands before each."""
+    return 2 * number + 1 if prefixed else number
+
+
+class HydraSchema(Schema):
+    """The layout of the published code, in which every head has all its blocks, and a projection with a bias."""
+
+    def head_tensors(self, export: Export) -> dict[str, Tensor]:
+        head, own = export.head, export.head.state_dict()
+        o, dtype = head.options, export.request.dtype
+        for name in own:
+            if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
+                own[name] = fold(own[name].detach(), slice(head.hidden_size, None), head.embedding_scale)
+        tensors = {name: value for name, value in own.items() if name.startswith(OURS)}
+        # On the CPU once: each head's copy of it there would be a tensor of its own in the file.
+        shared, none = export.target.head.weight.to("cpu", dtype), torch.zeros(head.vocab_size, dtype=dtype)
+        for i in range(o.num_heads):
+            for j in range(o.num_layers):
+                ours = f"hydra_mlp.{i}.{min(j, len(head.blocks(i)) - 1)}."
+                theirs = f"hydra_mlp.{i}.{block_number(o.prefix_attention, j)}."
+                tensors |= {theirs + n.removeprefix(ours): value for n, value in own.items() if n.startswith(ours)}
+            name = f"hydra_lm_head.{i}" + (".1" if o.prefix_attention else "")
+            tensors[f"{name}.weight"] = own.get(f"hydra_lm_head.{i}.weight", shared)
+            tensors[f"{name}.bias"] = own.get(f"hydra_lm_head.{i}.bias", none)
+        return tensors
+
+    def sizes(self, export: Export, config: Config) -> dict[str, int]:
+        head, o = export.head, export.head.options
+        sizes = {"H": head.hidden_size, "V": head.vocab_size, "blocks": len(head.blocks(0))}
+        sizes |= {f"read{i}": (i + 2) * head.hidden_size for i in range(o.num_heads)}
+        return {**sizes, "first": block_number(o.prefix_attention, 0), **_layer_sizes(head.config)}
+
+
+def _layer_sizes(layer: LlamaConfig | None) -> dict[str, int]:
+    return {} if layer is None else layer_sizes({key: getattr(layer, key) for key in LAYER_KEYS})
+
+
+def _prefixed(config: Config) -> bool:
+    return config[ARCHITECTURE] == PREFIX_MLP
+
+
+_PREFIX_LAYER = (*llama_layer(f"{OURS}layers.0."), TensorRow(f"{OURS}norm.weight", ("H",)))
+HYDRA = HydraSchema(
+    name="hydra",
+    tensors=(
+        TensorRow("hydra_mlp.{i}.{first}.linear.weight", ("H", "read{i}")),
+        TensorRow("hydra_mlp.{i}.{first}.res_connection.weight", ("H", "read{i}")),
+        TensorRow("hydra_mlp.{i}.{first}.res_connection.bias", ("H",)),
+        TensorRow("hydra_mlp.{i}.{j}.linear.weight", ("H", "H")),
+        TensorRow("hydra_mlp.{i}.{j}.linear.bias", ("H",)),
+        *(TensorRow(f"hydra_lm_head.{{i}}{module}.weight", ("V", "H")) for module in ("", ".1")),
+        *(TensorRow(f"hydra_lm_head.{{i}}{module}.bias", ("V",)) for module in ("", ".1")),
+        *(replace(row, when=_prefixed) for row in renamed(_PREFIX_LAYER, {OURS: PREFIX})),
+    ),
+    keys={
+        "hydra_num_heads": lambda export: export.head.options.num_heads,
+        "hydra_num_layers": lambda export: export.head.options.num_layers,
+        # The reader assumes mlp.
+        ARCHITECTURE: lambda export: PREFIX_MLP if export.head.options.prefix_attention else MLP,
+        "grounded_heads": True,  # heads that read tokens; the reader assumes those that read none
+        "hidden_state_offset": 0,  # heads read the target's last state
+        "base_model_name_or_path": lambda export: target_reference(export.target),  # which the reader loads from there
+        # Ours: the projections in the file are copies of the target's; the biases there are those of the heads.
+        "original_lm_head": lambda export: export.head.options.original_lm_head,
+        "lm_head_bias": lambda export: export.head.options.lm_head_bias,
+    },
+    weights=HYDRA_PICKLED,
+)
 
 
 def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
@@ -168,22 +166,6 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
         head = HydraHead(options, layer, target.embedding, target.head)
     fill(head, native, file, remedy=f"{_AGAIN}, or {_MADE_FOR}")
     return head
-
-
-def _sizes(head: HydraHead) -> dict[str, int]:
-    sizes = {"H": head.hidden_size, "V": head.vocab_size, "blocks": len(head.blocks(0))}
-    if (layer := head.config) is not None:
-        sizes |= _layer_sizes(layer)
-    return sizes
-
-
-def _layer_sizes(layer: LlamaConfig) -> dict[str, int]:
-    return {
-        "I": layer.intermediate_size,
-        "N": layer.num_attention_heads,
-        "G": layer.num_key_value_heads,
-        "D": layer.head_dim,
-    }
 
 
 def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
@@ -272,14 +254,13 @@ def _other_prefix_sizes(files: ModelFiles, target: Target, head: DraftHead) -> b
     if "N" not in files.sizes:
         return False
     usual = _layer_sizes(derive_layer_config(HydraOptions(prefix_attention=True), target))
-    return any(files.sizes[symbol] != size for symbol, size in usual.items())
+    return any(files.sizes[symbol] != usual[symbol] for symbol in "INGD")
 
 
 LAYOUTS = (
     Layout(
         "hydra",
         HYDRA,
-        to_hydra,
         load_hydra_directory,
         {
             "hydra_original": Served(

@@ -1,16 +1,19 @@
-"""Medusa heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised.
+"""Medusa heads for engines: schemas, reading, layouts, and how such heads are recognised.
 
-The layouts are the original one, that of TGI and that of vLLM (up to 0.32). Symbols in shapes: H target hidden, V target
-vocab, heads, layers (blocks per head), projections (output projections in the file). The first two layouts name neither
-sizes nor dtype: their readers take them from the target.
+The layouts are the original one, that of TGI and that of vLLM (up to 0.32). The first two name neither sizes nor dtype: their
+readers take them from the target. Symbols in shapes: H target hidden, V target vocab; in names {i} is the head, {j} its block,
+{p} the head of a projection, {layers} the number of blocks.
 
-Engines draft the tokens that rank first, so the target's scale and softcap, which change no rank, are none of theirs
-where heads share its projection; a bias is, and only the original layout, whose reader calls the target's own module,
-can hold heads on such a projection.
+Heads may share the target's output projection. If that has a scale or a softcap, engines may leave it out, since the tokens keep
+their rank and engines draft those that rank first. A bias changes the rank. Only the original code applies it, because it calls
+the target's own module, so only its layout takes heads that share such a projection.
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,146 +32,82 @@ from draftsmith.heads.files import (
     weights_file,
 )
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import (
-    Config,
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    target_reference,
-)
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
+from draftsmith.heads.formats.schema import Config, Export, ModelFiles, Schema, TensorRow, renamed, target_reference
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.target.target import Target
 
 
-def _sizes(config: Config) -> dict[str, int]:
-    return {"heads": config["medusa_num_heads"], "layers": config["medusa_num_layers"]}
+class MedusaSchema(Schema):
+    """A layout of Medusa heads."""
+
+    def sizes(self, export: Export, config: Config) -> dict[str, int]:
+        head = export.head
+        counts = {"layers": head.options.num_layers, "projections": len(head.lm_heads)}
+        return {"H": head.hidden_size, "V": head.vocab_size, **counts}
 
 
-def _vllm_sizes(config: Config) -> dict[str, int]:
-    heads = config["num_heads"]
-    projections = 1 if config["original_lm_head"] else heads
-    own = {"heads": heads, "layers": config["num_hidden_layers"], "projections": projections}
-    return {"H": config["hidden_size"], "V": config["vocab_size"], **own}
+class VllmSchema(MedusaSchema):
+    """vLLM's, with a copy of the target's projection where the heads share it: vLLM does not ask the target for it."""
+
+    def head_tensors(self, export: Export) -> dict[str, Tensor]:
+        own, head = export.head.state_dict(), export.head
+        return {**own, SHARED_PROJECTION: head.target_head.weight} if head.options.original_lm_head else own
 
 
-_TENSORS = (
-    TensorRule("{i}.{j}.linear.weight", ("H", "H")),
-    TensorRule("{i}.{j}.linear.bias", ("H",)),
-    # All or none: TGI uses the target's projection for every head, in silence, where a single one is missing.
-    TensorRule("{p}.{layers}.weight", ("V", "H")),
-)
-_RANGES = {"i": "heads", "j": "layers", "p": "projections"}
-_HEADS = KeyRule("medusa_num_heads", int, "the heads; those that the file lacks stay random in silence")
-_BLOCKS = KeyRule("medusa_num_layers", int, "the blocks of each head")
-_BASE = KeyRule("base_model_name_or_path", str, "the target, which the reader loads from there")
-
-# The layout of FasterDecoding/Medusa, with safetensors for its pickle; TensorRT-LLM converts it too. For vLLM it is
-# not enough: nothing there says that heads share the target's projection, and vLLM would leave theirs random.
-MEDUSA = Contract(
-    name="medusa",
-    tensors=_TENSORS,
-    keys=(
-        _HEADS,
-        _BLOCKS,
-        _BASE,
-        KeyRule("medusa_fc_bias", bool, "a reader that does not find it drops the blocks' biases in silence", True),
-    ),
-    sizes=_sizes,
-    ranges=_RANGES,
-    forbidden={"architectures": "readers find the layout by its absence"},
-)
-
-MEDUSA_TGI = Contract(
-    name="medusa_tgi",
-    tensors=_TENSORS,
-    keys=(_HEADS, _BLOCKS, _BASE),
-    sizes=_sizes,
-    ranges=_RANGES,
-    forbidden={"architectures": "TGI would take it for another speculator, load none and fail at the first request"},
-    closed="TGI reads three keys",
-)
-
-MEDUSA_VLLM = Contract(
-    name="medusa_vllm",
-    tensors=(
-        TensorRule("blocks.{i}.layers.{j}.weight", ("H", "H")),
-        TensorRule("blocks.{i}.layers.{j}.bias", ("H",)),
-        # vLLM leaves a missing one random in silence. The shared one is a copy: it does not ask the target for it.
-        TensorRule("lm_heads.{p}.weight", ("V", "H")),
-    ),
-    keys=(
-        KeyRule("model_type", str, "how vLLM finds the configuration class", "medusa"),
-        KeyRule("architectures", list, "how vLLM finds the model class", ["MedusaModel"]),
-        KeyRule("hidden_size", int, "H; vLLM assumes 4096"),
-        KeyRule("vocab_size", int, "V; vLLM assumes 32001"),
-        KeyRule("num_heads", int, "the heads; vLLM assumes 5, and uses as many as the tokens it drafts"),
-        KeyRule("num_hidden_layers", int, "the blocks of each head; vLLM assumes 1"),
-        KeyRule("medusa_fc_bias", bool, "vLLM drops the blocks' biases in silence without it", True),
-        KeyRule("original_lm_head", bool, "one projection for all heads; vLLM assumes one for each"),
-        KeyRule("logit_scale", float, "vLLM multiplies the logits by it"),
-        KeyRule("torch_dtype", str, "the dtype of every tensor"),
-    ),
-    sizes=_vllm_sizes,
-    ranges=_RANGES,
-    closed="vLLM takes any key with num and heads, or num and layers, in its name for one of its own",
-)
+def _option(name: str) -> Callable[[Export], Any]:
+    return lambda export: getattr(export.head.options, name)
 
 
 SHARED_PROJECTION = "lm_heads.0.weight"
+# The tensors by the head's names. Projections are there for all heads or for none: TGI uses the target's for every head, and vLLM
+# leaves one random, in silence, where a single one is missing.
+_TENSORS = (
+    TensorRow("blocks.{i}.{j}.linear.weight", ("H", "H")),
+    TensorRow("blocks.{i}.{j}.linear.bias", ("H",)),
+    TensorRow("lm_heads.{p}.weight", ("V", "H")),
+)
 
+# TGI reads these three keys. With architectures it would take the folder for another speculator, load none and fail at the first
+# request; the original code, too, finds the layout by its absence.
+MEDUSA_TGI = MedusaSchema(
+    name="medusa_tgi",
+    tensors=renamed(_TENSORS, {"blocks.": "", "lm_heads.{p}.": "{p}.{layers}."}),
+    keys={
+        "medusa_num_heads": _option("num_heads"),  # those that the file lacks stay random in silence
+        "medusa_num_layers": _option("num_layers"),
+        "base_model_name_or_path": lambda export: target_reference(export.target),  # which the reader loads from there
+    },
+    weights=MEDUSA_WEIGHTS,
+)
 
-def to_medusa(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the original layout."""
-    files = to_medusa_tgi(head, target, request)
-    files.config["medusa_fc_bias"] = True
-    return files
+# The layout of FasterDecoding/Medusa, with safetensors for its pickle; TensorRT-LLM converts it too. Without medusa_fc_bias a reader
+# drops the blocks' biases in silence. For vLLM the layout is not enough: nothing there says that heads share the target's
+# projection, and vLLM would leave theirs random.
+MEDUSA = replace(MEDUSA_TGI, name="medusa", keys={**MEDUSA_TGI.keys, "medusa_fc_bias": True})
 
-
-def to_medusa_tgi(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to TGI's layout."""
-    options = head.options
-    tensors = {
-        re.sub(r"^lm_heads\.(\d+)\.", rf"\1.{options.num_layers}.", name.removeprefix("blocks.")): value.detach()
-        for name, value in head.state_dict().items()
-    }
-    config = {
-        "medusa_num_heads": options.num_heads,
-        "medusa_num_layers": options.num_layers,
-        "base_model_name_or_path": target_reference(target),
-    }
-    sizes = {"H": head.hidden_size, "V": head.vocab_size, "projections": len(head.lm_heads)}
-    rounded = {name: value.to(request.dtype) for name, value in tensors.items()}
-    return ModelFiles(config, rounded, request.dtype, MEDUSA_WEIGHTS, sizes)
-
-
-def to_medusa_vllm(head: MedusaHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the layout of vLLM up to 0.32."""
-    shared, dtype = head.options.original_lm_head, request.dtype
-    config = {
-        "model_type": "medusa",
+# vLLM takes any key with num and heads, or num and layers, in its name for one of its own.
+MEDUSA_VLLM = VllmSchema(
+    name="medusa_vllm",
+    tensors=renamed(_TENSORS, {"blocks.{i}.{j}.linear.": "blocks.{i}.layers.{j}."}),
+    keys={
+        "model_type": "medusa",  # how vLLM finds the configuration class
         "architectures": ["MedusaModel"],
-        "hidden_size": head.hidden_size,
-        "vocab_size": head.vocab_size,
-        "num_heads": head.options.num_heads,
-        "num_hidden_layers": head.options.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": shared,
-        "logit_scale": float(head.target_head.scale) if shared else 1.0,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    tensors = {
-        re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name): value.detach().to(dtype)
-        for name, value in head.state_dict().items()
-    }
-    if shared:
-        tensors[SHARED_PROJECTION] = head.target_head.weight.to(dtype)
-    return ModelFiles(config, tensors, dtype)
+        "hidden_size": lambda export: export.head.hidden_size,  # vLLM assumes 4096
+        "vocab_size": lambda export: export.head.vocab_size,  # vLLM assumes 32001
+        "num_heads": _option("num_heads"),  # vLLM assumes 5, and uses as many as the tokens it drafts
+        "num_hidden_layers": _option("num_layers"),  # vLLM assumes 1
+        "medusa_fc_bias": True,  # vLLM drops the blocks' biases in silence without it
+        "original_lm_head": _option("original_lm_head"),  # vLLM assumes a projection for each head
+        "logit_scale": lambda export: (
+            float(export.head.target_head.scale) if export.head.options.original_lm_head else 1.0
+        ),
+        "torch_dtype": lambda export: export.request.dtype_name,
+    },
+)
 
 
 def load_medusa_directory(path: Path | str, target: Target) -> MedusaHead:
@@ -222,14 +161,9 @@ def _native(tensors: dict[str, Tensor], file: Path) -> dict[str, Tensor]:
 
     Raises UserError where there are no blocks, and where blocks are missing before others.
     """
-    native, depths = {}, {}
-    for name, value in tensors.items():
-        plain = name.removeprefix("medusa_heads.").removeprefix("medusa_head.")
-        if projection := re.fullmatch(r"(\d+)\.(\d+)\.weight", plain):
-            plain, depths[name] = f"lm_heads.{projection[1]}.weight", int(projection[2])
-        for pattern in (r"(\d+)\.(\d+)\.linear\.(weight|bias)", r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"):
-            plain = re.sub(f"^{pattern}$", r"blocks.\1.\2.linear.\3", plain)
-        native[plain] = value
+    plain = {name.removeprefix("medusa_heads.").removeprefix("medusa_head."): value for name, value in tensors.items()}
+    native = MEDUSA_VLLM.rename(MEDUSA.rename(plain))
+    depths = {name: int(m[1]) for name in plain if (m := re.fullmatch(r"\d+\.(\d+)\.weight", name))}
     heads, layers = _count(native, file)
     wanted = (f"blocks.{i}.{j}.linear.weight" for i in range(heads) for j in range(layers))
     if missing := next((name for name in wanted if name not in native), None):
@@ -276,7 +210,6 @@ LAYOUTS = (
     Layout(
         "medusa",
         MEDUSA,
-        to_medusa,
         load_medusa_directory,
         {
             "medusa_original": Served(
@@ -311,7 +244,6 @@ LAYOUTS = (
     Layout(
         "medusa",
         MEDUSA_TGI,
-        to_medusa_tgi,
         load_medusa_directory,
         {
             "tgi": Served(
@@ -332,7 +264,6 @@ LAYOUTS = (
     Layout(
         "medusa",
         MEDUSA_VLLM,
-        to_medusa_vllm,
         load_medusa_vllm_directory,
         {
             "vllm": Served(

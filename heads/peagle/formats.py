@@ -1,85 +1,45 @@
-"""P-EAGLE heads for engines: contracts, conversion both ways, layouts, and how such heads are recognised.
+"""P-EAGLE heads for engines: schemas, reading, layouts, and how such heads are recognised.
 
 The layouts are EAGLE-3's (heads/eagle/) with the streams and the token of what is not drafted yet.
 Symbols in shapes: those of heads/eagle/formats.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from draftsmith.heads.eagle.formats import (
     EAGLE3,
     EAGLE3_SPECULATORS,
-    SPECULATORS_CLASSES,
+    FusedSchema,
     read_fused,
     read_speculators,
-    to_flat_eagle3,
-    to_speculators,
+    speculators_keys,
 )
 from draftsmith.heads.files import read_config
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.contracts import (
-    Contract,
-    ExportRequest,
-    KeyRule,
-    ModelFiles,
-    TensorRule,
-    broken,
-    replace_keys,
-)
 from draftsmith.heads.formats.layout import Layout, Rule, Served, has_flag, served_by_speculators
 from draftsmith.heads.formats.published import check_mask_token
 from draftsmith.heads.formats.recognise import Format, HeadFolder
+from draftsmith.heads.formats.schema import TensorRow
 from draftsmith.heads.peagle.head import PEagleHead, PEagleOptions
 from draftsmith.target.target import Target
 
-_MASK_HIDDEN = TensorRule("mask_hidden", ("1", "1", "A*Ht"))
-_MASK_TOKEN = KeyRule("mask_token_id", int, "the token of rows that are not drafted yet")
-
-
-def _check_mask_token(contract: Contract, files: ModelFiles) -> None:
-    V = contract.sizes(files.config)["V"]
-    if not 0 <= (token := files.config["mask_token_id"]) < V:
-        raise broken(contract, "config key mask_token_id", f"a token below {V}", repr(token))
-
-
-def _with_mask(contract: Contract, name: str, **only: Any) -> Contract:
-    """The contract of an EAGLE-3 layout, with mask token and streams and without feedback. only: keys with another value."""
-    keys = replace_keys(contract.keys, "nothing is fed back", norm_output=False)
-    return replace(
-        contract,
-        name=name,
-        tensors=(*contract.tensors, _MASK_HIDDEN),
-        keys=(*replace_keys(keys, **only), _MASK_TOKEN),
-        checks=(*contract.checks, _check_mask_token),
-    )
-
+_MASK_HIDDEN = TensorRow("mask_hidden", ("1", "1", "A*Ht"))
+_MASK_TOKEN = {"mask_token_id": lambda export: export.head.options.mask_token_id}
+"""The token of rows that are not drafted yet."""
 
 # vLLM, with parallel_drafting beside method eagle3.
-PEAGLE = _with_mask(EAGLE3, "peagle")
-
-_SAID = {
-    "speculators_model_type": "peagle",
-    "speculators_config.algorithm": "peagle",
-    "architectures": [SPECULATORS_CLASSES["peagle"]],
-}
+PEAGLE = FusedSchema("peagle", (*EAGLE3.tensors, _MASK_HIDDEN), {**EAGLE3.keys, **_MASK_TOKEN})
 # speculators: the package, and vLLM, which starts the target that the directory names and sets parallel_drafting itself.
-PEAGLE_SPECULATORS = _with_mask(EAGLE3_SPECULATORS, "peagle_speculators", **_SAID)
+PEAGLE_SPECULATORS = FusedSchema(
+    "peagle_speculators",
+    (*EAGLE3_SPECULATORS.tensors, _MASK_HIDDEN),
+    {**speculators_keys("peagle"), **_MASK_TOKEN},
+)
 
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Where vLLM looks for the mask token, in this order."""
-
-
-def to_peagle(head: PEagleHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the flat layout of EAGLE-3, with the mask token and its streams."""
-    return _with_token(to_flat_eagle3(head, target, request), head)
-
-
-def to_peagle_speculators(head: PEagleHead, target: Target, request: ExportRequest) -> ModelFiles:
-    """Convert to the speculators layout. Raises UserError where the request does not say how many tokens to draft."""
-    return _with_token(to_speculators(head, target, request, "peagle"), head)
 
 
 def load_peagle_directory(path: Path | str, target: Target) -> PEagleHead:
@@ -91,11 +51,6 @@ def load_peagle_directory(path: Path | str, target: Target) -> PEagleHead:
 def load_peagle_speculators_directory(path: Path | str, target: Target) -> PEagleHead:
     """Return the head in a P-EAGLE directory of the speculators layout; otherwise as `load_peagle_directory`."""
     return _read(Path(path), read_speculators(Path(path), "peagle", "P-EAGLE"), target)
-
-
-def _with_token(files: ModelFiles, head: PEagleHead) -> ModelFiles:
-    files.config["mask_token_id"] = head.options.mask_token_id
-    return files
 
 
 def _read(path: Path, config: Mapping[str, Any], target: Target) -> PEagleHead:
@@ -112,7 +67,6 @@ LAYOUTS = (
     Layout(
         "peagle",
         PEAGLE,
-        to_peagle,
         load_peagle_directory,
         {
             "vllm": Served(
@@ -131,7 +85,6 @@ LAYOUTS = (
     Layout(
         "peagle",
         PEAGLE_SPECULATORS,
-        to_peagle_speculators,
         load_peagle_speculators_directory,
         {
             "vllm": Served(

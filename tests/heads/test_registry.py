@@ -219,7 +219,7 @@ def test_a_layout_keeps_off_our_names(site: Path, monkeypatch: pytest.MonkeyPatc
     from tests import toy_layout
 
     monkeypatch.setattr("tests.toy_drafter.METHOD", replace(METHOD, formats="tests.toy_layout"))
-    taken = replace(toy_layout.LAYOUTS[0], contract=replace(toy_layout.CONTRACT, name="medusa"))
+    taken = replace(toy_layout.LAYOUTS[0], schema=replace(toy_layout.SCHEMA, name="medusa"))
     monkeypatch.setattr(toy_layout, "LAYOUTS", (taken,))
     install(site, "toy", bigram=TOY)
     with pytest.raises(UserError, match=r"The method 'bigram' brings a layout named 'medusa', which draftsmith has"):

@@ -29,34 +29,6 @@ def exported(method: str, folder: Path, target: Target, vocab: torch.Tensor | No
     return export_head(MAKE[method](target, vocab), target, folder / "out", layout=method, dtype="float32", **options)
 
 
-@pytest.mark.parametrize("embeddings", [False, True])
-@pytest.mark.parametrize("vocab", [None, VOCAB], ids=["whole vocabulary", "draft vocabulary"])
-@pytest.mark.parametrize("method", MAKE)
-def test_there_and_back(method: str, vocab: torch.Tensor | None, embeddings: bool, tmp_path: Path) -> None:
-    """Every tensor bit by bit, options and layers; engines find what they look for."""
-    target = make_target()
-    head = MAKE[method](target, vocab)
-    path = export_head(head, target, tmp_path / "out", layout=method, dtype="float32", include_embeddings=embeddings)
-    tensors, config = load_file(path / "model.safetensors"), json.loads((path / "config.json").read_text())
-    assert ("embed_tokens.weight" in tensors) == embeddings
-    assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == (vocab is not None)
-    assert config["dflash_config"] == {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}
-    if vocab is not None:
-        assert torch.equal(torch.arange(len(vocab)) + tensors["d2t"], vocab)
-        assert torch.equal(tensors["lm_head.weight"], target.head.weight[vocab])
-    again = load_head(path, target)
-    ours, theirs = head.state_dict(), again.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert (again.reads.layer_ids, again.options.block_size, again.options.num_layers) == (
-        head.reads.layer_ids,
-        head.options.block_size,
-        head.options.num_layers,
-    )
-    assert again.options.mask_token_id == head.options.mask_token_id
-    assert again.config.rope_parameters == head.config.rope_parameters
-
-
 def test_the_scaling_of_the_target_goes_to_vllm(tmp_path: Path) -> None:
     target = make_target()
     target.config.rope_parameters = LLAMA3

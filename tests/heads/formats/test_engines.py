@@ -16,9 +16,9 @@ import torch
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import _check_split, convert_head, export_head
 from draftsmith.heads.export.readme import fenced
-from draftsmith.heads.formats.contracts import ModelFiles
 from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obstacle, start_sglang, start_vllm
 from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
+from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.heads.formats.targets import LISTS, drafts_for
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.target.target import Target

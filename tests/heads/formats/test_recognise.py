@@ -23,6 +23,7 @@ from draftsmith.heads.formats.recognise import formats, is_head_config, load_hea
 from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import (
+    LLAMA3,
     VOCAB,
     folded_state,
     make_dflash,
@@ -39,26 +40,50 @@ from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
 
+
+def scaled(target: Target) -> Target:
+    target.config.rope_parameters = LLAMA3
+    return target
+
+
 FLAGS = {"norm_before_residual": True, "fc_norm": True, "norm_output": True}
 HEADS: dict[str, tuple[str, Callable[[Target], DraftHead]]] = {
     "eagle3 draft vocab": ("eagle3", make_eagle3),
     "eagle3 whole vocab": ("eagle3", lambda target: make_eagle3(target, None, intermediate_size=48)),
+    "eagle3 norm and sizes": (
+        "eagle3",
+        lambda target: make_eagle3(scaled(target), norm_before_fc=True, num_key_value_heads=1, head_dim=8),
+    ),
     "eagle3 flags": ("eagle3", lambda target: make_eagle3(target, layer_ids=(1, 4), **FLAGS)),
     "medusa own": ("medusa", make_medusa),
     "medusa shared": ("medusa", lambda target: make_medusa(target, original_lm_head=True)),
     "medusa deep": ("medusa", lambda target: make_medusa(target, num_layers=2)),
     "hydra": ("hydra", make_hydra),
+    "hydra of two blocks": ("hydra", lambda target: make_hydra(target, num_layers=2)),
+    "hydra without biases": ("hydra", lambda target: make_hydra(target, lm_head_bias=False)),
     "hydra++": ("hydra", lambda target: make_hydra(target, num_layers=3, tie_blocks=True, prefix_attention=True)),
     "hydra shared": ("hydra", lambda target: make_hydra(target, original_lm_head=True, lm_head_bias=False)),
     "draft model": ("draft_model", make_draft_model),
     "draft model of tied ends": ("draft_model", lambda target: make_draft_model(target, tie_word_embeddings=True)),
     "peagle": ("peagle", make_peagle),
     "dflash": ("dflash", make_dflash),
+    "dflash draft vocab": ("dflash", lambda target: make_dflash(target, VOCAB)),
     "dspark": ("dspark", make_dspark),
+    "dspark draft vocab": ("dspark", lambda target: make_dspark(target, VOCAB)),
     "eagle1": ("eagle1", make_eagle1),
+    "eagle1 of other sizes": (
+        "eagle1",
+        lambda target: make_eagle1(scaled(target), num_key_value_heads=1, head_dim=8),
+    ),
+    "eagle1 bias of fc": ("eagle1", lambda target: make_eagle1(target, fc_bias=True, qkv_bias=True)),
     "eagle1 biases": ("eagle1", lambda target: make_eagle1(target, qkv_bias=True)),
 }
-REFUSED_FOR = {"eagle3 flags": "head.norm_output", "medusa deep": "head.num_layers above 1"}
+REFUSED_FOR = {
+    "eagle3 flags": "head.norm_output",
+    "medusa deep": "head.num_layers above 1",
+    "dflash draft vocab": "a draft vocabulary of its own",
+    "eagle1 bias of fc": "a bias of `fc`",
+}
 """What a layout's rules call a head that they refuse."""
 
 

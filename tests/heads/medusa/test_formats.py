@@ -9,14 +9,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.target.target import Target
-from tests.batches import documents_of, pack
 from tests.exports import make_medusa, make_target, replace_layout
 
 CASES = [
@@ -43,33 +41,6 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def our_logits(head: MedusaHead, y: Tensor) -> list[Tensor]:
     return [head.logits(i, y) for i in range(head.options.num_heads)]
-
-
-@pytest.mark.parametrize(("layout", "layers", "shared"), CASES)
-def test_the_reloaded_export_gives_the_training_logits(layout, layers, shared, tmp_path):
-    target, head = write(tmp_path / "out", layout, num_layers=layers, original_lm_head=shared)
-    reloaded = layouts()[layout].load(tmp_path / "out", target)
-    assert reloaded.options == head.options
-    batch = pack(target, documents_of(target), ())
-    for ours, theirs in zip(head(batch, 3).steps, reloaded(batch, 3).steps, strict=True):
-        assert ours.logits.numel()
-        assert torch.equal(ours.logits, theirs.logits)
-
-
-@pytest.mark.parametrize("layout", ["medusa", "medusa_tgi", "medusa_vllm"])
-@pytest.mark.parametrize("shared", [False, True])
-def test_another_dtype_rounds_and_leaves_the_head_alone(layout, shared, tmp_path):
-    target = make_target()
-    head = make_medusa(target, original_lm_head=shared)
-    export_head(head, target, tmp_path / "out", layout=layout, dtype="bfloat16")
-    assert {value.dtype for value in read(tmp_path / "out")[1].values()} == {torch.bfloat16}
-    assert {value.dtype for value in head.parameters()} == {torch.float32}
-    rounded = {name: value.bfloat16().float() for name, value in head.named_parameters()}
-    batch = pack(target, documents_of(target), ())
-    reloaded = layouts()[layout].load(tmp_path / "out", target)(batch, 3)
-    for ours, theirs in zip(functional_call(head, rounded, (batch, 3)).steps, reloaded.steps, strict=True):
-        assert torch.equal(ours.logits, theirs.logits)
-    assert not torch.equal(head(batch, 3).steps[0].logits, reloaded.steps[0].logits)
 
 
 class ResBlock(nn.Module):
@@ -149,35 +120,6 @@ def test_readers_compute_our_logits_from_the_files(layout, layers, shared, tmp_p
         torch.testing.assert_close(theirs, our_logits(head, y), atol=1e-5, rtol=1e-5)
 
 
-def test_the_files_of_each_layout(tmp_path):
-    for layout in ("medusa", "medusa_tgi", "medusa_vllm"):
-        for shared in (False, True):
-            write(tmp_path / f"{layout}-{shared}", layout, num_heads=2, original_lm_head=shared)
-    three = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "models/tiny"}
-    blocks = {f"{i}.0.linear.{kind}" for i in range(2) for kind in ("weight", "bias")}
-    for shared, projections in ((False, {"0.1.weight", "1.1.weight"}), (True, set())):
-        config, tensors = read(tmp_path / f"medusa_tgi-{shared}")
-        assert (config, set(tensors)) == (three, blocks | projections)
-        config, tensors = read(tmp_path / f"medusa-{shared}")
-        assert (config, set(tensors)) == ({**three, "medusa_fc_bias": True}, blocks | projections)
-    blocks = {f"blocks.{i}.layers.0.{kind}" for i in range(2) for kind in ("weight", "bias")}
-    for shared, projections in ((False, {"lm_heads.0.weight", "lm_heads.1.weight"}), (True, {"lm_heads.0.weight"})):
-        config, tensors = read(tmp_path / f"medusa_vllm-{shared}")
-        assert set(tensors) == blocks | projections
-        assert config == {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": 64,
-            "vocab_size": 160,
-            "num_heads": 2,
-            "num_hidden_layers": 1,
-            "medusa_fc_bias": True,
-            "original_lm_head": shared,
-            "logit_scale": 1.0,
-            "torch_dtype": "float32",
-        }
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_scaled_target(shared, tmp_path):
     """vLLM scales the drafts' logits as the target scales its own, only where the heads share its projection."""
@@ -216,28 +158,6 @@ def test_a_biased_projection(tmp_path):
     with torch.no_grad():
         theirs = original_medusa(*read(tmp_path / "out"), projection, y)
         torch.testing.assert_close(theirs, our_logits(head, y), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("layout", "shared", "words"),
-    [
-        (
-            "medusa",
-            False,
-            r"num_layers above 1, and FasterDecoding/Medusa makes .* one module.*; export the layout medusa_vllm",
-        ),
-        ("medusa", True, r"num_layers above 1, and FasterDecoding/Medusa .*; export the layout medusa_vllm"),
-        (
-            "medusa_tgi",
-            True,
-            r"original_lm_head, and TGI stops at more than one block .*; export the layout medusa_vllm",
-        ),
-    ],
-)
-def test_blocks_that_a_reader_would_lose(layout, shared, words, tmp_path):
-    with pytest.raises(UserError, match=words):
-        write(tmp_path / "out", layout, num_layers=2, original_lm_head=shared)
-    assert not list(tmp_path.iterdir())
 
 
 def test_embeddings_are_none_of_medusas(tmp_path):

@@ -1,0 +1,291 @@
+"""The schema of a layout: its tensors and the keys of its config.json. Exports are written from it, checked against it, and
+read by its names.
+
+Engines load a wrong checkpoint in silence more often than not (a missing norm, absolute ids where offsets belong, a flag they
+do not know), so what they read is written down here once, with the reasons beside it. The schemas themselves are in the
+formats.py of each method.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.errors import UserError
+from draftsmith.heads.files import WEIGHTS
+from draftsmith.heads.layers.config import LAYER_KEYS
+from draftsmith.target.target import Target
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Config = Mapping[str, Any]
+ABSENT = object()
+"""What a function among the keys of a schema returns for a key that is left out."""
+NO_SIZES: Mapping[str, int] = {}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model directory holds: config.json and the tensors of the file `weights`.
+
+    Attributes:
+        config: The content of config.json.
+        tensors: The tensors by the names that engines know.
+        dtype: Of all float tensors.
+        weights: The name of the file with the tensors.
+        sizes: What the symbols in the shapes of the schema stand for.
+        copies: Further files, by name, that are copied as they are.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    dtype: torch.dtype
+    weights: str = WEIGHTS
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What the caller of an export chooses. num_speculative_tokens: how many tokens an engine is told to draft."""
+
+    dtype: torch.dtype
+    num_speculative_tokens: int | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Export:
+    """What the files of an export are made from."""
+
+    head: Any
+    target: Target
+    request: ExportRequest
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One tensor of a layout, or one per number in its name ("{i}").
+
+    Attributes:
+        name: Its name in the layout.
+        shape: Its axes in symbols, "A*Ht" being a product and "S{i}" a symbol for each number.
+        ours: Its name in the head, with the same numbers; "" where that is the same.
+        dtype: None for that of the floats.
+        when: Whether the configuration asks for it; None for always.
+        optional: Whether it may be left out.
+    """
+
+    name: str
+    shape: tuple[str, ...]
+    ours: str = ""
+    dtype: torch.dtype | None = None
+    when: Callable[[Config], bool] | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What the files of a layout hold, and how they are made of a head.
+
+    What heads of the method may have and its engines lack is not here but in the rules of the layout, which are asked first:
+    what breaks a schema is a fault of draftsmith.
+
+    Attributes:
+        name: Of the layout.
+        tensors: No others may be there.
+        keys: Of config.json: a value, a function of the `Export` that returns it, or a mapping of such keys.
+        weights: The name of the file with the tensors.
+    """
+
+    name: str
+    tensors: tuple[TensorRow, ...]
+    keys: Mapping[str, Any]
+    weights: str = WEIGHTS
+
+    def head_tensors(self, export: Export) -> Mapping[str, Tensor]:
+        """Return the tensors by the head's names. Layouts that hold more than the head, or other values, override it."""
+        return export.head.state_dict()
+
+    def sizes(self, export: Export, config: Config) -> dict[str, int]:
+        """Return what symbols in shapes and names stand for. The default knows those of `LLAMA_KEYS`."""
+        return layer_sizes(config)
+
+    def copies(self, export: Export) -> Mapping[str, Path]:
+        """Return further files of the export, by name."""
+        return {}
+
+    def write(self, head: Any, target: Target, request: ExportRequest) -> ModelFiles:
+        """Return the files that the schema makes of a head, floats in the request's dtype.
+
+        Tensors that no row names keep the head's names, so that `check` can name them. Raises UserError where the request lacks
+        what the configuration says.
+        """
+        export = Export(head, target, request)
+        config = _values(self.keys, export)
+        sizes, tensors = self.sizes(export, config), {}
+        for name, value in self.head_tensors(export).items():
+            row, numbers = _find(self.tensors, name, ours=True)
+            theirs = row.name.format(**{**sizes, **numbers}) if row else name
+            tensors[theirs] = value.detach().to(request.dtype if value.is_floating_point() else value.dtype)
+        return ModelFiles(config, tensors, request.dtype, self.weights, sizes, self.copies(export))
+
+    def check(self, files: ModelFiles) -> None:
+        """Raise UserError for a tensor that is missing, that no row names, or of another shape or dtype than its row says."""
+        there = set()
+        for name, value in files.tensors.items():
+            row, numbers = _find(self.tensors, name, files.sizes)
+            if row is None or (row.when is not None and not row.when(files.config)):
+                raise self._broken(name, "no such tensor", f"one of shape {list(value.shape)}")
+            there.add(row.name)
+            if list(value.shape) != (shape := _shape(row, files.sizes, numbers)):
+                raise self._broken(name, f"shape {shape}", f"{list(value.shape)}")
+            if value.dtype != (dtype := row.dtype or files.dtype):
+                raise self._broken(name, f"{dtype}", f"{value.dtype}")
+        for row in self.tensors:
+            wanted = row.when(files.config) if row.when is not None else not row.optional and "{" not in row.name
+            if wanted and row.name not in there:
+                raise self._broken(row.name, f"shape {list(row.shape)}", "nothing")
+
+    def rename(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the layout under the head's names; what no row names keeps its name."""
+        found = {name: _find(self.tensors, name) for name in tensors}
+        return {
+            (row.ours or row.name).format(**numbers) if row else name: tensors[name]
+            for name, (row, numbers) in found.items()
+        }
+
+    def _broken(self, name: str, expected: str, got: str) -> UserError:
+        return UserError(
+            f"The export does not fit the layout {self.name}: tensor {name}: expected {expected}, got {got}; this is a fault of "
+            "draftsmith, so report it, and export another layout meanwhile."
+        )
+
+
+def _find(
+    rows: tuple[TensorRow, ...], name: str, sizes: Mapping[str, int] = NO_SIZES, *, ours: bool = False
+) -> tuple[TensorRow | None, dict[str, int]]:
+    """Return the first row of that name and the numbers in it. sizes: what numbers that are symbols must be."""
+    for row in rows:
+        if match := _pattern((ours and row.ours) or row.name).fullmatch(name):
+            numbers = {symbol: int(number) for symbol, number in match.groupdict().items()}
+            if all(sizes.get(symbol, number) == number for symbol, number in numbers.items()):
+                return row, numbers
+    return None, {}
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(name)))
+
+
+def _shape(row: TensorRow, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> list[int]:
+    axes = [axis.format(**numbers).split("*") for axis in row.shape]
+    return [prod(sizes[symbol] if symbol in sizes else int(symbol) for symbol in axis) for axis in axes]
+
+
+def _values(keys: Mapping[str, Any], export: Export) -> dict[str, Any]:
+    """Return the keys with what their functions return, without those that are left out."""
+    found = {}
+    for name, value in keys.items():
+        value = value(export) if callable(value) else value
+        if value is not ABSENT:
+            found[name] = _values(value, export) if isinstance(value, Mapping) else value
+    return found
+
+
+def renamed(rows: Iterable[TensorRow], changes: Mapping[str, str]) -> tuple[TensorRow, ...]:
+    """Return the rows of a layout that has other names for the head's tensors. changes: beginnings of names -> what they become."""
+    found = []
+    for row in rows:
+        old = next((beginning for beginning in changes if row.name.startswith(beginning)), None)
+        name = row.name if old is None else changes[old] + row.name.removeprefix(old)
+        found.append(replace(row, name=name, ours=row.ours or row.name))
+    return tuple(found)
+
+
+def llama_layer(prefix: str, reads: str = "H") -> tuple[TensorRow, ...]:
+    """Return the weights of a Llama layer. reads: how wide the input of its attention is."""
+    shapes = {
+        "input_layernorm": ("H",),
+        "self_attn.q_proj": ("N*D", reads),
+        "self_attn.k_proj": ("G*D", reads),
+        "self_attn.v_proj": ("G*D", reads),
+        "self_attn.o_proj": ("H", "N*D"),
+        "post_attention_layernorm": ("H",),
+        "mlp.gate_proj": ("I", "H"),
+        "mlp.up_proj": ("I", "H"),
+        "mlp.down_proj": ("H", "I"),
+    }
+    return tuple(TensorRow(f"{prefix}{name}.weight", shape) for name, shape in shapes.items())
+
+
+def _rope_scaling(export: Export) -> Any:
+    """Scaling as engines with older transformers read it; they know no key for none."""
+    rope = export.head.config.rope_parameters
+    return {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else ABSENT
+
+
+def of_layer(name: str) -> Callable[[Export], Any]:
+    """Return a function that returns a value of the head's Llama configuration."""
+    return lambda export: getattr(export.head.config, name)
+
+
+LLAMA_KEYS: dict[str, Any] = {
+    "model_type": "llama",
+    **{name: of_layer(name) for name in LAYER_KEYS},  # head_dim too: H // N is not always right
+    "num_hidden_layers": 1,
+    # The base that engines read outside rope_parameters.
+    "rope_theta": lambda export: float(export.head.config.rope_parameters["rope_theta"]),
+    # Biases do not load in llama.cpp, and other readers would look for them.
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "torch_dtype": lambda export: export.request.dtype_name,
+    "rope_scaling": _rope_scaling,
+}
+"""What describes a Llama layer without biases. Symbols: V target vocab, H draft hidden, I feed-forward width, N query heads, G
+key/value heads, D head size."""
+
+
+def layer_sizes(config: Config) -> dict[str, int]:
+    """Return what the symbols of LLAMA_KEYS stand for; W is the draft vocabulary where that has a size."""
+    flat = flatten(config)
+    names = {
+        "V": "vocab_size",
+        "H": "hidden_size",
+        "I": "intermediate_size",
+        "N": "num_attention_heads",
+        "G": "num_key_value_heads",
+        "D": "head_dim",
+        "W": "draft_vocab_size",
+    }
+    return {symbol: flat[name] for symbol, name in names.items() if name in flat}
+
+
+def draft_vocab_size(export: Export) -> int:
+    """Return how many tokens the head drafts among."""
+    return export.target.vocab_size if export.head.draft_vocab is None else len(export.head.draft_vocab)
+
+
+def target_reference(target: Target) -> str:
+    """Return how an engine finds the target from wherever it is started: the full path of a folder or file, or a Hub name."""
+    return str(Path(target.path).resolve()) if Path(target.path).exists() else target.path
+
+
+# A speculators config keeps what makes the layer in a section of its own.
+LAYER_SECTION = "transformer_layer_config"
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the keys of a flat config.json for either kind: those of the layer's section move to the top."""
+    section = config.get(LAYER_SECTION)
+    return {**section, **config} if isinstance(section, Mapping) else dict(config)

@@ -14,43 +14,16 @@ the K of the decoded run; the curves hold no intervals.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS, bootstrap_tau
-from draftsmith.eval.results.result import DrafterResult, Lossless, Measures, PromptSums, Result, TargetInfo
+from draftsmith.eval.results.metrics import METRICS, Interval, Metric
+from draftsmith.eval.results.result import DrafterResult, Measures, Result, TargetInfo
 
-Interval = tuple[float, float]
 BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "same"
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number that is compared.
-
-    value, interval: of the measures, None where there is none. sign: 1 where more is better, -1 where less is, 0 where
-    neither is. timed: depends on the machine. exact: no sample, so that every difference counts. rounds: of a tau, those of a prompt.
-    of_k: depends on the draft length.
-    """
-
-    name: str
-    value: Callable[[Measures], float | None]
-    interval: Callable[[Measures], Interval | None] = lambda m: None
-    sign: int = 1
-    timed: bool = False
-    exact: bool = False
-    rounds: Callable[[PromptSums], float | None] | None = None
-    of_k: bool = False
-
-    def interval_of(self, m: Measures, repeats: int) -> Interval | None:
-        """Return the interval of a value, None where too few prompts or repeats made it."""
-        value = self.value(m)
-        if self.exact and value is not None:
-            return value, value
-        enough = repeats > 1 if self.timed else m.prompts >= FEWEST_PROMPTS
-        return self.interval(m) if enough else None
 
 
 @dataclass(frozen=True)
@@ -260,7 +233,7 @@ def _differences(
                 if length in after:
                     change = after[length] - tau
                     yield Difference(slice_name, f"k_sweep[{length}]", tau, after[length], change, None, None)
-        for metric in (one for one in METRICS if alike or not one.of_k):
+        for metric in (one for one in METRICS if one.compared and (alike or not one.of_k)):
             a, b = metric.value(ours), metric.value(theirs)
             if a is not None and b is not None and (timed or not metric.timed):
                 ends = metric.interval_of(ours, repeats[0]), metric.interval_of(theirs, repeats[1])
@@ -277,12 +250,12 @@ def _differences(
 
 def _paired_interval(metric: Metric, old: DrafterResult, new: DrafterResult, slice_name: str) -> Interval | None:
     """Return the interval of a change of tau on the same prompts, None for other numbers and where a result has no sums of prompts."""
-    rounds = metric.rounds
-    if rounds is None or old.prompts.keys() != new.prompts.keys():
+    if not metric.rounds or old.prompts.keys() != new.prompts.keys():
         return None
     names = [name for name, sums in old.prompts.items() if slice_name in (OVERALL, sums.slice)]
     before, after = (
-        [(of[name].tokens, rounds(of[name]) or 0.0) for name in names] for of in (old.prompts, new.prompts)
+        [(of[name].tokens, getattr(of[name], metric.rounds) or 0.0) for name in names]
+        for of in (old.prompts, new.prompts)
     )
     return bootstrap_tau(after, before)
 
@@ -304,51 +277,6 @@ def _verdict(change: float, interval: Interval | None, sign: int) -> str | None:
     if interval[0] <= 0 <= interval[1]:
         return NOISE
     return CHANGED if not sign else BETTER if change * sign > 0 else WORSE
-
-
-def wilson(share: float, count: int) -> Interval:
-    """Return Wilson's 95% interval of a share of `count` (Journal of the American Statistical Association 22, 1927)."""
-    z = 1.959964
-    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
-    return middle - half, middle + half
-
-
-def _looping(m: Measures) -> Interval | None:
-    return None if m.looping is None else wilson(m.looping, m.prompts)
-
-
-def _differing(lossless: Lossless | None) -> int | None:
-    return lossless.checked - lossless.equal if lossless else None
-
-
-def _differing_timed(m: Measures) -> Interval | None:
-    """Return the interval of greedy answers that differ as timed, from that of their share."""
-    if m.lossless_timed is None or not m.lossless_timed.checked:
-        return None
-    count = m.lossless_timed.checked
-    low, high = wilson(1 - m.lossless_timed.equal / count, count)
-    return count * low, count * high
-
-
-METRICS = (
-    Metric("tau", lambda m: m.tau, lambda m: m.tau_interval, rounds=lambda p: p.rounds, of_k=True),
-    Metric(
-        "tau_simulated",
-        lambda m: m.tau_simulated,
-        lambda m: m.tau_simulated_interval,
-        rounds=lambda p: p.rounds_simulated,
-        of_k=True,
-    ),
-    Metric("speedup", lambda m: m.speedup, lambda m: m.speedup_spread, timed=True, of_k=True),
-    Metric("decode_tok_s", lambda m: m.decode_tok_s, lambda m: m.decode_tok_s_spread, timed=True, of_k=True),
-    Metric("baseline_tok_s", lambda m: m.baseline_tok_s, lambda m: m.baseline_tok_s_spread, sign=0, timed=True),
-    Metric("ttft_s", lambda m: m.ttft_s, sign=-1, timed=True),
-    Metric("looping", lambda m: m.looping, _looping, sign=-1),
-    Metric("differing", lambda m: _differing(m.lossless), sign=-1, exact=True),
-    Metric("differing_timed", lambda m: _differing(m.lossless_timed), _differing_timed, sign=-1),
-)
-"""In the order of the comparison, which acceptance by position follows."""
 
 
 def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, int]]) -> Iterator[str]:

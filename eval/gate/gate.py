@@ -12,31 +12,23 @@ pass because it looked at nothing. Pure: results and thresholds in, checks out.
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
 from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
+from draftsmith.eval.results.metrics import METRICS, Metric
 from draftsmith.eval.results.result import Measures, Result
 
 OVERALL = "overall"
 
-_METRICS: dict[str, Callable[[Measures], float | None]] = {
-    "tau": lambda m: m.tau,
-    "tau.low": lambda m: m.tau_interval and m.tau_interval[0],
-    "tau_simulated": lambda m: m.tau_simulated,
-    "tau_simulated.low": lambda m: m.tau_simulated_interval and m.tau_simulated_interval[0],
-    "speedup": lambda m: m.speedup,
-    "speedup.low": lambda m: m.speedup_spread and m.speedup_spread[0],
-    "acceptance_rate": lambda m: m.acceptance_rate,
-    "decode_tok_s": lambda m: m.decode_tok_s,
-    "decode_tok_s.low": lambda m: m.decode_tok_s_spread and m.decode_tok_s_spread[0],
+_METRICS = {
+    name: (metric, value)
+    for metric in METRICS
+    if metric.floor is not None
+    for name, value in ((metric.name, metric.value), *([(f"{metric.name}.low", metric.low)] if metric.has_ends else ()))
 }
-#: The metrics that exist without decoding (`--no-decode`).
-SIMULATED_METRICS = ("tau_simulated", "tau_simulated.low", "acceptance_rate")
-_OVER_PROMPTS = ("tau.low", "tau_simulated.low")
-# Every round emits at least one token; the others have no such floor but 0.
-_FLOORS = {"tau": 1.0, "tau.low": 1.0, "tau_simulated": 1.0, "tau_simulated.low": 1.0}
+"""What can have a threshold: its row, and how it is read from `Measures`."""
 _FORM = "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER, such as tau=2.5 or eagle3:code.tau.low@T0=3"
 _TEMPERATURE = re.compile(r"(.*)@[tT]=?(\d+(?:\.\d+)?)")
 
@@ -57,6 +49,16 @@ class Threshold:
     def name(self) -> str:
         """The slice and the metric, as typed: `code.tau.low`."""
         return self.metric if self.slice == OVERALL else f"{self.slice}.{self.metric}"
+
+    @property
+    def row(self) -> Metric:
+        """What is known of the metric."""
+        return _METRICS[self.metric][0]
+
+    @property
+    def over_prompts(self) -> bool:
+        """Whether it is the end of an interval over prompts."""
+        return self.metric.endswith(".low") and not self.row.timed
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,14 @@ def check_names(
     slices: their numbers of prompts. decode: False where nothing will be decoded, only simulated.
     """
     for threshold in thresholds:
-        if not decode and threshold.metric not in SIMULATED_METRICS:
+        if not decode and threshold.row.decoded:
             raise UserError(
                 f"--fail-under {threshold.text}: {threshold.metric} needs decoding, which --no-decode leaves out; use "
                 "tau_simulated (or tau_simulated.low), or drop --no-decode."
             )
         _expect(threshold, "slice", threshold.slice, [OVERALL, *slices])
         count = sum(slices.values()) if threshold.slice == OVERALL else slices[threshold.slice]
-        if threshold.metric in _OVER_PROMPTS and count < FEWEST_PROMPTS:
+        if threshold.over_prompts and count < FEWEST_PROMPTS:
             raise UserError(
                 f"--fail-under {threshold.text}: {threshold.slice} has {count} prompts, and there is no interval over fewer than "
                 f"{FEWEST_PROMPTS}: give more, or leave .low out."
@@ -133,7 +135,7 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
             found = result.drafters[drafter]
             _expect(threshold, "slice", threshold.slice, [OVERALL, *found.slices], f" for {drafter} in {source}")
             measures = found.overall if threshold.slice == OVERALL else found.slices[threshold.slice]
-            measured = _METRICS[threshold.metric](measures)
+            measured = _METRICS[threshold.metric][1](measures)
             if measured is None or not math.isfinite(measured):
                 raise UserError(
                     f"--fail-under {threshold.text}: {threshold.name} was not measured for {drafter} at "
@@ -193,7 +195,7 @@ def _parse(text: str) -> Threshold:
             f"--fail-under {text}: {path!r} ends in no metric that has a threshold; they are {', '.join(_METRICS)}."
         )
     slice_name = path[: -len(metric)].removesuffix(".") or OVERALL
-    floor = _FLOORS.get(metric, 0.0)
+    floor = _METRICS[metric][0].floor or 0.0
     if minimum <= floor or (metric == "acceptance_rate" and minimum > 1):
         raise UserError(
             f"--fail-under {text}: nothing could {'miss' if minimum <= floor else 'reach'} it, as {metric} is never "
@@ -228,8 +230,8 @@ def _setting(result: Result) -> str:
 def _instead(threshold: Threshold, measures: Measures) -> str:
     if threshold.metric in ("tau", "tau.low") and measures.tau is None and measures.tau_simulated is not None:
         return ": it was only simulated, so use tau_simulated"
-    whole = _METRICS[threshold.metric.removesuffix(".low")](measures)
-    if threshold.metric in _OVER_PROMPTS and whole is not None:
+    whole = threshold.row.value(measures)
+    if threshold.over_prompts and whole is not None:
         return (
             f": over {measures.prompts} prompts there is no interval (it takes {FEWEST_PROMPTS} with a round), so leave .low out, or "
             "evaluate more prompts"

@@ -14,21 +14,11 @@ from draftsmith.errors import one_line, printable
 from draftsmith.eval.gate.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
 from draftsmith.eval.report.page_model import DASH, OVERALL
 from draftsmith.eval.report.report import markdown_cell, terminal_cell
+from draftsmith.eval.results.metrics import METRICS, Metric
 
 COLUMNS = ("slice", "metric", "old", "new", "change", "interval", "verdict")
 
-_LABELS = {
-    "tau": ("tau", 2),
-    "tau_simulated": ("tau simulated", 2),
-    "speedup": ("speedup", 2),
-    "decode_tok_s": ("tok/s", 1),
-    "baseline_tok_s": ("target tok/s", 1),
-    "ttft_s": ("TTFT ms", 1),
-    "looping": ("looping", 3),
-    "differing": ("unequal fp32", 0),
-    "differing_timed": ("unequal timed", 0),
-}
-"""The names of metrics in print, and their digits after the point."""
+_METRICS = {metric.name: metric for metric in METRICS}
 _STYLES = {BETTER: "green", WORSE: "bold red", CHANGED: "yellow"}
 
 COMPARISON_MARK = r'\A(# Comparison\n\n- old: |(\[\n  )?\{\n +"old": )'
@@ -89,19 +79,20 @@ def _is_brief(d: Difference, one: DrafterComparison) -> bool:
 
 def _cells(d: Difference) -> tuple[str, ...]:
     """Return the cells of a row; seconds as milliseconds."""
-    if at := re.fullmatch(r"(acceptance_at|k_sweep)\[(\d+)\]", d.metric):
-        place = int(at[2])
-        label, digits = (f"position {place + 1}", 3) if at[1] == "acceptance_at" else (f"tau at K = {place}", 2)
-    else:
-        label, digits = _LABELS[d.metric]
-    scale = 1000 if d.metric == "ttft_s" else 1
+    metric = _METRICS.get(d.metric)
+    if metric is None:
+        kind, place = re.findall(r"(\w+)\[(\d+)\]", d.metric)[0]
+        position = kind == "acceptance_at"
+        label = f"position {int(place) + 1}" if position else f"tau at K = {place}"
+        metric = Metric(d.metric, label, 3 if position else 2)
+    digits, scale = metric.digits, metric.scale
 
     def signed(value: float) -> str:
         return f"{round(scale * value, digits) + 0.0:+,.{digits}f}"  # + 0.0 turns -0.0 into 0.0
 
     numbers = (f"{scale * d.old:,.{digits}f}", f"{scale * d.new:,.{digits}f}", signed(d.change))
     interval = DASH if d.interval is None else f"{signed(d.interval[0])} to {signed(d.interval[1])}"
-    return d.slice, label, *numbers, interval, d.verdict or ""
+    return d.slice, metric.label, *numbers, interval, d.verdict or ""
 
 
 def _summary(comparison: Comparison) -> str:

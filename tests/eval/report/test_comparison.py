@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from draftsmith.eval.gate.compare import METRICS, Comparison, compare_results
-from draftsmith.eval.report.comparison import _LABELS, comparison_json, comparison_markdown, comparison_text
+from draftsmith.eval.gate.compare import Comparison, compare_results
+from draftsmith.eval.report.comparison import comparison_json, comparison_markdown, comparison_text
 from tests.eval.gate.test_compare import decoded, drafting
 
 
@@ -57,10 +57,6 @@ def test_files_hold_everything() -> None:
     kept = json.loads(json.dumps(comparison_json(found), allow_nan=False))
     assert kept["drafters"][0]["differences"][0]["metric"] == "tau"
     assert len(kept["drafters"][0]["differences"]) == len(found.drafters[0].differences)
-
-
-def test_every_metric_has_a_name_in_print() -> None:
-    assert set(_LABELS) == {metric.name for metric in METRICS}
 
 
 def test_names_are_no_markup() -> None:

@@ -1,0 +1,113 @@
+"""What thresholds, comparisons and their tables know of each number: a row here is all that they ask for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
+from draftsmith.eval.results.result import Lossless, Measures
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of `Measures` that is compared or has thresholds.
+
+    name: the field. label, digits, scale: how tables print it. sign: 1 where more is better, -1 where less is, 0 where neither is.
+    timed: depends on the machine; its interval is the field `<name>_spread` over repeats, of others `<name>_interval` over prompts.
+    floor: what it cannot fall below, so that a threshold must be above; None where it has no thresholds. compared: by
+    `draftsmith compare`. decoded: needs decoding. rounds: of a tau, the field of `PromptSums` with its rounds. of_k: depends on
+    the draft length. exact: is no sample, so that every difference counts. count, interval: in place of the fields.
+    """
+
+    name: str
+    label: str = ""
+    digits: int = 2
+    scale: int = 1
+    sign: int = 1
+    timed: bool = False
+    floor: float | None = None
+    compared: bool = True
+    decoded: bool = True
+    rounds: str = ""
+    of_k: bool = False
+    exact: bool = False
+    count: Callable[[Measures], float | None] | None = None
+    interval: Callable[[Measures], Interval | None] | None = None
+
+    def value(self, m: Measures) -> float | None:
+        """Return the number, None where it was not measured."""
+        found: float | None = self.count(m) if self.count else getattr(m, self.name)
+        return found
+
+    @property
+    def ends(self) -> str:
+        """The field with its interval."""
+        return f"{self.name}_{'spread' if self.timed else 'interval'}"
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether `Measures` hold an interval of it."""
+        return self.ends in Measures.__dataclass_fields__
+
+    def low(self, m: Measures) -> float | None:
+        """Return the lower end of its interval, None where it has none."""
+        ends: Interval | None = getattr(m, self.ends)
+        return ends and ends[0]
+
+    def interval_of(self, m: Measures, repeats: int) -> Interval | None:
+        """Return its interval, None where too few prompts or repeats made it."""
+        value = self.value(m)
+        if self.exact and value is not None:
+            return value, value
+        if not (repeats > 1 if self.timed else m.prompts >= FEWEST_PROMPTS):
+            return None
+        found: Interval | None = self.interval(m) if self.interval else getattr(m, self.ends, None)
+        return found
+
+
+def wilson(share: float, count: int) -> Interval:
+    """Return Wilson's 95% interval of a share of `count` (Journal of the American Statistical Association 22, 1927)."""
+    z = 1.959964
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * (share * (1 - share) / count + z * z / (4 * count * count)) ** 0.5
+    return middle - half, middle + half
+
+
+def _looping(m: Measures) -> Interval | None:
+    return None if m.looping is None else wilson(m.looping, m.prompts)
+
+
+def _differing(lossless: Lossless | None) -> int | None:
+    return lossless.checked - lossless.equal if lossless else None
+
+
+def _differing_timed(m: Measures) -> Interval | None:
+    """Return the interval of the number of answers, from that of their share."""
+    if m.lossless_timed is None or not m.lossless_timed.checked:
+        return None
+    count = m.lossless_timed.checked
+    low, high = wilson(1 - m.lossless_timed.equal / count, count)
+    return count * low, count * high
+
+
+METRICS = (
+    Metric("tau", "tau", floor=1.0, rounds="rounds", of_k=True),
+    Metric("tau_simulated", "tau simulated", floor=1.0, decoded=False, rounds="rounds_simulated", of_k=True),
+    Metric("speedup", "speedup", timed=True, floor=0.0, of_k=True),
+    Metric("acceptance_rate", floor=0.0, decoded=False, compared=False),
+    Metric("decode_tok_s", "tok/s", 1, timed=True, floor=0.0, of_k=True),
+    Metric("baseline_tok_s", "target tok/s", 1, sign=0, timed=True),
+    Metric("ttft_s", "TTFT ms", 1, scale=1000, sign=-1, timed=True),
+    Metric("looping", "looping", 3, sign=-1, interval=_looping),
+    Metric("differing", "unequal fp32", 0, sign=-1, exact=True, count=lambda m: _differing(m.lossless)),
+    Metric(
+        "differing_timed",
+        "unequal timed",
+        0,
+        sign=-1,
+        count=lambda m: _differing(m.lossless_timed),
+        interval=_differing_timed,
+    ),
+)
+"""In the order of messages and tables. differing, differing_timed: greedy answers other than the target's."""

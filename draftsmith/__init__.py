@@ -4,6 +4,7 @@ What is named in `__all__` is what users import, and stays; everything else is i
 Nothing is loaded before it is used, so `import draftsmith` takes no time.
 """
 
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from draftsmith.target.target import Target
 
 __version__ = "0.1.0"
+
+if sys.platform == "win32":
+    raise ImportError(
+        "draftsmith needs the locks, signals and limits of Linux or macOS: on Windows install and run it within WSL (wsl --install)"
+    )
 
 __all__ = [
     "DraftHead",
@@ -78,11 +84,17 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> "Target":
-    """Return the frozen target in a local folder, of a Hub name or in a GGUF file, checked to be one that the decoder serves
-    exactly.
+    """Return a frozen target, checked to be one that the decoder serves exactly.
 
-    dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's. Raises UserError for a path, file or architecture
-    that cannot be used, a draft head's folder among them.
+    Args:
+        path: a local folder, a Hub name or a GGUF file.
+        dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's.
+        device: such as "cuda" or "cuda:1".
+        attn_implementation: attention code of transformers, "sdpa" or "eager".
+        trust_remote_code: run code that comes with the checkpoint.
+
+    Raises:
+        UserError: the path, file or architecture cannot be used, or the folder is a draft head's.
     """
     from draftsmith.decoder.selfcheck import check_decoding
     from draftsmith.heads.formats.recognise import refuse_head
@@ -110,11 +122,22 @@ def decode(
     tree: str | Path = "chain",
     batch: int = 1,
 ) -> "list[Generation]":
-    """Answer `requests` with drafts by `head`, or without any where that is None; every text is one of the target's own.
+    """Answer requests with drafts; every text is one that the target alone could have written.
 
-    sampling: greedy if left out. num_speculative_tokens: length of a chain, at most as long as the head drafts. tree: chain,
-    medusa_63, dynamic, or a JSON file with a list of paths. batch: requests decoded together. Raises UserError for requests
-    that the target cannot serve and for a tree that the head does not draft.
+    Args:
+        target: what `load_target` returns.
+        head: what `load_head` returns; None decodes with the target alone.
+        requests: prompts as token ids, with the most tokens of an answer.
+        sampling: greedy if left out.
+        num_speculative_tokens: tokens of a drafted chain, at most as many as the head drafts.
+        tree: "chain", "medusa_63", "dynamic", or a JSON file with a list of paths.
+        batch: requests decoded together.
+
+    Returns:
+        An answer per request, in their order, with the rounds that it took.
+
+    Raises:
+        UserError: the target cannot serve a request, or the head does not draft such a tree.
     """
     from draftsmith.decoder.decode import decode_batch
     from draftsmith.decoder.draft import TargetAlone
@@ -139,11 +162,21 @@ def simulate(
     num_speculative_tokens: int = 5,
     tree: str | Path = "chain",
 ) -> "Tally":
-    """Return what drafts by `head` would get accepted on the target's own answers, from one pass over each: `tau` is the
-    tokens per target pass, `acceptance_at` the probability that each position is accepted.
+    """Say what a head's drafts would get accepted on finished answers, from one pass over each.
 
-    answers: by `target` under `sampling`, with or without drafts; then the result is exact. The other arguments are those of
-    `decode`. Raises UserError for a tree whose acceptance the text alone does not tell.
+    Args:
+        target: what `load_target` returns.
+        head: what `load_head` returns.
+        answers: by `target` under `sampling`, with or without drafts; then the result is exact.
+        sampling: how the answers were chosen; greedy if left out.
+        num_speculative_tokens: tokens of a drafted chain.
+        tree: as in `decode`.
+
+    Returns:
+        `tau` is the tokens per target pass, `acceptance_at` the probability that each position is accepted.
+
+    Raises:
+        UserError: the text alone does not tell what the tree drafts.
     """
     from draftsmith.decoder.answers import total
     from draftsmith.decoder.sampling import Sampling
@@ -169,12 +202,22 @@ def export(
     num_speculative_tokens: int | None = None,
     tensor_parallel: int = 1,
 ) -> Path:
-    """Write `head` as the directory that a serving engine loads, check it by loading it again, and return its path.
+    """Write a head as the directory that a serving engine loads, and check it by loading it again.
 
-    layout: see docs/export.md; None takes the first of the head's method. dtype: of the weights, None for the target's.
-    num_speculative_tokens: written where an engine is told how many to draft. tensor_parallel: over how many GPUs an engine
-    must be able to split the draft. Raises UserError where the layout cannot hold the head, and for a folder that holds
-    anything else.
+    Args:
+        head: what `load_head` returns.
+        target: what it was made for.
+        folder: where the directory goes.
+        layout: a name of docs/export.md; None takes the first of the head's method.
+        dtype: of the weights; None takes the target's.
+        num_speculative_tokens: written where an engine is told how many tokens to draft.
+        tensor_parallel: GPUs that an engine must be able to split the draft over.
+
+    Returns:
+        The directory.
+
+    Raises:
+        UserError: the layout cannot hold the head, or the folder holds anything else.
     """
     from draftsmith.errors import UserError
     from draftsmith.heads.export.export import export_head
@@ -196,8 +239,15 @@ def export(
 
 
 def load_recipe(path: str | Path, *overrides: str) -> "Recipe":
-    """Return the recipe in a YAML file; overrides are those of the command line, such as "--train.lr=2e-4". Raises UserError
-    that names the key for unknown keys and wrong values."""
+    """Return the recipe in a YAML file.
+
+    Args:
+        path: the file, or a name that `draftsmith recipes` lists.
+        overrides: as on the command line, such as "--train.lr=2e-4".
+
+    Raises:
+        UserError: a key is unknown, or its value wrong; the sentence names it.
+    """
     from draftsmith.errors import UserError
     from draftsmith.recipe.parse import parse_recipe
 

@@ -1,6 +1,7 @@
 """The public API: docs/api.md names it whole, its example runs, and importing it costs nothing."""
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.eagle3.options import Eagle3Options
+from scripts.bench.pages.api import BLOCK, reference
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -72,9 +74,29 @@ def test_the_page_names_what_can_be_imported_and_nothing_else() -> None:
         draftsmith.load_heads  # noqa: B018
 
 
+def test_the_page_shows_the_docstrings_which_tell_every_argument() -> None:
+    """Renew it with python -m scripts.bench.pages.api."""
+    assert BLOCK.findall(PAGE) == [reference()]
+    functions = [one for name in draftsmith.__all__ if inspect.isfunction(one := getattr(draftsmith, name))]
+    assert len(functions) == 8
+    for function in functions:
+        told, _, raised = (function.__doc__ or "").partition("    Raises:\n        UserError: ")
+        named = re.findall(r"^        (\w+): ", told.partition("    Args:\n")[2], re.MULTILINE)
+        assert named == list(inspect.signature(function).parameters)
+        assert raised
+
+
+def test_another_system_is_refused_in_a_sentence() -> None:
+    code = "import sys; sys.platform = 'win32'; import draftsmith"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith(
+        "ImportError: draftsmith needs the locks, signals and limits of Linux"
+    )
+
+
 def test_type_checkers_see_the_classes_that_are_loaded_later() -> None:
     tree = ast.parse(Path(draftsmith.__file__).read_text(encoding="utf-8"))
-    (checked,) = (node for node in tree.body if isinstance(node, ast.If))
+    (checked,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     seen = {alias.name: node.module for node in checked.body for alias in node.names}
     assert {name: f"draftsmith.{module}" for name, module in draftsmith._MODULES.items()}.items() <= seen.items()
 

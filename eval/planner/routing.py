@@ -88,8 +88,15 @@ def route(
 ) -> Route:
     """Return how many tokens to draft for a request, and why.
 
-    max_tokens: the most that the answer may have, None for no limit. batch: requests that are decoded together, this one
-    included. slice_name: what kind of request it is, None where nobody knows. Raises UserError for a slice nobody measured.
+    Args:
+        rules: what `read_rules` returns.
+        temperature: what the request samples at.
+        max_tokens: the most that the answer may have; None for no limit.
+        batch: requests that are decoded together, this one included.
+        slice_name: what kind of request it is; None where nobody knows.
+
+    Raises:
+        UserError: nobody measured the slice.
     """
     if slice_name is not None and slice_name not in rules.slices:
         raise UserError(
@@ -139,7 +146,14 @@ def write_rules(path: Path, rules: Rules) -> None:
 
 
 def read_rules(path: str | Path) -> Rules:
-    """Read and check a routing.json. Raises UserError that names the wrong key."""
+    """Read and check the rules of an evaluation.
+
+    Args:
+        path: its routing.json.
+
+    Raises:
+        UserError: a key is wrong; the sentence names it.
+    """
     value = read_json(path, "give the path of a routing.json that an evaluation wrote")
     rules = read_current(Rules, value, str(path), "evaluate again with this version")
     lengths = [rules.num_speculative_tokens, *rules.slices.values(), *(k for *_, k in rules.by_batch)]

@@ -87,12 +87,17 @@ def formats() -> list[Format]:
 
 
 def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] | None = None) -> DraftHead:
-    """Return the head in the folder `path`, fp32, in eval mode, on the target's device: a checkpoint, an export for an
-    engine, or a head that others have published.
+    """Return a head in float32, in eval mode, on the target's device.
 
-    warn: receives a sentence per difference between `target` and the one that the head was made for, where the folder has
-    a record of it; None refuses a target that computes something else. Raises UserError for that, for other sizes always,
-    and for a folder that holds no head, is damaged or of a format that cannot be loaded.
+    Args:
+        path: the folder of a checkpoint, of an export for an engine, or of a head that others have published.
+        target: what the head drafts for.
+        warn: receives a sentence per difference between `target` and the target that the head was made for, where the folder
+            records that one; None refuses a target that computes something else.
+
+    Raises:
+        UserError: the head was made for other sizes or, without `warn`, for another target; or the folder holds no head, or is
+            damaged or of a format that cannot be loaded.
     """
     path = Path(path)
     found = recognise(path)

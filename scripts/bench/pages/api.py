@@ -3,6 +3,7 @@
 import inspect
 import re
 from pathlib import Path
+from textwrap import indent
 
 import draftsmith
 
@@ -14,10 +15,8 @@ def reference() -> str:
     """Return signature and docstring of every public function, in Markdown."""
     public = {name: getattr(draftsmith, name) for name in draftsmith.__all__}
     functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
-    return "\n".join(
-        f"### {name}\n\n```text\n{name}({_parameters(one)})\n\n{inspect.getdoc(one)}\n```\n"
-        for name, one in functions.items()
-    )
+    shown = {name: f"{name}({_parameters(one)})\n\n{inspect.getdoc(one)}\n" for name, one in functions.items()}
+    return "\n".join(f"### {name}\n\n{indent(text, '    ')}" for name, text in shown.items())
 
 
 def _parameters(function: object) -> str:

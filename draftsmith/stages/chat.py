@@ -121,9 +121,9 @@ class Chat:
         for decoded in decode_live(way.target, way.drafter, request, self.sampling, way.typical):
             answer = decoded.generations[0]
             accepted = answer.rounds[-1].accepted if answer.rounds else 0
-            for place, token in enumerate(answer.output_ids[shown:], 1):
+            for position, token in enumerate(answer.output_ids[shown:], 1):
                 if show is not None:
-                    show(token, place if place <= accepted else None)
+                    show(token, position if position <= accepted else None)
             shown = len(answer.output_ids)
             if interrupt.asked:
                 break

@@ -151,11 +151,11 @@ def _grow(
     if run is session.run and run.record("train") is not None and "train" not in session.redo:
         if other := run.maker(stage):
             raise UserError(
-                f"The {stage} in {run.path} are now those of the run in {other} ({run.told(stage, inputs)}), which shares them: the head "
+                f"The {stage} in {run.path} are now those of the run in {other} ({run.describe_changes(stage, inputs)}), which shares them: the head "
                 "that was trained here stays as it is; to make its data again, give this run a --data_dir of its own."
             )
         raise UserError(
-            f"The data changed ({run.told(stage, inputs)}) since a head was trained in {run.path}: give the new head another "
+            f"The data changed ({run.describe_changes(stage, inputs)}) since a head was trained in {run.path}: give the new head another "
             f"--output_dir, with --data_dir {run.path} to add to the {stage} there, or make it again with `draftsmith train "
             "--redo train`."
         )

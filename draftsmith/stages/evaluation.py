@@ -12,7 +12,7 @@ from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.engines.server import Server
+from draftsmith.eval.engines.server import MeasuredServer
 from draftsmith.eval.engines.server_costs import TOKENS, measure_served
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.report.report import write_report
@@ -203,7 +203,7 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
     check_file("--output", path, (".json",), TABLE_MARK)
     recipe, spec = session.recipe, session.recipe.evaluate
     alone = session.original or TargetIdentity(recipe.target.path)
-    servers = [Server(url, names or [session.target_path]) for url in urls]
+    servers = [MeasuredServer(url, names or [session.target_path]) for url in urls]
     config = load_config(session.target_path, recipe.target.trust_remote_code).get_text_config(decoder=True)
     length = context_of(config) or sys.maxsize
     tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)

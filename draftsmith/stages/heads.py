@@ -24,9 +24,9 @@ def find_head(recipe: Recipe, folder: Path | None = None, key: str = "--head") -
     """
     folder = folder or recipe.run_dir
     best, own = folder / "train" / "best", folder.resolve() == recipe.run_dir.resolve()
-    found = best if best.exists() or own else folder
-    refuse_other_files(found)
-    if weights_file(found) is None:
+    head_folder = best if best.exists() or own else folder
+    refuse_other_files(head_folder)
+    if weights_file(head_folder) is None:
         if own:
             why = f"There is no trained head in {folder}: run `draftsmith train` first, or name one with --head."
         elif not folder.exists():
@@ -37,8 +37,8 @@ def find_head(recipe: Recipe, folder: Path | None = None, key: str = "--head") -
         else:
             why = f"{key}: there is no trained head in {folder}: train it first, or name another folder."
         raise UserError(why)
-    recognise(found)
-    return found
+    recognise(head_folder)
+    return head_folder
 
 
 def head_digest(folder: Path) -> str:

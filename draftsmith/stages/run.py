@@ -127,9 +127,9 @@ class RunDirectory:
 
     def _check_unclaimed(self, stage: str) -> None:
         """Raise UserError for files where a stage will write that run.json does not know."""
-        if self.record(stage) is None and (found := self._found(stage)):
+        if self.record(stage) is None and (unknown := self._found(stage)):
             raise UserError(
-                f"{found[0]} is there, but {self._file} does not know who made it: move it away, or choose another {self._key}."
+                f"{unknown[0]} is there, but {self._file} does not know who made it: move it away, or choose another {self._key}."
             )
 
     def check_unchanged(self, stage: str, inputs: dict[str, Any]) -> None:
@@ -140,10 +140,10 @@ class RunDirectory:
         if other := self.maker(stage):
             raise UserError(
                 f"The stage '{stage}' in {self.path} was made by the run in {one_line(other)}, with other settings "
-                f"({self.told(stage, inputs)}): choose another --data_dir."
+                f"({self.describe_changes(stage, inputs)}): choose another --data_dir."
             )
         raise UserError(
-            f"The stage '{stage}' in {self.path} was made with other settings ({self.told(stage, inputs)}): choose another "
+            f"The stage '{stage}' in {self.path} was made with other settings ({self.describe_changes(stage, inputs)}): choose another "
             f"{self._key}, or add --redo {stage} to make it and what follows from it again."
         )
 
@@ -153,7 +153,7 @@ class RunDirectory:
         made = None if known is None else run_dir_of(known.recipe)
         return made if made and own and made.resolve() != own.resolve() else None
 
-    def told(self, stage: str, inputs: dict[str, Any]) -> str:
+    def describe_changes(self, stage: str, inputs: dict[str, Any]) -> str:
         """Return in words what changed since a stage was made."""
         known = self.record(stage)
         return "" if known is None else tell_changes(known.inputs, flat_inputs(inputs), known.recipe, self._recipe)
@@ -239,8 +239,8 @@ class RunDirectory:
     def _left(self, stage: str) -> dict[str, tuple[int, str | None]]:
         """Return the files that a finished stage is made of: their sizes, and digests where that takes no time."""
         lasting: dict[str, tuple[int, str | None]] = {}
-        for found in self._found(stage):
-            for path in [found] if found.is_file() else sorted(found.rglob("*")):
+        for entry in self._found(stage):
+            for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
                 name = path.relative_to(self.path).as_posix()
                 if path.is_file() and _LASTING.search(name):
                     size = path.stat().st_size
@@ -358,11 +358,11 @@ class RunDirectory:
 
     def _check_inside(self, stage: str) -> None:
         """Raise UserError for files of others in the folders that a stage makes as a whole."""
-        for found in self._found(stage):
-            for path in sorted(found.rglob("*")) if found.is_dir() and not found.is_symlink() else ():
+        for entry in self._found(stage):
+            for path in sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else ():
                 if not path.is_dir() and not _INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
                     raise UserError(
-                        f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {found.name}: move it away."
+                        f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {entry.name}: move it away."
                     )
 
     def _check_room(self) -> None:

@@ -74,16 +74,16 @@ def search_tree(session: Session, nodes: int | None, temperature: float | None, 
         raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
     search = _prepare(session, nodes, temperature)
     target, texts = search.target, search.texts
-    found = find_trees(texts, sizes_up_to(search.nodes))
-    if nodes is not None and len(found[-1].tree.choices) < nodes:
+    searched = find_trees(texts, sizes_up_to(search.nodes))
+    if nodes is not None and len(searched[-1].tree.choices) < nodes:
         raise UserError(
             f"--nodes is {nodes}, but {texts.depth} drafted tokens of {texts.most} words make no tree of more than "
-            f"{len(found[-1].tree.choices)}: ask for fewer."
+            f"{len(searched[-1].tree.choices)}: ask for fewer."
         )
     say("search-tree: timing target passes and drafts")
     context_ids, rows = _typical_context(search), session.recipe.evaluate.batch
-    costs = measure_tree_costs(target, search.head, found, context_ids, search.sampling, rows=rows)
-    budgets = [costs.budget(one) for one in found]
+    costs = measure_tree_costs(target, search.head, searched, context_ids, search.sampling, rows=rows)
+    budgets = [costs.budget(one) for one in searched]
     if nodes is None:
         budgets = _of_any_depth(texts, budgets, costs)
     chosen = fastest(budgets) if nodes is None else budgets[-1]
@@ -150,8 +150,8 @@ def _of_any_depth(texts: TextRanks, deepest: Sequence[Budget], costs: TreeCosts)
     """Return the fastest tree of every size, where a shallower one may be: every step of a draft costs time."""
     best = {budget.nodes: budget for budget in deepest}
     for depth in range(1, max(budget.found.tree.depth for budget in deepest)):
-        for found in find_trees(texts.cut(depth), list(best)):
-            budget = costs.budget(found)
+        for searched in find_trees(texts.cut(depth), list(best)):
+            budget = costs.budget(searched)
             best[budget.nodes] = fastest([best[budget.nodes], budget])
     return list(best.values())
 
@@ -182,8 +182,8 @@ def _facts(budget: Budget) -> dict[str, Any]:
 def _table(budgets: Sequence[Budget], chosen: Budget, published: dict[str, Budget]) -> Table:
     """What trees cost and bring: the largest one, some of the others, and those that are marked."""
     table = Table(title="Trees by size: accepted length, ms per round, and speedup", title_justify="left")
-    for place, name in enumerate(("", "nodes", "depth", "τ", "held back", "verify", "draft", "speedup")):
-        table.add_column(name, justify="left" if place == 0 else "right", no_wrap=True)
+    for column, name in enumerate(("", "nodes", "depth", "τ", "held back", "verify", "draft", "speedup")):
+        table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
     marks = {fastest(budgets).nodes: "fastest"} | {chosen.nodes: "saved"}
     for budget in budgets:
         if budget.nodes in marks or budget.nodes in _SHOWN or budget is budgets[-1]:

@@ -161,7 +161,7 @@ class CostTable:
         """The places that were held up while they were timed, as a place of the same batch with another context shows: a pass and a
         draft take no less behind more tokens, and what a round spends besides grows no faster than these do. What else runs only
         ever adds to a time, so that the dearer place is wrong."""
-        found: dict[tuple[int, int], str] = {}
+        dearer: dict[tuple[int, int], str] = {}
         for batch, name in product(self.batches, (ALONE, *self.drafters)):
             points = [point for point in self.points if point.batch == batch]
             costs = [(point, *self._parts(points, point, name)) for point in points]
@@ -174,8 +174,8 @@ class CostTable:
                 else:
                     continue
                 text = f"{what} takes {ms[0]:.3g} ms behind {one.context} tokens and {ms[1]:.3g} behind {other.context}"
-                found.setdefault((batch, one.context), f"at batch {batch} {text}")
-        return [Contradiction(place, text) for place, text in sorted(found.items())]
+                dearer.setdefault((batch, one.context), f"at batch {batch} {text}")
+        return [Contradiction(place, text) for place, text in sorted(dearer.items())]
 
     def _parts(self, points: Sequence[CostPoint], point: CostPoint, name: str) -> tuple[float, float]:
         """Return what the steps of a round take at a point, of the longest draft that all `points` have, and what the rest does."""
@@ -232,8 +232,8 @@ def read_cost_table(path: str | Path) -> CostTable:
         raise UserError(f"{path}: 'points' is empty: write the table again with `draftsmith costs --output FILE`.")
     if bool(table.servers) == (table.hardware is not None):
         raise UserError(f"{path} is of a machine or of 'servers', one of the two: write the table again.")
-    for place, point in enumerate(table.points):
-        _check_point(point, f"{path}: 'points[{place}]'", whole=bool(table.servers))
+    for number, point in enumerate(table.points):
+        _check_point(point, f"{path}: 'points[{number}]'", whole=bool(table.servers))
     if table.bandwidth is not None and table.bandwidth <= 0:
         raise UserError(f"{path}: 'bandwidth' is {table.bandwidth:g}, which no memory has: write the table again.")
     return table

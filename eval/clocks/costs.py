@@ -80,22 +80,22 @@ def measure_table(
     a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them verifies cost as the untuned
     one does, whose sizes are the same.
     """
-    found = {} if kept is None else {(point.batch, point.context): point for point in kept.points}
+    timed = {} if kept is None else {(point.batch, point.context): point for point in kept.points}
     too_large = set() if kept is None else set(kept.too_large)
 
     def measure(rows: int, context: int) -> CostPoint:
         ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
         return _point(target, systems, ids, rows, sampling, seconds)
 
-    missing = sorted(places - found.keys() - too_large)
+    missing = sorted(places - timed.keys() - too_large)
     with Bar(total=len(missing), desc="costs", unit="point") as bar:
         for rows, context in missing:
             bar.set_postfix_str(f"batch {rows}, context {context}")
             too_large.add((rows, context))
             # The target alone and every drafter have an answer under way while passes are timed.
-            if not found or fits_in_memory(target, rows, context, caches=3 + len(systems)):
+            if not timed or fits_in_memory(target, rows, context, caches=3 + len(systems)):
                 try:
-                    found[rows, context] = measure(rows, context)
+                    timed[rows, context] = measure(rows, context)
                     too_large.remove((rows, context))
                 except torch.OutOfMemoryError:
                     torch.cuda.empty_cache()
@@ -103,7 +103,7 @@ def measure_table(
     table = CostTable(
         target=info,
         dtype=target.dtype_name,
-        points=tuple(point for _, point in sorted(found.items())),
+        points=tuple(point for _, point in sorted(timed.items())),
         nodes=_tree_nodes(systems),
         weights_bytes=target.weight_bytes,
         bandwidth=read_bandwidth(target.device) if kept is None else kept.bandwidth,
@@ -201,26 +201,26 @@ def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: in
             watch.lap("job")
             if repeat >= WARM_UP:
                 times[key].append(1000 * watch.seconds["job"])
-    return _ascending({key: sorted(found)[len(found) // 4] for key, found in times.items()})
+    return _ascending({key: sorted(samples)[len(samples) // 4] for key, samples in times.items()})
 
 
 def _ascending(times: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
     """Return the costs with none above that of a larger size of the same kind: less work never takes longer, so that what does was
     held up."""
-    found: dict[tuple[str, str], float] = {}
+    ascending: dict[tuple[str, str], float] = {}
     least: dict[str, float] = {}
     sized = [key for key in times if key[1].isdecimal()]
     for name, size in sorted(sized, key=lambda key: int(key[1]), reverse=True):
         least[name] = min(times[name, size], least.get(name, times[name, size]))
-        found[name, size] = least[name]
-    return {key: found.get(key, ms) for key, ms in times.items()}
+        ascending[name, size] = least[name]
+    return {key: ascending.get(key, ms) for key, ms in times.items()}
 
 
 def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = {}
+    by_name: dict[str, dict[str, float]] = {}
     for (name, size), ms in times.items():
-        found.setdefault(name, {})[size] = ms
-    return found
+        by_name.setdefault(name, {})[size] = ms
+    return by_name
 
 
 def _tree_nodes(systems: Sequence[SystemUnderTest]) -> dict[str, dict[str, int]]:

@@ -62,9 +62,9 @@ class GenerateSystem:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, streamer=clock, **options
         )
         clock.watch.lap("decode")
-        found = tuple(output[0, ids.shape[1] :].tolist())
+        answer_ids = tuple(output[0, ids.shape[1] :].tolist())
         seconds = clock.watch.seconds
-        return Timed(request, found, seconds["ttft"], seconds["decode"], len(found) - clock.first)
+        return Timed(request, answer_ids, seconds["ttft"], seconds["decode"], len(answer_ids) - clock.first)
 
 
 class _Arrivals(BaseStreamer):

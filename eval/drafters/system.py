@@ -169,12 +169,12 @@ def simulate_systems(
     """Simulate drafters that `target` verifies on its own finished answers: it reads them once for all of them."""
     reading = [(c.simulate, c.max_k) for c in systems if isinstance(c.simulate, Simulator)]
     together = iter(simulate_together(target, generations, sampling, reading) if reading else [])
-    found = []
+    simulations = []
     for c in systems:
         assert c.simulate is not None
         alone = not isinstance(c.simulate, Simulator)  # from the texts, without the target
-        found.append(c.simulate(target, generations, sampling, c.max_k) if alone else next(together))
-    return found
+        simulations.append(c.simulate(target, generations, sampling, c.max_k) if alone else next(together))
+    return simulations
 
 
 def cut_tree(tree: Tree, depth: int) -> Tree:

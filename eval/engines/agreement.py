@@ -89,15 +89,15 @@ def within_text(answer: EngineAnswer) -> EngineAnswer:
     without one. A last token that was drafted counts as accepted, also where the engine takes an end for the target's own.
     """
     known, rounds = 1, []
-    for found in answer.rounds:
+    for round_ in answer.rounds:
         left = len(answer.output_ids) - known
         if left <= 0:
             break
-        accepted = min(found.accepted, left)
-        if accepted + 1 == left and found.drafted[accepted:left] == answer.output_ids[-1:]:
+        accepted = min(round_.accepted, left)
+        if accepted + 1 == left and round_.drafted[accepted:left] == answer.output_ids[-1:]:
             accepted += 1
-        rounds.append(EngineRound(found.drafted[:left], accepted))
-        known += found.accepted + 1
+        rounds.append(EngineRound(round_.drafted[:left], accepted))
+        known += round_.accepted + 1
     rounds += [EngineRound((), 0)] * max(0, len(answer.output_ids) - known)
     return EngineAnswer(answer.sample_id, answer.output_ids, tuple(rounds))
 
@@ -115,7 +115,7 @@ def count_tally(tally: Tally) -> Counts:
 
 def to_generations(requests: Sequence[Request], answers: Sequence[EngineAnswer]) -> list[Generation]:
     """Return an engine's answers as our decoder's, for the simulator."""
-    found = []
+    generations = []
     for request, answer in zip(requests, answers, strict=True):
         assert request.sample_id == answer.sample_id
         known, rounds = 1, []
@@ -123,8 +123,8 @@ def to_generations(requests: Sequence[Request], answers: Sequence[EngineAnswer])
             rounds.append(Round(known - 1, len(r.drafted), r.accepted))
             known += r.accepted + 1
         ended = "length" if len(answer.output_ids) == request.max_new_tokens else "eos"
-        found.append(Generation(request, list(answer.output_ids), ended, rounds))
-    return found
+        generations.append(Generation(request, list(answer.output_ids), ended, rounds))
+    return generations
 
 
 def equal_rounds(ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer]) -> int:

@@ -70,7 +70,7 @@ class ServerSettings:
         return [*flags, "-lv", "5"] if self.exact else flags
 
 
-class LlamaServer:
+class LlamaServerProcess:
     """A llama-server process, from `with` to its end. Its output is in `log`.
 
     end_ids: the tokens at which it ends an answer: the EOS, and what llama.cpp knows by its text to end a turn.
@@ -83,7 +83,7 @@ class LlamaServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._read = 0
 
-    def __enter__(self) -> "LlamaServer":
+    def __enter__(self) -> "LlamaServerProcess":
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -112,8 +112,8 @@ class LlamaServer:
         # With less room the server would cut the last drafts, or the answer itself.
         assert len(prompt_ids) + max_new_tokens < self.settings.context
         wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False, "return_tokens": True}
-        found = self.http.post("/completion", GREEDY | wanted)
-        return EngineAnswer(sample_id, tuple(found["tokens"]), self._rounds(found["timings"]))
+        answer = self.http.post("/completion", GREEDY | wanted)
+        return EngineAnswer(sample_id, tuple(answer["tokens"]), self._rounds(answer["timings"]))
 
     def time(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, float]:
         """Answer one prompt at temperature 0; return its tokens and the seconds they took, both without the first one's."""
@@ -188,25 +188,25 @@ _LINES = re.compile(r"draft candidate +0, pos +\d+: +(\d+) |accepted +(\d+)/ *(\
 def counted_by_llama_cpp(ours: EngineAnswer, max_new_tokens: int, end_ids: Collection[int]) -> EngineAnswer:
     """Return our answer and its rounds as llama.cpp's server gives and counts them.
 
-    end_ids: of `LlamaServer`; it ends an answer at any of them, where we go on to the target's own EOS.
+    end_ids: of `LlamaServerProcess`; it ends an answer at any of them, where we go on to the target's own EOS.
     tools/server/server-context.cpp, get_n_draft_max: a draft leaves room for the target's own token, so it is one shorter
     than what the answer may still become; where nothing is left, a plain step is made and no round counted.
     common/sampling.cpp, common_sampler_sample_and_accept_n: an end token ends the verification as the target's own, so
     it is not counted as accepted, unless it is the draft's last token. The first token comes with the prompt, as ours.
     """
-    ends = [place for place, token in enumerate(ours.output_ids, 1) if token in end_ids]
+    ends = [length for length, token in enumerate(ours.output_ids, 1) if token in end_ids]
     output = ours.output_ids[: ends[0] if ends else None]
     rounds, known = [], 1
-    for found in ours.rounds:
+    for round_ in ours.rounds:
         if known >= len(output):
             break
-        drafted = found.drafted[: max_new_tokens - known - 1]
-        kept = min(found.accepted, len(drafted), len(output) - known)
+        drafted = round_.drafted[: max_new_tokens - known - 1]
+        kept = min(round_.accepted, len(drafted), len(output) - known)
         # The last token of the answer was drafted, and more of the draft came after it.
         ended = known + kept == len(output) and kept < len(drafted)
         if drafted:
             rounds.append(EngineRound(drafted, kept - ended))
-        known += found.accepted + 1
+        known += round_.accepted + 1
     return EngineAnswer(ours.sample_id, output, tuple(rounds))
 
 

@@ -1,4 +1,4 @@
-"""A running server as it is seen from outside: what it serves, what its counters say, and when the rounds of its answers end.
+"""Measure a running server from outside: which model it serves, what its counters say, and when each round of an answer ends.
 
 vLLM and llama.cpp's llama-server, through /v1/models, /metrics and streamed /v1/completions. Checked with vLLM 0.32.0 and the
 llama.cpp of the sdist llama-cpp-python 0.3.36. K: num_speculative_tokens.
@@ -33,13 +33,13 @@ _ANSWERS = "/v1/completions"
 _SETTLES = 10.0
 """Seconds within which counters show what was answered."""
 _MERGED = 1.5
-"""From so many rounds in a chunk on, when chunks came does not say when rounds ended."""
+"""With so many rounds in a chunk, or more, the chunks' times no longer say when rounds ended."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """The end of a round of one answer, as it reached us. at: seconds of the clock. tokens, rounds: of the answer so far; its first
-    token comes with the prompt, in round 0. drafted: tokens so far, where the server says so with every round."""
+    """The end of a round of one answer, when its chunk arrived. at: seconds of the clock. tokens, rounds: of the answer so far; reading
+    the prompt is round 0 and gives the first token. drafted: tokens so far, 0 where the server does not say."""
 
     at: float
     tokens: int
@@ -49,8 +49,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Batch:
-    """Answers that were asked for at once. started: seconds of the clock. answers: their rounds. draft_length: drafted tokens of a
-    round, on average; 0 for the target alone."""
+    """Answers to requests that were sent together. started: seconds of the clock. answers: their rounds. draft_length: mean number of
+    tokens that a round drafts; 0 for the target alone."""
 
     started: float
     answers: tuple[tuple[Event, ...], ...]
@@ -67,8 +67,8 @@ class _Counters:
     requests: float
 
 
-class Server(ModelServer):
-    """A server at `url` that serves a target by one of `names`.
+class MeasuredServer(ModelServer):
+    """A server at `url` whose rounds are timed; one of `names` is the target that it must serve.
 
     Raises UserError where it does not answer, is of another engine, hides its counters or serves another model.
     """
@@ -137,8 +137,8 @@ class Server(ModelServer):
         return tuple(events)
 
     def _by_chunks(self, chunks: Sequence[tuple[Event, ...]], rounds: float) -> tuple[tuple[Event, ...], ...]:
-        """Return vLLM's chunks as rounds: of the target alone every token is one; else every chunk, or a little more where a chunk
-        had to wait for the one before and was sent with it. rounds: of all answers, by the engine's counters."""
+        """Return vLLM's chunks as rounds. The target alone makes a token in each round. With drafts a chunk is a round, unless two
+        were sent together: then each chunk counts as the mean number of rounds. rounds: of all answers, by the engine's counters."""
         if not rounds:
             return tuple(tuple(Event(e.at, e.tokens, e.tokens - 1) for e in rows) for rows in chunks)
         sent = sum(len(rows) - 1 for rows in chunks)
@@ -153,7 +153,7 @@ class Server(ModelServer):
     def _stream(
         self, prompt: Sequence[int], tokens: int, temperature: float, ready: Barrier
     ) -> list[tuple[float, bytes]]:
-        """Return when the answer was asked for, and its lines with the seconds at which they came."""
+        """Return the lines of an answer, each with the second at which it arrived; the first, empty one is the request's."""
         body = {
             "model": self.model,
             "prompt": list(prompt),
@@ -169,13 +169,13 @@ class Server(ModelServer):
         }
         text = json.dumps(body).encode()
         ready.wait()
-        found = [(time.perf_counter(), b"")]
-        found += ((time.perf_counter(), line) for line in self.stream(_ANSWERS, text))
-        return found
+        lines = [(time.perf_counter(), b"")]
+        lines += ((time.perf_counter(), line) for line in self.stream(_ANSWERS, text))
+        return lines
 
     def _counters(self, generated: float) -> _Counters:
-        """Return the counters once no request is at work and they show as many `generated` tokens, or nearly. Raises UserError where
-        they never do."""
+        """Wait until the server is idle and has counted `generated` tokens, up to rounding; return its counters. Raises UserError where
+        that does not happen in time."""
         deadline = time.monotonic() + _SETTLES
         while (counted := self._read_counters()).requests or counted.generated * (1 + 1e-5) < generated:
             if time.monotonic() <= deadline:
@@ -193,18 +193,18 @@ class Server(ModelServer):
         """Read the counters, those of several engines in one server together. Raises UserError for one that is no number."""
         prefix = _PREFIXES[self._engine]
         names = (_GENERATED[self._engine], _DRAFTS, _DRAFTED, *_BUSY[self._engine])
-        found = dict.fromkeys((f"{prefix}:{name}" for name in names), 0.0)
+        counts = dict.fromkeys((f"{prefix}:{name}" for name in names), 0.0)
         for name, value in _SAMPLE.findall(self.get("/metrics").decode("utf-8", "replace")):
-            if name in found:
+            if name in counts:
                 try:
-                    found[name] += float(value)
+                    counts[name] += float(value)
                 except ValueError:
-                    found[name] = math.nan
-                if not math.isfinite(found[name]):
+                    counts[name] = math.nan
+                if not math.isfinite(counts[name]):
                     raise UserError(
                         f"{self.url} counts {one_line(value, 40)} at /metrics as {name}, which is no number: start it again."
                     )
-        generated, rounds, drafted, *requests = found.values()
+        generated, rounds, drafted, *requests = counts.values()
         return _Counters(generated, rounds, drafted, sum(requests))
 
     def _busy(self, what: str) -> NoReturn:
@@ -212,13 +212,15 @@ class Server(ModelServer):
 
 
 def _read_vllm(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
-    """vLLM sends a chunk for each round, with the tokens so far; after the last one, what all of them came to."""
+    """Read a chunk of vLLM: a round, with the answer's tokens so far. The last chunk holds totals alone and has no choices."""
     return Event(at, _count(chunk["usage"]["completion_tokens"]), chunks) if chunk["choices"] else None
 
 
 def _read_llama(at: float, chunk: dict[str, Any], chunks: int) -> Event | None:
-    """llama-server sends a chunk for each token, with drafted and accepted tokens so far. An accepted token needed no round of its
-    own; only with the last token of a round does what is left of them grow."""
+    """Read a chunk of llama-server: a token, with the tokens that were drafted and accepted so far.
+
+    A round makes one token of the target's own, and some accepted ones. So tokens minus accepted tokens count the rounds, and that
+    number grows only with the last token of a round."""
     said = chunk["timings"]
     tokens = _count(said["predicted_n"])
     return Event(at, tokens, tokens - 1 - _count(said.get("draft_n_accepted", 0)), _count(said.get("draft_n", 0)))
@@ -232,12 +234,12 @@ def _count(value: Any) -> int:
 
 
 _READERS: dict[str, Callable[[float, dict[str, Any], int], Event | None]] = {VLLM: _read_vllm, LLAMA_CPP: _read_llama}
-"""From when a chunk came, the chunk, and the rounds before it, to a round, or a part of one."""
+"""By engine: from a chunk's arrival, the chunk, and the number of rounds before it to a round, which may not be complete."""
 
 
 def _draft_length(answers: Sequence[Sequence[Event]], tokens: int) -> float:
-    """Return the drafted tokens of a round, on average over all that had room for as many: llama-server drafts fewer before the end
-    of an answer of `tokens` tokens."""
+    """Return the mean number of tokens that a round drafts. Rounds near the end of an answer of `tokens` tokens are left out, as
+    llama-server drafts no more than the answer has room for."""
     rounds = [(tokens - a.tokens - 1, b.drafted - a.drafted) for rows in answers for a, b in pairwise(rows)]
     most = max((drafted for _, drafted in rounds), default=0)
     whole = [drafted for room, drafted in rounds if room >= most]

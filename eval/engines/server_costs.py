@@ -1,7 +1,7 @@
 """Measure costs from running servers: one serves the target alone, each of the others drafts its own number of tokens in every round.
 
-Whole rounds are timed while all rows of a batch are answered, from the end of a round to the end of a later one. What a round takes
-does not depend on what is accepted, so that any text will do. K: num_speculative_tokens.
+Whole rounds are timed while all rows of a batch are at work, from the end of one round to the end of a later one. The time of a round
+does not depend on what is accepted, so any text will do. K: num_speculative_tokens.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from statistics import median
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, Served
-from draftsmith.eval.engines.server import Batch, Server
+from draftsmith.eval.engines.server import Batch, MeasuredServer
 from draftsmith.eval.results.result import TargetInfo
 from draftsmith.machine import environment
 from draftsmith.progress import Bar
@@ -50,7 +50,7 @@ def time_batch(batch: Batch) -> Timing:
 
 
 class _Prompts:
-    """Prompts of any length out of one text, each from another place of it on."""
+    """Cuts prompts of any length out of one text, each from another start."""
 
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids, self._place = list(ids), count()
@@ -62,7 +62,7 @@ class _Prompts:
 
 
 def measure_served(
-    servers: Sequence[Server],
+    servers: Sequence[MeasuredServer],
     target: TargetInfo,
     drafter: str,
     text_ids: Sequence[int],
@@ -107,27 +107,27 @@ def measure_served(
 
 
 def _by_draft_length(
-    servers: Sequence[Server], prompts: Sequence[Sequence[int]], temperature: float
-) -> dict[int, Server]:
+    servers: Sequence[MeasuredServer], prompts: Sequence[Sequence[int]], temperature: float
+) -> dict[int, MeasuredServer]:
     """Return the servers by K, ascending, as their first answer shows it."""
-    found: dict[int, Server] = {}
+    by_length: dict[int, MeasuredServer] = {}
     for server in servers:
         k = _whole(server, server.answer(prompts, TOKENS, temperature))
-        if k in found:
+        if k in by_length:
             what = f"both draft {k} tokens a round" if k else "both serve the target alone"
-            raise UserError(f"{found[k].url} and {server.url} {what}: name one server for each number.")
-        found[k] = server
-    if 0 not in found or len(found) == 1:
-        lacking = "none serves the target alone" if 0 not in found else "none drafts"
+            raise UserError(f"{by_length[k].url} and {server.url} {what}: name one server for each number.")
+        by_length[k] = server
+    if 0 not in by_length or len(by_length) == 1:
+        lacking = "none serves the target alone" if 0 not in by_length else "none drafts"
         raise UserError(
             f"Of the servers {', '.join(one.url for one in servers)} {lacking}: name one without speculation, to compare with, and one "
             "for each number of drafted tokens."
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(by_length.items()))
 
 
-def _whole(server: Server, batch: Batch) -> int:
-    """Return K of a batch. Raises UserError where its rounds drafted different numbers of tokens, which have no one price."""
+def _whole(server: MeasuredServer, batch: Batch) -> int:
+    """Return K of a batch. Raises UserError where its rounds drafted different numbers of tokens, so that no one cost is theirs."""
     k = round(batch.draft_length)
     if abs(batch.draft_length - k) > 0.01:
         raise UserError(
@@ -138,10 +138,10 @@ def _whole(server: Server, batch: Batch) -> int:
 
 
 def _point(
-    by_length: dict[int, Server], drafter: str, prompts: _Prompts, temperature: float, rows: int, context: int
+    by_length: dict[int, MeasuredServer], drafter: str, prompts: _Prompts, temperature: float, rows: int, context: int
 ) -> CostPoint:
-    """Time a batch behind a context on every server in turns. A drafter's reading of the prompt is what the first tokens come later
-    than from the target alone."""
+    """Time a batch behind a context on every server in turns. A drafter reads the prompt in the time by which its first tokens come
+    later than those of the target alone."""
     tokens = {k: _tokens_needed(server, prompts, temperature, rows, context) for k, server in by_length.items()}
     timings: dict[int, list[Timing]] = {k: [] for k in by_length}
     for _ in range(REPEATS):
@@ -152,14 +152,14 @@ def _point(
                     f"{server.url} drafts {k} tokens a round at batch 1, but {now} at batch {rows}: start it with one number for all."
                 )
             timings[k].append(time_batch(batch))
-    round_ms = {k: median(timing.round_ms for timing in found) for k, found in timings.items()}
-    first_ms = {k: median(timing.first_ms for timing in found) for k, found in timings.items()}
+    round_ms = {k: median(timing.round_ms for timing in batches) for k, batches in timings.items()}
+    first_ms = {k: median(timing.first_ms for timing in batches) for k, batches in timings.items()}
     later = max(ms - first_ms[0] for k, ms in first_ms.items() if k)
     whole = {ALONE: {"0": round_ms[0]}, drafter: {str(k): ms for k, ms in round_ms.items() if k}}
     return CostPoint(rows, context, {}, {}, {drafter: max(0.0, later)}, {}, whole)
 
 
-def _tokens_needed(server: Server, prompts: _Prompts, temperature: float, rows: int, context: int) -> int:
+def _tokens_needed(server: MeasuredServer, prompts: _Prompts, temperature: float, rows: int, context: int) -> int:
     """Return how many tokens answers need for enough rounds with all rows at work; asks for them, which warms the server up."""
     tokens = TOKENS
     while True:

@@ -73,11 +73,12 @@ def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) 
         raise UserError(f"Cannot start {command[0]}: {error.strerror}; name the environment of vLLM.") from error
     except subprocess.CalledProcessError as error:
         raise UserError(f"vLLM failed: {_last_error(log)} (see {log}).") from error
-    found = json.loads(result.read_text(encoding="utf-8"))
+    answered = json.loads(result.read_text(encoding="utf-8"))
     answers = {
-        float(temperature): [_answer(entry) for entry in entries] for temperature, entries in found["answers"].items()
+        float(temperature): [_answer(entry) for entry in entries]
+        for temperature, entries in answered["answers"].items()
     }
-    run = VllmRun(found["version"], answers, found["counters"])
+    run = VllmRun(answered["version"], answers, answered["counters"])
     _check_counters(run)
     return run
 

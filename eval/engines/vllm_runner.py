@@ -60,7 +60,7 @@ def answer(llm: Any, job: dict[str, Any], temperature: float, rounds: dict[str, 
     ]
     outputs = llm.generate([{"prompt_token_ids": prompt["ids"]} for prompt in job["prompts"]], settings)
     # vLLM appends letters of its own to the number that the request's output has.
-    by_request = {key.split("-")[0]: found for key, found in rounds.items()}
+    by_request = {key.split("-")[0]: recorded for key, recorded in rounds.items()}
     return [
         {"id": prompt["id"], "ids": list(output.outputs[0].token_ids), "rounds": by_request[output.request_id]}
         for prompt, output in zip(job["prompts"], outputs, strict=True)

@@ -68,13 +68,13 @@ def compare_texts(
     for i, generation in enumerate(alone):
         scopes.setdefault(generation.request.slice, []).append(i)
     compared = {}
-    for name, places in scopes.items():
-        apart = tuple(d for i in places if (d := divergences[i]) is not None)
+    for name, indices in scopes.items():
+        apart = tuple(d for i in indices if (d := divergences[i]) is not None)
         tau, tau_simulated = (
-            None if tallies is None else total((tallies[i] for i in places), k).tau for tallies in (decoded, simulated)
+            None if tallies is None else total((tallies[i] for i in indices), k).tau for tallies in (decoded, simulated)
         )
-        equal = len(places) - len(apart)
-        compared[name] = Lossless(target.dtype_name, len(places), equal, apart, tau, tau_simulated)
+        equal = len(indices) - len(apart)
+        compared[name] = Lossless(target.dtype_name, len(indices), equal, apart, tau, tau_simulated)
     return compared
 
 

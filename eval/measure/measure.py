@@ -94,12 +94,12 @@ def measure_change(
 ) -> Fields:
     """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them."""
     own, theirs = perplexities(target, originals), perplexities(target, generations)
-    found = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
+    fields = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
     if system.verifier is not None:
         change = compare_targets(target, system.verifier, originals)
-        found = {key: {**found[key], **asdict(change[key])} for key in found}
+        fields = {key: {**fields[key], **asdict(change[key])} for key in fields}
     judged = judged_shares(generations, originals, judge)
-    return {key: {**values, **judged.get(key, {})} for key, values in found.items()}
+    return {key: {**values, **judged.get(key, {})} for key, values in fields.items()}
 
 
 def _distinct(repeats: Repeats, sampling: Sampling) -> list[Generation]:
@@ -114,7 +114,7 @@ def of_slice(repeats: Repeats, slice_name: str | None) -> Repeats:
 
 def summarize(
     system: SystemUnderTest,
-    found: Texts,
+    answers: Texts,
     turns: Turns | None = None,
     costs: Costs | None = None,
     thought_of: Callable[[Generation], int] = lambda generation: 0,
@@ -125,10 +125,10 @@ def summarize(
     thought_of: the tokens of an answer that are thought.
     """
     k = system.num_speculative_tokens
-    prompts = sum_prompts((t.generation, t.decoded, t.simulated[k - 1] if t.simulated else None) for t in found.texts)
+    prompts = sum_prompts((t.generation, t.decoded, t.simulated[k - 1] if t.simulated else None) for t in answers.texts)
 
     def scope(slice_name: str | None) -> Measures:
-        texts = [t for t in found.texts if slice_name in (None, t.generation.request.slice)]
+        texts = [t for t in answers.texts if slice_name in (None, t.generation.request.slice)]
         some = [p for p in prompts.values() if slice_name in (None, p.slice)]
         fields = _acceptance(system, texts, some, costs, thought_of)
         if turns is not None:
@@ -138,15 +138,15 @@ def summarize(
             # A batch's rounds are those of its slowest row, which tau does not tell.
             single = all(len(d.generations) == 1 for repeat in drafted for d in repeat)
             fields["ideal_speedup"] = _predicted(system, costs, k, fields["tau"]) if single else None
-        return Measures(**fields, **found.fields.get(slice_name or "overall", {}))
+        return Measures(**fields, **answers.fields.get(slice_name or "overall", {}))
 
-    slices = dict.fromkeys(t.generation.request.slice for t in found.texts)
+    slices = dict.fromkeys(t.generation.request.slice for t in answers.texts)
     return DrafterResult(scope(None), {slice_name: scope(slice_name) for slice_name in slices}, system.info, prompts)
 
 
 def sum_prompts(answers: Iterable[tuple[Generation, Tally | None, Tally | None]]) -> dict[str, PromptSums]:
     """Return what each prompt adds to tau, by its id. answers: with their tallies, decoded and simulated."""
-    found: dict[str, PromptSums] = {}
+    sums: dict[str, PromptSums] = {}
 
     def added(before: float | None, tally: Tally | None) -> float | None:
         return None if tally is None or before is None else before + tally.rounds
@@ -154,10 +154,10 @@ def sum_prompts(answers: Iterable[tuple[Generation, Tally | None, Tally | None]]
     for generation, decoded, simulated in answers:
         request, tally = generation.request, decoded or simulated
         assert tally is not None
-        so_far = found.get(request.sample_id, PromptSums(request.slice, 0.0, 0.0, 0.0))
+        so_far = sums.get(request.sample_id, PromptSums(request.slice, 0.0, 0.0, 0.0))
         rounds, expected = added(so_far.rounds, decoded), added(so_far.rounds_simulated, simulated)
-        found[request.sample_id] = PromptSums(request.slice, so_far.tokens + tally.tokens, rounds, expected)
-    return found
+        sums[request.sample_id] = PromptSums(request.slice, so_far.tokens + tally.tokens, rounds, expected)
+    return sums
 
 
 def _pairs(prompts: Iterable[PromptSums], *, simulated: bool) -> list[tuple[float, float]]:
@@ -266,10 +266,10 @@ def measure_pick(
         [[d for d in r if d.generations[0].request.sample_id in among] for r in timings[name]]
         for name in (system.name, "")
     )
-    found = collect_texts(target, system, {**timings, system.name: repeats}, sampling)
-    names = {t.generation.request.sample_id for t in found.texts}
+    collected = collect_texts(target, system, {**timings, system.name: repeats}, sampling)
+    names = {t.generation.request.sample_id for t in collected.texts}
     ratios = [speed / base for speed, base in _paired_speeds(repeats, alone)]
-    tau = total((t.simulated[k - 1] for t in found.texts if t.simulated), k).tau
+    tau = total((t.simulated[k - 1] for t in collected.texts if t.simulated), k).tau
     return Pick(drafter, k, len(names), tau, _median(ratios), _spread(ratios))
 
 

@@ -73,11 +73,11 @@ def _add(sums: dict[str, list[float]], generation: Generation, values: Sequence[
 def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Tensor]]:
     """Yield each answer with the logits [R, V] from which the target would have chosen its tokens, shortest first."""
     order = sorted(generations, key=lambda g: len(g.output_ids))
-    for places, batch in target_passes(target, [to_sample(g) for g in order]):
-        for row, place in enumerate(places):
-            first = len(order[place].request.prompt_ids)
-            last = first + len(order[place].output_ids) - 1
-            yield order[place], target.head.logits(batch.last[row, first - 1 : last])
+    for indices, batch in target_passes(target, [to_sample(g) for g in order]):
+        for row, index in enumerate(indices):
+            first = len(order[index].request.prompt_ids)
+            last = first + len(order[index].output_ids) - 1
+            yield order[index], target.head.logits(batch.last[row, first - 1 : last])
 
 
 def judge_answer(answer: str, slice_name: str, reference: Any = None, closes: str = "</think>") -> dict[str, bool]:
@@ -88,10 +88,10 @@ def judge_answer(answer: str, slice_name: str, reference: Any = None, closes: st
     whole or in its last code block; of slices with the word json in their name.
     """
     answer = answer.rpartition(closes)[2]
-    found = {} if reference is None else {"exact_match": _is_right(answer, reference)}
+    judged = {} if reference is None else {"exact_match": _is_right(answer, reference)}
     if "json" in re.split("[^a-z]+", slice_name.casefold()):
-        found["valid_json"] = isinstance(_json_of(answer), dict | list)
-    return found
+        judged["valid_json"] = isinstance(_json_of(answer), dict | list)
+    return judged
 
 
 def _is_right(answer: str, reference: Any) -> bool:
@@ -111,12 +111,12 @@ def judged_shares(
     own for which it holds, and of how many of the first it can be told."""
     shares: dict[str, dict[str, float]] = defaultdict(dict)
     for ending, answers in (("", generations), ("_baseline", originals)):
-        found: dict[tuple[str, str], list[bool]] = defaultdict(list)
+        judged: dict[tuple[str, str], list[bool]] = defaultdict(list)
         for generation in answers:
             for measure, holds in judge(generation).items():
                 for scope in ("overall", generation.request.slice):
-                    found[scope, measure].append(holds)
-        for (scope, measure), held in found.items():
+                    judged[scope, measure].append(holds)
+        for (scope, measure), held in judged.items():
             shares[scope][measure + ending] = sum(held) / len(held)
             if not ending:
                 shares[scope][_COUNTS[measure]] = len(held)

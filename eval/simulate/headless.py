@@ -35,9 +35,9 @@ def draft_model_simulator(model: Target, *, greedy_drafts: bool = False) -> Simu
         last_RD = model.forward(readable(model, batch.ids)).last.flatten(0, 1)[rows + 1]
         logits_RW = model.head.logits(last_RD)[:, : min(target.vocab_size, model.vocab_size)]
         output, vocab_W = HeadOutput((StepOutput(0, rows, logits_RW),)), draft_vocab(model, target.vocab_size)
-        found = acceptance(output, batch, target.head, vocab_W, sampling, greedy_drafts=greedy_drafts)
-        c_BLK = F.pad(found.c_BLK[..., 0], (0, max_k - 1), value=torch.nan).unfold(1, max_k, 1)
-        return Acceptance(c_BLK, found.off_text)
+        chances = acceptance(output, batch, target.head, vocab_W, sampling, greedy_drafts=greedy_drafts)
+        c_BLK = F.pad(chances.c_BLK[..., 0], (0, max_k - 1), value=torch.nan).unfold(1, max_k, 1)
+        return Acceptance(c_BLK, chances.off_text)
 
     return Simulator(accept)
 
@@ -84,8 +84,8 @@ def _simulate_answer(
     for root in range(tokens):
         # A decoder cuts its drafts at the limit of new tokens; it does not know where the answer will end.
         limit = generation.request.max_new_tokens - 1 - root
-        found = draft(ids_L[: first + root + 1], [min(k, limit) for k in range(1, max_k + 1)])
-        for k, branches in enumerate(found):
+        drafts = draft(ids_L[: first + root + 1], [min(k, limit) for k in range(1, max_k + 1)])
+        for k, branches in enumerate(drafts):
             depths, left = branches.depths, tokens - root
             c_KTK[k, root, : max(depths, default=0)] = 0
             c_KTK[k, root, : branches.followed(output[root + 1 :])] = 1

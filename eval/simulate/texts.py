@@ -98,11 +98,11 @@ def simulate_together(
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
     layers = tuple(sorted({layer for simulator, _ in drafters for layer in simulator.layer_ids}))
-    found: list[dict[int, list[Tally]]] = [{} for _ in drafters]
+    by_index: list[dict[int, list[Tally]]] = [{} for _ in drafters]
     off_text = [0 for _ in drafters]
-    for places, batch in target_passes(target, [to_sample(generations[i]) for i in order], layers):
+    for indices, batch in target_passes(target, [to_sample(generations[i]) for i in order], layers):
         answers = find_answers(batch)
-        assert len(answers) == len(places)
+        assert len(answers) == len(indices)
         for drafter, (simulator, max_k) in enumerate(drafters):
             accepted = simulator.accept(target, _read(batch, layers, simulator.layer_ids), sampling, max_k)
             off_text[drafter] += accepted.off_text
@@ -110,10 +110,10 @@ def simulate_together(
                 simulate(accepted.c_BLK, answers, k, None if simulator.levels is None else simulator.levels[:k])
                 for k in range(1, max_k + 1)
             ]
-            by_answer = zip(places, zip(*by_k, strict=True), strict=True)
-            found[drafter] |= {order[place]: list(tallies) for place, tallies in by_answer}
+            by_answer = zip(indices, zip(*by_k, strict=True), strict=True)
+            by_index[drafter] |= {order[index]: list(tallies) for index, tallies in by_answer}
     everywhere = range(len(generations))
-    return [Simulation([of[i] for i in everywhere], off) for of, off in zip(found, off_text, strict=True)]
+    return [Simulation([of[i] for i in everywhere], off) for of, off in zip(by_index, off_text, strict=True)]
 
 
 def _read(batch: TrainBatch, layers: tuple[int, ...], chosen: tuple[int, ...]) -> TrainBatch:
@@ -127,12 +127,12 @@ def _read(batch: TrainBatch, layers: tuple[int, ...], chosen: tuple[int, ...]) -
 def target_passes(
     target: Target, samples: Sequence[Tokenized], layer_ids: tuple[int, ...] = ()
 ) -> Iterator[tuple[range, TrainBatch]]:
-    """Run the target over texts, some at once, one per row; yield the places of these and what a head reads of them. Raises UserError
+    """Run the target over texts, some at once, one per row; yield the indices of these and what a head reads of them. Raises UserError
     for texts that the target cannot read."""
     if samples:
         check_samples(target, samples)
     for start in range(0, len(samples), _TEXTS_PER_PASS):
-        places = range(start, min(start + _TEXTS_PER_PASS, len(samples)))
-        some = samples[places.start : places.stop]
+        indices = range(start, min(start + _TEXTS_PER_PASS, len(samples)))
+        some = samples[indices.start : indices.stop]
         features = compute_features(target, some, layer_ids, target.dtype)
-        yield places, collate([[f] for f in features], max(len(s.ids) for s in some)).to(target.device)
+        yield indices, collate([[f] for f in features], max(len(s.ids) for s in some)).to(target.device)

@@ -75,27 +75,27 @@ class TreeCosts:
         times = [self.measured.draft_ms[f"head {timed.name}"][str(depth)] for timed in deep]
         return float(np.interp(len(tree.choices), [len(timed.choices) for timed in deep], times))
 
-    def budget(self, found: FoundTree) -> Budget:
+    def budget(self, searched: FoundTree) -> Budget:
         """Return what a round with a tree costs and brings."""
-        verify_ms, draft_ms = self.verify_ms(len(found.tree.choices) + 1), self.draft_ms(found.tree)
-        speedup = found.tau_held_back * self.verify_ms(1) / (verify_ms + draft_ms)
-        return Budget(found, verify_ms, draft_ms, speedup)
+        verify_ms, draft_ms = self.verify_ms(len(searched.tree.choices) + 1), self.draft_ms(searched.tree)
+        speedup = searched.tau_held_back * self.verify_ms(1) / (verify_ms + draft_ms)
+        return Budget(searched, verify_ms, draft_ms, speedup)
 
 
 def measure_tree_costs(
     target: Target,
     head: DraftHead,
-    found: Sequence[FoundTree],
+    searched: Sequence[FoundTree],
     context_ids: Sequence[int],
     sampling: Sampling,
     *,
     rows: int = 1,
 ) -> TreeCosts:
     """Time target passes up to the largest tree's size, and the drafts of a few of the trees, which ascend in size."""
-    largest = len(found[-1].tree.choices)
-    numbers = [len(one.tree.choices) for one in found]
-    places = {bisect_left(numbers, nodes) for nodes in _DRAFTS if nodes < largest} | {len(found) - 1}
-    trees = tuple(found[place].tree for place in sorted(places))
+    largest = len(searched[-1].tree.choices)
+    numbers = [len(one.tree.choices) for one in searched]
+    indices = {bisect_left(numbers, nodes) for nodes in _DRAFTS if nodes < largest} | {len(searched) - 1}
+    trees = tuple(searched[index].tree for index in sorted(indices))
     drafters = [head_system("head", head, tree.depth, tree.depth, tree=tree) for tree in trees]
     # A name of its own may say more of how the head drafts.
     systems = [replace(c, name=f"head {tree.name}") for c, tree in zip(drafters, trees, strict=True)]

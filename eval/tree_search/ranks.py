@@ -36,8 +36,8 @@ class TextRanks:
         """Gather the ranks [tokens, D] of every answer."""
         tokens_S = np.array([len(answer) for answer in answers])
         ranks_STD = np.full((len(answers), max(1, tokens_S.max()), answers[0].shape[1]), -1, dtype=np.int16)
-        for place, answer in enumerate(answers):
-            ranks_STD[place, : len(answer)] = answer
+        for row, answer in enumerate(answers):
+            ranks_STD[row, : len(answer)] = answer
         return cls(ranks_STD, tokens_S, tuple(conversations), most)
 
     @property
@@ -74,16 +74,16 @@ class TextRanks:
 def read_ranks(target: Target, head: DraftHead, samples: Sequence[Tokenized], depth: int, most: int) -> TextRanks:
     """Run the target and the head over `samples` and return the ranks of their answers' tokens in steps 0..depth-1."""
     ordered = sorted(samples, key=lambda sample: len(sample.ids))
-    found, conversations = [], []
-    for places, batch in target_passes(target, ordered, head.reads.layer_ids):
+    ranks, conversations = [], []
+    for indices, batch in target_passes(target, ordered, head.reads.layer_ids):
         with drafting(head):
             output = head(batch, depth)
         ranks_BLD = token_ranks(output, batch, head.draft_vocab, most).cpu().numpy()
         for answer in find_answers(batch):
             # The root x_r is drafted from by row t = r - 1.
-            found.append(ranks_BLD[answer.row, answer.first - 1 : answer.last - 1])
-            conversations.append(conversation_of(ordered[places[answer.row]].sample_id))
-    return TextRanks.of(found, conversations, most)
+            ranks.append(ranks_BLD[answer.row, answer.first - 1 : answer.last - 1])
+            conversations.append(conversation_of(ordered[indices[answer.row]].sample_id))
+    return TextRanks.of(ranks, conversations, most)
 
 
 def conversation_of(sample_id: str) -> str:

@@ -49,8 +49,8 @@ def find_trees(texts: TextRanks, sizes: Sequence[int], *, prior: float = PRIOR) 
     for fold in range(FOLDS):
         inside_S = fold_S == fold
         rest, left_out = texts.some(~inside_S), texts.some(inside_S)
-        for place, order in enumerate(_search(rest, [len(order) for order in chosen], prior)[0]):
-            held_back_BS[place, inside_S] = count_rounds(arrivals(order, left_out), left_out.tokens_S, [len(order)])
+        for index, order in enumerate(_search(rest, [len(order) for order in chosen], prior)[0]):
+            held_back_BS[index, inside_S] = count_rounds(arrivals(order, left_out), left_out.tokens_S, [len(order)])
     tokens = texts.tokens_S.sum()
     return [
         FoundTree(StaticTree.of(f"{len(order)} nodes", order), float(tokens / rounds), float(tokens / held_back))
@@ -72,7 +72,7 @@ def _folds(texts: TextRanks) -> np.ndarray:
             f"There are only {len(conversations)} conversations with answers to draft for, too few to search a tree on (a few "
             f"hundred are right, {FOLDS} the least): train with a larger data.heldout."
         )
-    number = {name: place for place, name in enumerate(conversations)}
+    number = {name: index for index, name in enumerate(conversations)}
     return np.array([number.get(name, 0) % FOLDS for name in texts.conversations])
 
 
@@ -89,8 +89,8 @@ def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[
         again_BS = count_rounds(reached_STD, texts.tokens_S, some)
         if not chosen:
             chosen, rounds_BS = [order[:size] for size in some], again_BS
-        for place in np.flatnonzero(again_BS.sum(1) < rounds_BS.sum(1)):
-            chosen[place], rounds_BS[place] = order[: some[place]], again_BS[place]
+        for index in np.flatnonzero(again_BS.sum(1) < rounds_BS.sum(1)):
+            chosen[index], rounds_BS[index] = order[: some[index]], again_BS[index]
         weight_R = count_visits(reached_STD, texts.tokens_S, len(order))[roots_ST]
     return chosen, rounds_BS
 
@@ -154,7 +154,7 @@ def arrivals(order: Sequence[Choice], texts: TextRanks) -> np.ndarray:
     `order`, or one more than there are where it has left the tree. Parents come before their children."""
     off = len(order) + 1
     child = np.full((off + 1, texts.most + 1), off, dtype=np.int32)
-    number = {path: place for place, path in enumerate([(), *order])}
+    number = {path: index for index, path in enumerate([(), *order])}
     for path in order:
         child[number[path[:-1]], path[-1]] = number[path]
     node_ST = np.zeros(texts.ranks_STD.shape[:2], dtype=np.int32)

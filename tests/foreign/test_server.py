@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.server import Server
+from draftsmith.eval.engines.server import MeasuredServer
 from draftsmith.foreign import server
 from draftsmith.foreign.server import ModelServer, ServerError
 from tests.bad_inputs.test_bad_inputs import check_sentence
@@ -167,7 +167,7 @@ def test_a_counter_that_is_no_number_is_refused(value: str) -> None:
             return super().page().replace(" 0.0\n", f" {value}\n", 1) + "vllm:other_gauge NaN\n"
 
     with serving(Odd()) as url, pytest.raises(UserError) as caught:
-        Server(url, ["target"]).answer([[1, 2]], 8, 0.0)
+        MeasuredServer(url, ["target"]).answer([[1, 2]], 8, 0.0)
     assert "as vllm:generation_tokens_total, which is no number" in sentence(caught, url)
 
 
@@ -177,7 +177,7 @@ def test_a_chunk_whose_counts_are_no_numbers_is_refused(kind: str, value: Any) -
     key = {"vLLM": "completion_tokens", "llama.cpp": "predicted_n"}[kind]
     chunk = {"choices": [1], "usage": {key: value}, "timings": {key: value}}
     with serving(Engine(kind)) as url:
-        asking = Server(url, ["target"])
+        asking = MeasuredServer(url, ["target"])
         with pytest.raises(UserError) as caught:
             asking._read([(0.0, b"data: " + json.dumps(chunk).encode())])
     assert "sends its answers in other chunks" in sentence(caught, url)

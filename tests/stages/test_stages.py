@@ -189,26 +189,6 @@ def listing(path: Path) -> list[str]:
     return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
-@pytest.mark.parametrize("redo", ["answers", "features", "train", "evaluate", "export"])
-def test_a_folder_that_is_no_run_is_left_alone(redo: str, tmp_path: Path) -> None:
-    """The user's own project, with folders of the names that a run has."""
-    for name in (
-        "train/model.py",
-        "export/eagle3/x",
-        "features/index.json",
-        "evaluation/a",
-        "answers.jsonl.partial",
-        "a.py",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("mine")
-    before = listing(tmp_path)
-    for again in (True, False):
-        with pytest.raises(UserError, match=r"is not empty and no run of draftsmith.*choose another --output_dir"):
-            RunDirectory(tmp_path).begin(redo, {}, redo=again)
-    assert listing(tmp_path) == before
-
-
 def test_files_that_a_run_did_not_make_stay(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     foreign = [

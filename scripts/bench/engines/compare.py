@@ -30,7 +30,7 @@ from draftsmith.eval.engines.agreement import (
     to_generations,
     within_text,
 )
-from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServer, ServerSettings, counted_by_llama_cpp
+from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServerProcess, ServerSettings, counted_by_llama_cpp
 from draftsmith.eval.engines.traces import EngineAnswer, trace_ours
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
 from draftsmith.eval.simulate.texts import simulate_generations
@@ -234,7 +234,7 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     rows, files = [], {}
     for weights in ("f32", *(QUANTIZED if candidate.name == "eagle3" else ())):
         file = files[weights] = draft if weights == "f32" else _quantize(options.llama_cpp, draft, weights)
-        with LlamaServer(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
+        with LlamaServerProcess(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
             version, ends = server.version(), server.end_ids
             answers = [server.complete(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in side.requests]
         ours = [counted_by_llama_cpp(a, limits[a.sample_id], ends) for a in side.greedy]
@@ -259,7 +259,7 @@ def _time_llama_cpp(
     spent: dict[str | None, list[tuple[int, float]]] = {name: [] for name in how}
     with ExitStack() as started, side.lock:  # nothing else of ours at work meanwhile
         servers = {
-            name: started.enter_context(LlamaServer(program, one, folder / f"speed-{name}.log"))
+            name: started.enter_context(LlamaServerProcess(program, one, folder / f"speed-{name}.log"))
             for name, one in how.items()
         }
         for repeat in range(_REPEATS + 1):

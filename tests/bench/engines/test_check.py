@@ -203,7 +203,7 @@ def test_speeds_are_of_servers_that_take_turns(tmp_path: Path, monkeypatch: pyte
             assert not self.settings.exact
             return tokens, tokens / {None: 10.0, "a": 20.0, "b": 15.0}[asked[-1]]
 
-    monkeypatch.setattr(engine_compare, "LlamaServer", Server)
+    monkeypatch.setattr(engine_compare, "LlamaServerProcess", Server)
     requests = [Request(name, "s", (1, 2), 8) for name in "xy"]
     side = SimpleNamespace(requests=requests, lock=threading.RLock())
     settings = ServerSettings(Path("t"), Path("a"), "s", 3, 64)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.server import Server
+from draftsmith.eval.engines.server import MeasuredServer
 from tests.eval.engines.fake_server import Engine, serving
 
 PROMPTS = [[1, 2, 3], [4, 5, 6]]
@@ -16,7 +16,7 @@ PROMPTS = [[1, 2, 3], [4, 5, 6]]
 def test_rounds_are_those_of_the_engine(kind: str, k: int, accepts: tuple[int, ...]) -> None:
     engine = Engine(kind, k, accepts)
     with serving(engine, 0) as url:
-        batch = Server(url + "/v1/", ["target"]).answer(PROMPTS, 40, 0.0)
+        batch = MeasuredServer(url + "/v1/", ["target"]).answer(PROMPTS, 40, 0.0)
     assert batch.draft_length == k
     own = engine.rounds(40)
     for answer in batch.answers:
@@ -28,7 +28,7 @@ def test_rounds_are_those_of_the_engine(kind: str, k: int, accepts: tuple[int, .
 def test_a_server_is_asked_for_fixed_lengths_of_what_it_has_not_read_before() -> None:
     engine = Engine(model="/srv/Qwen/Target")
     with serving(engine, 0) as url:
-        server = Server(url, ["Other/none", "qwen/target.gguf"])
+        server = MeasuredServer(url, ["Other/none", "qwen/target.gguf"])
         server.answer(PROMPTS, 8, 0.7)
     assert (server.model, server.engine, server.url) == ("served", "vLLM 9.9", url)
     assert sorted(asked["prompt"] for asked in engine.asked) == PROMPTS
@@ -41,7 +41,7 @@ def test_a_server_is_asked_for_fixed_lengths_of_what_it_has_not_read_before() ->
 def test_rounds_that_were_sent_together_are_counted_by_the_engine() -> None:
     engine = Engine(k=2, merged=5)
     with serving(engine, 0) as url:
-        server = Server(url, ["target"])
+        server = MeasuredServer(url, ["target"])
         for answer in server.answer(PROMPTS, 20, 0.0).answers:
             assert (len(answer), answer[-1].rounds) == (1 + 16, 19)
         engine.merged = 2
@@ -72,7 +72,7 @@ def test_what_would_falsify_the_times_is_one_sentence(
 ) -> None:
     monkeypatch.setattr("draftsmith.eval.engines.server._SETTLES", 0.1)
     with serving(Engine(kind, **changes), 0) as url, pytest.raises(UserError, match=message) as caught:
-        Server(url, ["target"]).answer(PROMPTS, 40, 0.0)
+        MeasuredServer(url, ["target"]).answer(PROMPTS, 40, 0.0)
     assert str(caught.value).startswith(url)
 
 
@@ -80,12 +80,12 @@ def test_a_server_that_is_not_there_is_one_sentence() -> None:
     with serving(Engine()) as url:
         pass
     with pytest.raises(UserError, match=r"does not answer .*refused.*: start the server"):
-        Server(url, ["target"])
+        MeasuredServer(url, ["target"])
     for wrong in ("localhost:80", "ftp://host", "http://", "http://user:secret@host"):
         with pytest.raises(
             UserError, match=r"--server is .*: give the address of a server, such as http://localhost:8000"
         ):
-            Server(wrong, ["target"])
+            MeasuredServer(wrong, ["target"])
     for wrong in ("http://[host", "http://host:port", "http://no-such-host.invalid"):
         with pytest.raises(UserError, match="/metrics does not answer"):
-            Server(wrong, ["target"])
+            MeasuredServer(wrong, ["target"])

@@ -18,7 +18,7 @@ from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import compare_answers, logit_gaps
-from draftsmith.eval.engines.llama_cpp import LlamaServer, ServerSettings, counted_by_llama_cpp, read_rounds
+from draftsmith.eval.engines.llama_cpp import LlamaServerProcess, ServerSettings, counted_by_llama_cpp, read_rounds
 from draftsmith.eval.engines.traces import EngineAnswer, EngineRound, trace_ours
 from draftsmith.target.target import Target
 from tests.models import tiny_model
@@ -250,7 +250,7 @@ def test_the_server_is_started_asked_and_stopped(
 ) -> None:
     monkeypatch.setenv("LLAMA_ARG_TEMP", "3")
     settings = ServerSettings(Path("t.gguf"), Path("d.gguf"), "draft-eagle3", num_speculative_tokens=3, context=64)
-    with LlamaServer(program, settings, tmp_path / "log") as server:
+    with LlamaServerProcess(program, settings, tmp_path / "log") as server:
         assert server.version() == "b7"
         assert server.end_ids == (0, 2)
         for _ in range(2):
@@ -275,7 +275,7 @@ def test_the_target_alone_is_served_as_somebody_would(program: Path, tmp_path: P
     settings = ServerSettings(Path("t.gguf"), None, "draft-eagle3", 3, 64, exact=False)
     assert not {"-md", "--spec-type", "-ctk", "-fa", "-lv"} & set(settings.flags())
     assert {"-ctk", "-lv"} < set(replace(settings, exact=True).flags())
-    with LlamaServer(program, settings, tmp_path / "log") as server:
+    with LlamaServerProcess(program, settings, tmp_path / "log") as server:
         assert server.time((6,), 9) == (8, 4.0)
 
 
@@ -283,7 +283,9 @@ def test_a_server_that_does_not_start(program: Path, tmp_path: Path) -> None:
     def start(program: Path, target: str, timeout: float = 60) -> str:
         with (
             pytest.raises(UserError) as caught,
-            LlamaServer(program, ServerSettings(Path(target), Path("d.gguf"), "s", 3, 64), tmp_path / "log", timeout),
+            LlamaServerProcess(
+                program, ServerSettings(Path(target), Path("d.gguf"), "s", 3, 64), tmp_path / "log", timeout
+            ),
         ):
             pass
         return str(caught.value)

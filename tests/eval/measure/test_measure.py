@@ -5,13 +5,10 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import torch
 
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round, Tally, tally_generation
-from draftsmith.decoder.cache import KVCache, build_mask, run_draft
-from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Draft, TargetAlone
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.clocks import turns
@@ -35,7 +32,7 @@ from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.result import Costs, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.target.target import Target
-from tests.models import KINDS, tiny_model
+from tests.models import tiny_model
 
 
 def answer(name: str, slice_name: str, rounds: list[int], drafted: int = 2) -> Generation:
@@ -235,14 +232,6 @@ def test_loops_are_a_six_gram_four_times() -> None:
     assert not is_looping([1, 2])
 
 
-def test_stopwatch_laps_add_up() -> None:
-    watch = Stopwatch()
-    for name in ("a", "b", "a"):
-        watch.lap(name)
-    assert set(watch.seconds) == {"a", "b"}
-    assert all(value >= 0 for value in watch.seconds.values())
-
-
 @pytest.fixture(scope="module")
 def target() -> Target:
     return Target(tiny_model("llama"), path="tiny", fingerprint="0")
@@ -419,48 +408,3 @@ def test_the_gap_is_that_of_the_logits_that_were_compared(target: Target) -> Non
         found = compare_texts(target, [alone], [other], [tally], [tally], 1, setting)["overall"].first_divergences
         gaps.append(found[0].logit_gap)
     assert gaps[0] > 0 > gaps[1]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tree_nodes_equal_their_paths_and_commit_keeps_the_path(kind: str) -> None:
-    """A tree pass against a plain forward of every root-to-node path; then the cache after a commit and a rollback."""
-    target = Target(tiny_model(kind), path="tiny", fingerprint="0")
-    context = torch.tensor([[5, 9, 21, 33, 40, 8, 17, 60, 71, 13, 29], [7, 12, 99, 4, 6, 31, 18, 0, 0, 0, 0]])
-    lengths = torch.tensor([11, 7])
-    cache = KVCache.for_target(target, 2, 24)
-    run_draft(target, cache, Draft.chain(context[:, 0], context[:, 1:]))
-    cache.append(lengths)
-    tokens = torch.tensor([[50, 51, 52, 53, 54], [60, 61, 62, 63, 64]])
-    parents = torch.tensor([[-1, 0, 0, 2, 1], [-1, 0, 1, 0, 3]])
-    draft = Draft(tokens, parents, torch.tensor([5, 5]))
-    states = run_draft(target, cache, draft).last
-    for row in range(2):
-        for node in range(5):
-            path = [node]
-            while parents[row, path[0]] >= 0:
-                path.insert(0, int(parents[row, path[0]]))
-            whole = [*context[row, : lengths[row]].tolist(), *tokens[row, path].tolist()]
-            plain = target.forward(torch.tensor([whole])).last[0, -1]
-            torch.testing.assert_close(states[row, node], plain, atol=2e-5, rtol=1e-4)
-    cache.commit(draft, torch.tensor([[0, 2, 3], [0, 3, -1]]))
-    assert cache.lengths_B.tolist() == [14, 9]
-    follow = Draft.chain(torch.tensor([80, 81]), torch.zeros(2, 0, dtype=torch.long))
-    kept = [[*context[0].tolist(), 50, 52, 53, 80], [*context[1, :7].tolist(), 60, 63, 81]]
-    check_rows(target, run_draft(target, cache, follow).last, kept)
-    cache.rollback(lengths)
-    check_rows(
-        target, run_draft(target, cache, follow).last, [[*context[0].tolist(), 80], [*context[1, :7].tolist(), 81]]
-    )
-
-
-def check_rows(target: Target, states: torch.Tensor, texts: list[list[int]]) -> None:
-    for row, whole in enumerate(texts):
-        plain = target.forward(torch.tensor([whole])).last[0, -1]
-        torch.testing.assert_close(states[row, 0], plain, atol=2e-5, rtol=1e-4)
-
-
-def test_windows_count_positions_not_slots() -> None:
-    """Two children of the root stand at the same position, whatever their slots."""
-    draft = Draft(torch.zeros(1, 3, dtype=torch.long), torch.tensor([[-1, 0, 0]]), torch.tensor([3]))
-    mask = build_mask(torch.tensor([4]), draft.ancestors_BNN, 7, draft.depth_BN, 2)[0, 0]
-    assert mask.int().tolist() == [[0, 0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 0], [0, 0, 0, 0, 1, 0, 1]]

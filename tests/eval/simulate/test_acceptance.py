@@ -10,10 +10,7 @@ import torch
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import Generation, Request, Round, Tally, tally_generation, total
-from draftsmith.decoder.sampling import Sampling
-from draftsmith.errors import UserError
-from draftsmith.eval.simulate.acceptance import Answer, chain_acceptance, expected_tallies, find_answers, simulate
-from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.eval.simulate.acceptance import Answer, expected_tallies, find_answers, simulate
 from draftsmith.target.target import TargetHead
 
 V, EOS, LIMIT = 3, 2, 5
@@ -97,31 +94,6 @@ def test_recursion_equals_enumeration_of_every_text_and_path(first: int, num_dra
     np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
-def test_wrong_recursions_would_be_noticed() -> None:
-    """Uniform roots (every position equally likely) give another number: the enumeration test can fail."""
-    num_drafts = 2
-    exact = enumerate_rounds((0,), num_drafts)[0]
-    naive = 0.0
-    for text, share in texts((0,)):
-        n = len(text) - 1
-        lengths = []
-        for root in range(n):
-            survive, length = 1.0, 1.0
-            for k in range(min(num_drafts, n - root)):
-                before, token = text[: root + 1 + k], text[root + 1 + k]
-                survive *= min(1.0, q(root, before)[token] / p(before)[token])
-                length += survive
-            lengths.append(length)
-        naive += share * (n / np.mean(lengths) if lengths else 0)
-    assert abs(naive - exact) > 0.01
-
-
-def test_answers_of_one_token_have_no_rounds() -> None:
-    (tally,) = expected_tallies(np.zeros((1, 1, 2)), np.array([0]), 2)
-    assert (tally.tokens, tally.rounds, tally.drafted) == (0, 0, 0)
-    assert tally.tau is None
-
-
 def test_decoded_tally_counts_what_was_emitted() -> None:
     request = Request("a", "s", (1,), 10)
     # 7 tokens: rounds accept 2, 0, then 1 of which the last token is EOS (3 drafted, 1 could still be emitted).
@@ -157,44 +129,6 @@ def test_answers_are_found_at_document_borders() -> None:
     batch = make_batch([0] * 10, mask, document, torch.zeros(10, 4), head)
     # Document 2 opens with a supervised token: there is no prompt that its first token could come from.
     assert find_answers(batch) == [Answer(0, 0, 1, 3), Answer(0, 1, 5, 6)]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.7, top_k=3)], ids=str)
-def test_acceptance_probabilities_are_min_1_q_over_p(sampling: Sampling) -> None:
-    """Against numbers worked out here, for a draft vocab that lacks one of the text's tokens."""
-    torch.manual_seed(0)
-    head = TargetHead(torch.eye(5))
-    ids = [0, 4, 1, 4, 3]
-    last = torch.randn(5, 5)
-    last[torch.arange(4), torch.tensor(ids[1:])] += 3  # the text is likely, also under top-k
-    batch = make_batch(ids, [0, 1, 1, 1, 1], [0] * 5, last, head)
-    vocab = torch.tensor([0, 1, 4])
-    logits = torch.randn(3, 3)
-    output = HeadOutput((StepOutput(0, torch.tensor([0, 1, 2]), logits),))
-    c = chain_acceptance(output, batch, head, vocab, sampling).c_BLK[0, :, 0]
-    assert torch.isnan(c[3:]).all()
-    assert c[2] == 0, "token 3 is not in the draft vocab"
-    for row, token, column in ((0, 1, 1), (1, 4, 2)):
-        if sampling.greedy:
-            assert c[row] == float(logits[row].argmax() == column)
-            continue
-        target = last[row + 1] / sampling.temperature
-        if sampling.top_k:
-            target = target.masked_fill(target < target.topk(3).values[-1], -torch.inf)
-        ratio = (logits[row] / sampling.temperature).softmax(-1)[column] / target.softmax(-1)[token]
-        assert c[row] == pytest.approx(float(ratio.clamp(max=1)), rel=1e-5)
-    tallies = simulate(chain_acceptance(output, batch, head, vocab, sampling).c_BLK, find_answers(batch), 1)
-    assert tallies[0].tokens == 3
-
-
-def test_text_of_probability_zero_is_refused() -> None:
-    head = TargetHead(torch.eye(4))
-    last = torch.zeros(4, 4)
-    last[:, 0] = 9
-    batch = make_batch([0, 1, 2, 3], [0, 1, 1, 1], [0] * 4, last, head)
-    output = HeadOutput((StepOutput(0, torch.tensor([0, 1]), torch.zeros(2, 4)),))
-    with pytest.raises(UserError, match="probability 0"):
-        chain_acceptance(output, batch, head, None, Sampling(1.0, top_k=1))
 
 
 def plain_tally(c_TK: np.ndarray, tokens: int, proposed: list[int]) -> Tally:

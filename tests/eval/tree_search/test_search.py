@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import total
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import PUBLISHED, Choice, StaticTree, load_tree, read_origin, save_tree
+from draftsmith.decoder.trees import Choice, StaticTree, load_tree, read_origin, save_tree
 from draftsmith.errors import UserError
 from draftsmith.eval.results.result import Costs
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate, token_ranks
@@ -80,17 +79,6 @@ def test_no_tree_of_any_size_is_worth_more_than_the_grown_one(seed: int, prior: 
             assert StaticTree.of("grown", order[:nodes])
             best = max(sum(worth[path] for path in tree) for tree in every_tree(most, depth, nodes))
             assert sum(worth[path] for path in order[:nodes]) == pytest.approx(best, abs=1e-12)
-
-
-def test_without_weights_and_prior_the_worth_is_the_mean_accepted_length() -> None:
-    """What greedy growth maximises is what rounds at uniform roots accept, for the best of all trees."""
-    ranks_RD, _ = some_roots(2)
-    order = grow(ranks_RD, np.ones(len(ranks_RD)), 4, 3, 0.0)
-
-    def accepted(tree: Sequence[Choice]) -> float:
-        return float(np.mean([max(d for d in range(4) if d == 0 or tuple(row[:d]) in tree) for row in ranks_RD]))
-
-    assert accepted(order) == max(accepted(tree) for tree in every_tree(3, 3, 4))
 
 
 def test_where_texts_have_ended_no_rank_is_counted() -> None:
@@ -184,26 +172,6 @@ def test_every_size_has_the_simulated_accepted_length(toy: Toy) -> None:
     assert [one.tau for one in found] == sorted(one.tau for one in found)
     chain = StaticTree.of("chain", [[0] * d for d in range(1, 5)])
     assert measure_tree(chain, texts) == pytest.approx(toy.simulated(chain), abs=1e-12)
-
-
-def test_it_beats_the_published_tree_of_the_same_size(toy: Toy) -> None:
-    published = PUBLISHED["medusa_63"]
-    (found,) = find_trees(toy.texts(63), [63])
-    assert found.tau > toy.simulated(published) + 0.05
-    other = Toy(1)
-    assert other.simulated(found.tree) > other.simulated(published) + 0.05, "answers that it has not seen"
-
-
-def test_a_token_outside_the_ranks_or_the_draft_vocabulary_is_a_miss(toy: Toy) -> None:
-    wide, narrow = toy.texts(26), toy.texts(3)
-    assert wide.ranks_STD[wide.roots_ST].max() == 26, "tokens outside the draft vocabulary"
-    assert np.array_equal(np.minimum(wide.ranks_STD, 3), narrow.ranks_STD)
-    for step in toy.output.steps:
-        row = int(step.rows[5])
-        token = toy.batch.ids.flatten()[row + 2 + step.offset]
-        rank = token_ranks(toy.output, toy.batch, toy.vocab, 26).flatten(0, 1)[row, step.offset]
-        order = toy.vocab[step.logits[5].argsort(descending=True)].tolist()
-        assert rank == (order.index(token) if token in order else 26)
 
 
 def test_visits_are_the_rounds_and_ends_are_no_places() -> None:

@@ -164,15 +164,8 @@ def _with_equality(
         batch = evaluation.recipe.evaluate.batch
         answers = decode_batch(own, TargetAlone(), evaluation.prompts.requests, sampling, rows=batch).generations
     expected = {g.request.sample_id: g for g in answers}
-    drafted = [t.generation for t in texts.texts]
     compared = compare_texts(
-        own,
-        [expected[g.request.sample_id] for g in drafted],
-        drafted,
-        [t.decoded for t in texts.texts if t.decoded is not None],
-        [t.simulated[k - 1] for t in texts.texts] if system.simulate is not None else None,
-        k,
-        sampling,
+        own, [expected[t.generation.request.sample_id] for t in texts.texts], texts.texts, k, sampling
     )
     # Timed in float32, the timed texts are the exact check.
     name = "lossless" if target.dtype == torch.float32 else "lossless_timed"

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import Any, cast
 
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, Drafter, Prompts
+from draftsmith.decoder.draft import DecodeState, Draft, Drafter
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.target.target import Target
 
@@ -40,34 +39,27 @@ class EngineAnswer:
 
 
 class ChainTracer:
-    """Wrap a drafter of chains and keep the tokens of its drafts, one row at a time."""
+    """A drafter of chains that keeps the tokens of its drafts, one row at a time."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.name, self.layer_ids = drafter.name, drafter.layer_ids
-        self.max_nodes, self.num_speculative_tokens = drafter.max_nodes, drafter.num_speculative_tokens
+        self._drafter = drafter
         self.drafts: list[tuple[int, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
 
     def start(self, rows: int, capacity: int) -> None:
         """Begin an answer and forget the drafts of the one before."""
         assert rows == 1
         self.drafts = []
-        self.drafter.start(rows, capacity)
-
-    def admit(self, prompts: Prompts) -> None:
-        """Read the prompt."""
-        self.drafter.admit(prompts)
+        self._drafter.start(rows, capacity)
 
     def propose(self, state: DecodeState) -> Draft:
         """Draft, and keep the tokens that are no padding."""
-        draft = self.drafter.propose(state)
+        draft = self._drafter.propose(state)
         assert draft.is_chain
         self.drafts.append(tuple(draft.tokens_BN[0, 1 : int(draft.count_B[0])].tolist()))
         return draft
-
-    def select(self, rows: Tensor) -> None:
-        """Keep the only row."""
-        self.drafter.select(rows)
 
 
 def trace_ours(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling) -> list[EngineAnswer]:
@@ -76,7 +68,7 @@ def trace_ours(target: Target, drafter: Drafter, requests: Sequence[Request], sa
     """
     tracer, answers = ChainTracer(drafter), []
     for request in requests:
-        (answer,) = decode_batch(target, tracer, [request], sampling).generations
+        (answer,) = decode_batch(target, cast(Drafter, tracer), [request], sampling).generations
         rounds = (EngineRound(d, r.accepted) for d, r in zip(tracer.drafts, answer.rounds, strict=True))
         answers.append(EngineAnswer(request.sample_id, tuple(answer.output_ids), tuple(rounds)))
     return answers

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from draftsmith.decoder.answers import Generation, Request, Tally, tally_generation, total
+from draftsmith.decoder.answers import Generation, Request, total
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.sampling import Sampling, penalize
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.measure.measure import Text, count_texts
 from draftsmith.eval.results.result import Divergence, Lossless
 from draftsmith.eval.simulate.answers import answer_in_parts
 from draftsmith.foreign.journal import Journal
@@ -44,35 +45,31 @@ def check_lossless(
             k, own = c.num_speculative_tokens, c.verified_by(target)
             if own not in alone:
                 alone[own] = answer(own, "", TargetAlone())
-            drafted = answer(own, c.name, c.make(k))
-            simulation = c.simulate(own, drafted, greedy, k) if c.simulate is not None else None
-            simulated = [by_k[k - 1] for by_k in simulation.tallies] if simulation is not None else None
-            tallies = [tally_generation(g, k) for g in drafted]
-            compared[c.name] = compare_texts(own, alone[own], drafted, tallies, simulated, k, greedy)
+            texts = count_texts(own, c, answer(own, c.name, c.make(k)), greedy, k).texts
+            compared[c.name] = compare_texts(own, alone[own], texts, k, greedy)
     return compared
 
 
 def compare_texts(
     target: Target,
     alone: Sequence[Generation],
-    drafted: Sequence[Generation],
-    decoded: Sequence[Tally],
-    simulated: Sequence[Tally] | None,
+    texts: Sequence[Text],
     num_speculative_tokens: int,
     greedy: Sampling = GREEDY,
 ) -> dict[str, Lossless]:
-    """Compare answers to the same requests at `greedy`, per slice and as "overall". simulated: None where not known."""
+    """Compare a drafter's greedy answers with those of the target alone to the same requests, per slice and as "overall"."""
     penalty, k = greedy.repetition_penalty, num_speculative_tokens
-    divergences = [_first_divergence(target, a, b, penalty) for a, b in zip(alone, drafted, strict=True)]
+    divergences = [_first_divergence(target, a, t.generation, penalty) for a, t in zip(alone, texts, strict=True)]
     scopes = {"overall": list(range(len(alone)))}
     for i, generation in enumerate(alone):
         scopes.setdefault(generation.request.slice, []).append(i)
     compared = {}
     for name, indices in scopes.items():
         apart = tuple(d for i in indices if (d := divergences[i]) is not None)
-        tau, tau_simulated = (
-            None if tallies is None else total((tallies[i] for i in indices), k).tau for tallies in (decoded, simulated)
-        )
+        some = [texts[i] for i in indices]
+        # Where nothing was simulated an empty tally gives None.
+        tau = total((t.decoded for t in some if t.decoded is not None), k).tau
+        tau_simulated = total((t.simulated[k - 1] for t in some if t.simulated), k).tau
         equal = len(indices) - len(apart)
         compared[name] = Lossless(target.dtype_name, len(indices), equal, apart, tau, tau_simulated)
     return compared

@@ -69,20 +69,24 @@ def collect_texts(
 ) -> Texts:
     """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
     verifies them. judge: those that do not follow the distribution of `target` are read by it as well, and judged."""
-    generations = _distinct(timings[system.name], sampling)
+    generations, own = _distinct(timings[system.name], sampling), system.verified_by(target)
+    texts = count_texts(own, system, generations, sampling, system.max_k)
+    if judge is None or (system.verifier is None and system.lossless):
+        return texts
+    return texts.with_fields(measure_change(target, system, generations, _distinct(timings[""], sampling), judge))
+
+
+def count_texts(
+    own: Target, system: SystemUnderTest, generations: Sequence[Generation], sampling: Sampling, max_k: int
+) -> Texts:
+    """Count a drafter's answers, and simulate them up to `max_k` where that is possible. own: the target that verifies its drafts."""
     tallies: Sequence[Sequence[Tally]] = [()] * len(generations)
     off_text = 0
     if system.simulate is not None:
-        simulation = system.simulate(system.verified_by(target), generations, sampling, system.max_k)
+        simulation = system.simulate(own, generations, sampling, max_k)
         tallies, off_text = simulation.tallies, simulation.off_text
-    texts = [
-        Text(generation, tally_generation(generation, system.num_speculative_tokens), simulated)
-        for generation, simulated in zip(generations, tallies, strict=True)
-    ]
-    if judge is None or (system.verifier is None and system.lossless):
-        return Texts(texts, off_text)
-    originals = _distinct(timings[""], sampling)
-    return Texts(texts, off_text, measure_change(target, system, generations, originals, judge))
+    decoded = (tally_generation(generation, system.num_speculative_tokens) for generation in generations)
+    return Texts([Text(*parts) for parts in zip(generations, decoded, tallies, strict=True)], off_text)
 
 
 def measure_change(

@@ -60,14 +60,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [
         (["--fail-under", "cod.tau=2"], "no slice cod; there are overall, chat, code"),
         (["--fail-under", "medusa:tau=2"], "no drafter medusa; there is eagle3"),
-        (["--fail-under", "tau@T1=2"], "no temperature 1; there is 0"),
         (["--fail-under", "tau=2", "--no-decode"], "use tau_simulated"),
-        (["--fail-under", "tau=two"], "not a number"),
         (["--fail-under", "chat.tau.low=2"], "chat has 5 prompts, and there is no interval over fewer than 10"),
-        (["--junit", "checks.xml"], "--junit checks.xml holds the checks of --fail-under"),
-        (["--fail-under", "tau=2", "--junit", "nowhere/checks.xml"], "There is no folder nowhere for --junit"),
-        (["--fail-under", "tau=2", "--junit", "checks.json"], "has another ending: name a file that ends in .xml"),
-        (["--fail-under"], "--fail-under needs a value"),
     ],
 )
 def test_refused_before_anything_is_decoded(

@@ -4,12 +4,14 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Drafter
 from draftsmith.eval.engines.agreement import AgreementRow, Counts, count, ratio_error, to_generations, within_text
 from draftsmith.eval.engines.traces import ChainTracer, EngineAnswer, EngineRound
 from draftsmith.heads.base import DraftHead
@@ -152,7 +154,9 @@ def sampled_answers(side: OurSide) -> list[EngineAnswer]:
     """Answers at temperature 1 with greedy drafts, as vLLM makes them."""
     tracer, found = ChainTracer(side.drafter(greedy_drafts=True)), []
     for request in side.requests:
-        (answer,) = decode_batch(side.target, tracer, [replace(request, key=request.key + 9)], SAMPLED).generations
+        (answer,) = decode_batch(
+            side.target, cast(Drafter, tracer), [replace(request, key=request.key + 9)], SAMPLED
+        ).generations
         rounds = [EngineRound(d, r.accepted) for d, r in zip(tracer.drafts, answer.rounds, strict=True)]
         found.append(EngineAnswer(request.sample_id, tuple(answer.output_ids), tuple(rounds)))
     return found

@@ -385,7 +385,8 @@ def test_first_divergence_is_found_with_its_gap(target: Target) -> None:
     other = Generation(request, list(alone.output_ids), "length")
     other.output_ids[3] = (other.output_ids[3] + 1) % 150
     tally = Tally.empty(1)
-    found = compare_texts(target, [alone, alone], [alone, other], [tally] * 2, [tally] * 2, 1)["overall"]
+    texts = [Text(one, tally, [tally]) for one in (alone, other)]
+    found = compare_texts(target, [alone, alone], texts, 1)["overall"]
     assert (found.checked, found.equal) == (2, 1)
     (divergence,) = found.first_divergences
     assert (divergence.position, divergence.expected, divergence.got) == (3, alone.output_ids[3], other.output_ids[3])
@@ -405,6 +406,6 @@ def test_the_gap_is_that_of_the_logits_that_were_compared(target: Target) -> Non
     tally = Tally.empty(1)
     gaps = []
     for setting in (penalized, Sampling()):
-        found = compare_texts(target, [alone], [other], [tally], [tally], 1, setting)["overall"].first_divergences
+        found = compare_texts(target, [alone], [Text(other, tally, [tally])], 1, setting)["overall"].first_divergences
         gaps.append(found[0].logit_gap)
     assert gaps[0] > 0 > gaps[1]

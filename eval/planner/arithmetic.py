@@ -1,23 +1,10 @@
-"""The arithmetic of speculation as pure functions: from acceptance rates to tokens per round, from costs to a speedup.
+"""The arithmetic of speculation: from tokens per round and costs to a speedup.
 
 A round drafts K tokens and is verified by one target pass. Its accepted length tau counts the bonus token, so the target alone
 has tau 1 (Leviathan et al. 2023, section 3.3).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
-
-
-def tau_of_rates(acceptance_at: Sequence[float]) -> float:
-    """Return tau from P(position i accepted), over all rounds, as vLLM's counters per position give it."""
-    return 1 + sum(acceptance_at)
-
-
-def tau_of_alphas(alpha_at: Sequence[float]) -> float:
-    """Return tau from P(position i accepted, given that all before it were), EAGLE's n-alpha."""
-    return tau_of_rates(list(accumulate(alpha_at, mul)))
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,7 @@ from draftsmith.target.pretrained import DTYPES
 
 HOUR = 3600
 MILLION = 10**6
-DECISION_MARKS = {
-    "plan.json": r'\A\{\n  "schema_version": .*"verdict": ',
-    "routing.json": r'\A\{\n.*"by_batch": ',
-}
+DECISION_MARKS = {"plan.json": r'\A\{\n  "schema_version": .*"verdict": ', "routing.json": r'\A\{\n.*"by_batch": '}
 """How the texts that `write_decision` leaves are known."""
 
 

@@ -128,7 +128,7 @@ def section(view: View) -> Section:
         if table.servers
         else "What was timed counts before what was predicted; the last table compares both."
     )
-    tables = [_by_length(decision), _by_batch(decision), _by_slice(decision)]
+    tables = [_by_length(decision), *_best_drafts(decision)]
     again = decision.verdict.action is Action.MEASURE_AGAIN
     rules = (
         ["No rule for requests follows from it until it is measured again."]
@@ -137,13 +137,7 @@ def section(view: View) -> Section:
     )
     if decision.checks:
         tables.append(_checks(decision))
-    return Section(
-        "plan",
-        "What to deploy",
-        about,
-        tables=tuple(tables),
-        notes=tuple(rules),
-    )
+    return Section("plan", "What to deploy", about, tables=tuple(tables), notes=tuple(rules))
 
 
 def _by_length(decision: Decision) -> Table:
@@ -160,47 +154,27 @@ def _by_length(decision: Decision) -> Table:
             Row((option.drafter, str(option.num_speculative_tokens), number(option.tau), *parts, *speeds), best)
         )
     first = f"τ, T={cells[0].temperature:g}" if len(cells) > 1 else "τ"
-    columns = (
-        "drafter",
-        "K",
-        first,
-        *(("round ms",) if plan.table.servers else ("target ms", "draft ms", "rest ms")),
-        *(f"speedup, T={c.temperature:g}" for c in cells),
-    )
+    times_of = ("round ms",) if plan.table.servers else ("target ms", "draft ms", "rest ms")
+    columns = ("drafter", "K", first, *times_of, *(f"speedup, T={c.temperature:g}" for c in cells))
     return Table("Speedup by draft length", columns, tuple(rows), heads=2)
 
 
-def _by_batch(decision: Decision) -> Table:
-    """The best draft by batch and context."""
-    plan, rows = decision.plan, []
-    for result in plan.results:
-        for batch in plan.table.batches:
-            for context in plan.table.contexts:
-                cell = plan.cell(result, OVERALL, batch, context)
-                if cell is not None:
-                    strong = (batch, context) == (plan.batch, plan.context)
-                    rows.append(
-                        Row((f"T={cell.temperature:g}", f"{batch}", f"{context}", *_best(decision, cell)), strong)
-                    )
-    return Table(
-        "The best draft by batch and context",
-        ("temperature", "batch", "context", *_columns(decision)),
-        tuple(rows),
-        heads=2,
-        folded=True,
+def _best_drafts(decision: Decision) -> list[Table]:
+    """The best draft by batch and context, and by slice."""
+    plan, own = decision.plan, (decision.plan.batch, decision.plan.context)
+    heat = {result.settings.temperature: f"T={result.settings.temperature:g}" for result in plan.results}
+    places = [cell for cell in plan.cells() if cell.slice == OVERALL]
+    slices = [cell for name in plan.slices for result in plan.results if (cell := plan.cell(result, name)) is not None]
+    by_place = tuple(
+        Row((heat[c.temperature], f"{c.batch}", f"{c.context}", *_best(decision, c)), (c.batch, c.context) == own)
+        for c in places
     )
-
-
-def _by_slice(decision: Decision) -> Table:
-    plan, rows = decision.plan, []
-    for name in plan.slices:
-        for result in plan.results:
-            cell = plan.cell(result, name)
-            if cell is not None:
-                rows.append(Row((name, f"T={cell.temperature:g}", *_best(decision, cell)), name == OVERALL))
-    return Table(
-        "The best draft by slice", ("slice", "temperature", *_columns(decision)), tuple(rows), heads=2, folded=True
-    )
+    by_slice = tuple(Row((c.slice, heat[c.temperature], *_best(decision, c)), c.slice == OVERALL) for c in slices)
+    columns = _columns(decision)
+    return [
+        Table("The best draft by batch and context", ("temperature", "batch", "context", *columns), by_place, 2, True),
+        Table("The best draft by slice", ("slice", "temperature", *columns), by_slice, 2, True),
+    ]
 
 
 def _columns(decision: Decision) -> tuple[str, ...]:
@@ -222,24 +196,11 @@ def _best(decision: Decision, cell: Cell) -> tuple[str, ...]:
 
 
 def _checks(decision: Decision) -> Table:
-    rows = tuple(
-        Row(
-            (
-                f"{c.drafter}, K = {c.num_speculative_tokens}",
-                f"T={c.temperature:g}",
-                times(c.predicted),
-                between(times(c.measured), c.spread, times),
-                percent(c.difference),
-                "yes" if c.holds else "no",
-            )
-        )
-        for c in decision.checks
-    )
+    rows = []
+    for c in decision.checks:
+        speeds = (times(c.predicted), between(times(c.measured), c.spread, times), percent(c.difference))
+        draft = f"{c.drafter}, K = {c.num_speculative_tokens}"
+        rows.append(Row((draft, f"T={c.temperature:g}", *speeds, "yes" if c.holds else "no")))
+    caption = "Predicted against measured, for the best draft, its neighbours and the decoded draft length"
     columns = ("draft", "temperature", "predicted", "measured", "difference", "within 5% or the spread")
-    return Table(
-        "Predicted against measured, for the best draft, its neighbours and the decoded draft length",
-        columns,
-        rows,
-        heads=2,
-        folded=True,
-    )
+    return Table(caption, columns, tuple(rows), heads=2, folded=True)

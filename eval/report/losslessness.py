@@ -69,43 +69,31 @@ def section(view: View) -> Section:
                 counts.append(Row((*cells, *taus), name == OVERALL))
                 # The list of a slice is usually part of the overall list: show each divergence once.
                 divergences |= {(s.label, d): None for d in one.first_divergences}
-    tables = []
-    if lossy := view.rows(lambda m: _perplexities(m) if m.agreement is None else None):
-        heads = ("slice", "system", "perplexity of its texts", "of the target's own")
-        tables.append(Table("Lossy drafters: their texts under the target", heads, lossy, heads=2))
-    if tuned := view.rows(
+    lossy = view.rows(lambda m: _perplexities(m) if m.agreement is None else None)
+    tuned = view.rows(
         lambda m: _perplexities(m, percent(m.agreement, 2), number(m.kl, 4)) if m.agreement is not None else None
-    ):
-        also = ("slice", "system", "perplexity of its texts", "of the original's own", "same choice", "KL per token")
-        tables.append(Table("Tuned targets against the original", also, tuned, heads=2))
-    if right := view.rows(lambda m: _shares(m.referenced, m.exact_match, m.exact_match_baseline)):
-        which = ("slice", "system", "answers with a reference", "right", "right, target alone")
-        tables.append(Table("Answers against references", which, right, heads=2))
-    if valid := view.rows(lambda m: _shares(m.json_answers, m.valid_json, m.valid_json_baseline)):
-        which = ("slice", "system", "answers of json slices", "valid JSON", "valid JSON, target alone")
-        tables.append(Table("Answers that are valid JSON", which, valid, heads=2))
+    )
+    right = view.rows(lambda m: _shares(m.referenced, m.exact_match, m.exact_match_baseline))
+    valid = view.rows(lambda m: _shares(m.json_answers, m.valid_json, m.valid_json_baseline))
+    perplexity, of_tuned = "perplexity of its texts", ("of the original's own", "same choice", "KL per token")
+    which: list[tuple[str, tuple[str, ...], tuple[Row, ...]]] = [
+        ("Lossy drafters: their texts under the target", (perplexity, "of the target's own"), lossy),
+        ("Tuned targets against the original", (perplexity, *of_tuned), tuned),
+        ("Answers against references", ("answers with a reference", "right", "right, target alone"), right),
+        ("Answers that are valid JSON", ("answers of json slices", "valid JSON", "valid JSON, target alone"), valid),
+    ]
+    tables = [Table(caption, ("slice", "system", *names), rows, heads=2) for caption, names, rows in which if rows]
     if counts:
         columns = ("slice", "system", "dtype", "prompts checked", "equal", "different", "greedy τ decoded", "simulated")
         caption = "Greedy texts against the target alone, token for token"
         tables.append(Table(caption, columns, tuple(counts), heads=2, folded=True))
     if divergences:
-        rows = tuple(
-            Row(
-                (
-                    label,
-                    d.slice,
-                    d.prompt,
-                    whole(d.position),
-                    str(d.expected),
-                    str(d.got),
-                    number(d.logit_gap, 4),
-                    _odds(d.logit_gap),
-                )
-            )
-            for label, d in divergences
-        )
+        rows = []
+        for label, d in divergences:
+            tokens = (whole(d.position), str(d.expected), str(d.got))
+            rows.append(Row((label, d.slice, d.prompt, *tokens, number(d.logit_gap, 4), _odds(d.logit_gap))))
         names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap", "times as likely")
-        tables.append(Table("Every first divergence", names, rows, heads=3, folded=len(rows) > 20))
+        tables.append(Table("Every first divergence", names, tuple(rows), heads=3, folded=len(rows) > 20))
     return Section(
         "losslessness",
         "Losslessness",

@@ -60,10 +60,7 @@ def render_markdown(results: Sequence[Result], decision: Decision | None = None,
 
 
 def write_report(
-    results: Sequence[Result],
-    folder: str | Path,
-    decision: Decision | None = None,
-    history: History | None = None,
+    results: Sequence[Result], folder: str | Path, decision: Decision | None = None, history: History | None = None
 ) -> None:
     """Write report.html and report.md into `folder`, each atomically.
 

@@ -83,24 +83,6 @@ def of(comparison: Comparison, metric: str, slice_name: str = "overall") -> Diff
     return found
 
 
-def test_distances_to_the_ends_are_added_in_squares() -> None:
-    low, high = difference_interval(3.0, 2.5, (2.7, 3.4), (2.2, 2.9)) or (0, 0)
-    assert low == pytest.approx(-0.5 - (0.3**2 + 0.4**2) ** 0.5)
-    assert high == pytest.approx(-0.5 + (0.4**2 + 0.3**2) ** 0.5)
-    assert difference_interval(3.0, 2.5, None, (2.2, 2.9)) is None
-    assert difference_interval(3.0, 2.5, (2.2, 2.9), None) is None
-
-
-def test_the_interval_of_a_difference_holds_it_in_95_of_100_cases() -> None:
-    """Of independent numbers whose intervals are 95%."""
-    draws = np.random.default_rng(0).normal((3.0, 2.8), (0.1, 0.2), (4000, 2))
-    held = 0
-    for a, b in draws:
-        low, high = difference_interval(a, b, (a - 0.196, a + 0.196), (b - 0.392, b + 0.392)) or (0, 0)
-        held += low <= -0.2 <= high
-    assert 0.94 < held / len(draws) < 0.96
-
-
 def test_changes_of_tau_are_over_pairs_of_the_same_prompts() -> None:
     """Prompts are hard or easy for both drafters, and the new one needs a twentieth fewer rounds on all of them: clear over pairs,
     noise between two numbers."""
@@ -212,12 +194,8 @@ def test_a_single_greedy_answer_that_differs_in_float32_is_worse() -> None:
     assert of(found, "differing_timed", "code").verdict == "noise"
 
 
-def test_a_small_change_is_noise() -> None:
-    assert of(compare_results(decoded(), decoded(2.9)), "tau").verdict == "noise"
-
-
 def test_no_interval_of_few_prompts_or_a_single_repeat() -> None:
-    few, once = decoded(prompts=9), set_in(decoded(), repeats=1)
+    few, once = decoded(prompts=9), set_in(decoded(), repeats=1, seed=5)
     assert of(compare_results(few, few), "tau", "chat").interval is None
     assert of(compare_results(few, few), "tau").interval is not None, "18 prompts in all"
     assert "fewer than 10 prompts, so without an interval: chat, code" in compare_results(few, few).notes
@@ -270,14 +248,7 @@ def test_unlike_settings_are_named(settings: dict[str, Any], said: str) -> None:
         compare_results(decoded(), set_in(decoded(), **settings), ("a", "b"))
 
 
-def test_seeds_and_repeats_may_differ() -> None:
-    found = compare_results(decoded(), set_in(decoded(), seed=5, repeats=1))
-    assert [one.name for one in found.drafters] == ["eagle3"]
-
-
 def test_prompts_and_slices_must_be_the_same() -> None:
-    with pytest.raises(UserError, match=r"on other prompts: evaluate both"):
-        compare_results(set_in(decoded(), prompts="other"), decoded())
     with pytest.raises(UserError, match=r"on other prompts \(chat: 12 and 4; code: 12 and 4\)"):
         compare_results(decoded(), decoded(prompts=4))
     drafter = decoded().drafters["eagle3"]
@@ -364,10 +335,7 @@ def test_both_sides_are_named() -> None:
         old, drafters={"eagle3": replace(old.drafters["eagle3"], draft=DraftInfo("eagle3", 5, 5, parameters=100))}
     )
     found = compare_results(old, new)
-    assert found.sides == (
-        "run small, 2026-11-20, temperature 0",
-        "head 'my heads/a', run runs/b, temperature 0",
-    )
+    assert found.sides == ("run small, 2026-11-20, temperature 0", "head 'my heads/a', run runs/b, temperature 0")
     assert "eagle3 in the new result has 200 parameters and not 100 as in the old one" in found.notes
     assert not [note for note in compare_results(old, old).notes if "parameters" in note]
 

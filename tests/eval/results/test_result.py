@@ -1,11 +1,12 @@
 """result.json: nothing lost on the way to disk and back, and no key or type that the schema does not know."""
 
-import copy
 import json
 import math
 import subprocess
-from dataclasses import fields, replace
-from functools import cache
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,9 @@ from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.result import (
     Costs,
-    Divergence,
     DrafterResult,
-    Example,
-    Lossless,
     Measures,
-    MsPerRound,
-    Percentiles,
-    Piece,
-    PromptSums,
     Result,
-    Settings,
-    SweepPoint,
-    TargetInfo,
     environment,
     from_json,
     read_result,
@@ -39,85 +30,58 @@ from draftsmith.machine import Clocks, git_commit
 from draftsmith.storage import write_json
 
 
-@cache
+def sample(kind: Any) -> Any:
+    """Return a value of a type, with every field of every dataclass in it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        values = {field.name: sample(hints[field.name]) for field in fields(kind) if field.name != "schema_version"}
+        return typing.cast(Any, kind)(**values)
+    if origin in (types.UnionType, typing.Union):
+        return sample(arguments[0])
+    if origin is dict:
+        return {"a": sample(arguments[1]), "b": sample(arguments[1])}
+    if origin is tuple:
+        return tuple(map(sample, arguments[:1] * 2 if arguments[1] is Ellipsis else arguments))
+    return {bool: True, int: 3, float: 0.5, str: "text", Any: [1, None, {"key": 2.5}]}[kind]
+
+
 def full_result() -> Result:
-    measures = Measures(
-        prompts=3,
-        tokens=30,
-        rounds=12,
-        tau=2.5,
-        tau_interval=(2.25, 2.75),
-        tau_simulated=2.5,
-        acceptance_rate=0.3,
-        acceptance_at=(0.75, 0.5, 0.0),
-        alpha_at=(0.75, 0.5 / 0.75, None),
-        contexts=(Group("32 to 63", 12, 2.5, 12.0, 2.5),),
-        training_split=(Group("within", 9, 2.5), Group("past", 3, 1.1)),
-        k_sweep=(SweepPoint(1, 1.75, 0.75, 1.2), SweepPoint(2, 2.25, 0.6, None)),
-        decode_tok_s=200.0,
-        baseline_tok_s=100.0,
-        speedup=2.0,
-        latency_s=Percentiles(0.1, 0.2),
-        token_wait_s=Percentiles(0.0, 0.02),
-        exact_match=0.5,
-        exact_match_baseline=0.75,
-        referenced=2,
-        valid_json=0.5,
-        valid_json_baseline=1.0,
-        json_answers=4,
-        ms_per_round=MsPerRound(1.0, 2.0, 0.125, 0.25),
-        lossless=Lossless("float32", 3, 2, (Divergence("p1", "chat", 4, 17, 18, 0.001),)),
-        looping=0.0,
-    )
-    return Result(
-        command="draftsmith evaluate",
-        **environment(),
-        recipe={"head": {"method": "eagle3", "layers": [2, 8, 13]}},
-        target=TargetInfo("models/tiny", "abc", 3_300_000, 16, 128, 1024, 13_200_000, 4096),
-        settings=Settings(1.0, 50, 0.9, 5, 1, "float32", 0, 3, longest_text=300),
-        drafters={
-            "eagle3": DrafterResult(
-                measures,
-                {"chat": measures, "code": Measures(prompts=0)},
-                DraftInfo("eagle3", 2, 2, trained_length=2048, cache_bytes=256, cache_slots=3),
-                {"p1": PromptSums("chat", 20.0, 7.0, 6.5), "p2": PromptSums("chat", 10.0, 5.0, None)},
-            )
-        },
-        costs=Costs({"1": 5.0, "3": 6.0}, {"eagle3": {"2": 4.0}}, {"eagle3": {"2": 3}}),
-        examples=(Example("eagle3", "code", "Add.", (Piece("a", None), Piece("b", 0))),),
-        supplement={"prompt set": "x.jsonl", "answers": 3, "ok": True, "nothing": None, "share": 0.5},
-    )
+    """A result with all that can be measured, and a slice without anything."""
+    result: Result = sample(Result)
+    drafter = result.drafters["a"]
+    slices = {**drafter.slices, "nothing": Measures(prompts=0)}
+    return replace(result, drafters={**result.drafters, "a": replace(drafter, slices=slices)})
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    result = full_result()
-    write_result(tmp_path / "result.json", result)
-    assert read_result(tmp_path / "result.json") == result
-    before = (tmp_path / "result.json").read_bytes()
-    write_result(tmp_path / "result.json", read_result(tmp_path / "result.json"))
-    assert (tmp_path / "result.json").read_bytes() == before
+    path = tmp_path / "result.json"
+    write_result(path, full_result())
+    assert read_result(path) == full_result()
+    before = path.read_bytes()
+    write_result(path, read_result(path))
+    assert path.read_bytes() == before
 
 
 def test_the_version_comes_first_and_what_was_not_measured_is_null() -> None:
     value = to_json(full_result())
     assert next(iter(value)) == "schema_version"
-    unmeasured = value["drafters"]["eagle3"]["slices"]["code"]
+    unmeasured = value["drafters"]["a"]["slices"]["nothing"]
     assert [name for name, number in unmeasured.items() if number is not None] == ["prompts"]
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Every object in the JSON whose keys the schema fixes."""
-    free = {("recipe",), ("versions",), ("supplement",), ("drafters",), ("costs", "verify_ms"), ("costs", "draft_ms")}
-    free.add(("costs", "nodes"))
-    found = []
-    if isinstance(value, dict):
-        if path not in free and path[-1:] not in (("slices",), ("prompts",)):
-            found.append(path)
-        if path[:1] != ("recipe",) and path[:2] not in (("costs", "draft_ms"), ("costs", "nodes")):
-            found += [place for key, item in value.items() for place in places(item, (*path, key))]
-    elif isinstance(value, list):
-        found += [place for i, item in enumerate(value) for place in places(item, (*path, i))]
-    return found
+def places(value: Any, path: tuple = ()) -> Iterator[tuple]:
+    """Yield the way to every dataclass in a value, of a list to the first."""
+    inner: Any = {}
+    if is_dataclass(value):
+        yield path
+        inner = vars(value)
+    elif isinstance(value, dict):
+        inner = value
+    elif isinstance(value, tuple):
+        inner = dict(enumerate(value[:1]))
+    for key, item in inner.items():
+        yield from places(item, (*path, key))
 
 
 def at(value: Any, path: tuple) -> Any:
@@ -126,7 +90,7 @@ def at(value: Any, path: tuple) -> Any:
     return value
 
 
-@pytest.mark.parametrize("path", places(to_json(full_result())), ids=str)
+@pytest.mark.parametrize("path", [p for p in places(full_result()) if "b" not in p], ids=str)
 def test_unknown_and_missing_keys_are_named(path: tuple) -> None:
     for name in at(to_json(full_result()), path):
         broken = to_json(full_result())
@@ -146,23 +110,17 @@ def test_unknown_and_missing_keys_are_named(path: tuple) -> None:
         (("settings", "temperature"), True),
         (("settings", "batch"), 1.0),
         (("settings", "batch"), True),
-        (("settings", "dtype"), None),
         (("command",), 3),
         (("recipe",), [1]),
-        (("versions", "torch"), 2.13),
+        (("versions", "a"), 2.13),
         (("drafters",), []),
-        (("drafters", "eagle3"), None),
-        (("drafters", "eagle3", "overall", "tau"), [2.5]),
-        (("drafters", "eagle3", "overall", "tau"), math.nan),
-        (("drafters", "eagle3", "overall", "tau_interval"), [2.5]),
-        (("drafters", "eagle3", "overall", "tau_interval"), [2.5, 2.6, 2.7]),
-        (("drafters", "eagle3", "overall", "tau_interval", 1), None),
-        (("drafters", "eagle3", "overall", "alpha_at", 1), "0.5"),
-        (("drafters", "eagle3", "overall", "k_sweep", 0, "num_speculative_tokens"), None),
-        (("drafters", "eagle3", "overall", "lossless", "equal"), "2"),
-        (("costs", "verify_ms", "1"), None),
-        (("examples", 0, "pieces", 0, "position"), "0"),
-        (("supplement", "share"), [1]),
+        (("drafters", "a"), None),
+        (("drafters", "a", "overall", "prompts"), None),
+        (("drafters", "a", "overall", "tau"), math.nan),
+        (("drafters", "a", "overall", "tau_interval"), [2.5, 2.6, 2.7]),
+        (("drafters", "a", "overall", "tau_interval", 1), None),
+        (("drafters", "a", "overall", "alpha_at", 1), "0.5"),
+        (("supplement", "a"), [1]),
     ],
     ids=str,
 )
@@ -174,73 +132,40 @@ def test_wrong_types_are_named(path: tuple, wrong: Any) -> None:
         from_json(broken, "r.json")
 
 
-def test_every_number_of_measures_may_be_null_except_the_count_of_prompts() -> None:
-    for field in fields(Measures):
-        value = to_json(full_result())
-        value["drafters"]["eagle3"]["overall"][field.name] = None
-        if field.name == "prompts":
-            with pytest.raises(UserError, match="prompts"):
-                from_json(value)
-        else:
-            assert getattr(from_json(value).drafters["eagle3"].overall, field.name) is None
+@pytest.mark.parametrize("version", [10, 12, "11", None])
+def test_other_versions_are_refused(version: Any) -> None:
+    with pytest.raises(
+        UserError, match=rf"r\.json: 'schema_version' is {version!r} but this draftsmith reads 11 alone"
+    ):
+        from_json(to_json(full_result()) | {"schema_version": version}, "r.json")
 
 
 def test_a_head_past_its_trained_length_is_a_warning() -> None:
-    (said,) = full_result().warnings
-    assert said.startswith("at temperature 1 eagle3 drafted 25% of its rounds past the 2,048 tokens")
+    split = (Group("within", 9, 2.5), Group("past", 3, 1.1))
+    drafter = DrafterResult(Measures(3, training_split=split), {}, DraftInfo("eagle3", 2, 2, trained_length=2048))
+    (said,) = replace(full_result(), drafters={"eagle3": drafter}, supplement={}).warnings
+    assert said.startswith("at temperature 0.5 eagle3 drafted 25% of its rounds past the 2,048 tokens")
     assert "from 2.50 to 1.10" in said
 
 
 def test_integers_count_as_numbers_and_become_floats() -> None:
     value = to_json(full_result())
-    value["drafters"]["eagle3"]["overall"]["tau"] = 2
-    tau = from_json(value).drafters["eagle3"].overall.tau
+    value["drafters"]["a"]["overall"]["tau"] = 2
+    tau = from_json(value).drafters["a"].overall.tau
     assert tau == 2.0
     assert isinstance(tau, float)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is not JSON"),
-        ("{", "is not JSON"),
-        ("[]", "must be an object"),
-        ("{}", "schema_version"),
-        ('{"schema_version": 10}', "'schema_version' is 10 but this draftsmith reads 11 alone"),
-        ('{"schema_version": NaN}', "holds the number nan"),
-        ("[" * 100_000, "nested deeper"),
-    ],
-)
-def test_other_files_are_refused_with_their_name(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "r.json").write_text(text)
-    with pytest.raises(UserError, match=said) as raised:
-        read_result(tmp_path / "r.json")
-    assert "r.json" in str(raised.value)
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"none\.json cannot be read \(it does not exist\)"):
-        read_result(tmp_path / "none.json")
 
 
 def test_a_bad_result_leaves_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_result(path, full_result())
     before = path.read_bytes()
-    drafter = full_result().drafters["eagle3"]
+    drafter = full_result().drafters["a"]
     for bad in (replace(drafter.overall, tau=math.inf), replace(drafter.overall, tokens=3.5)):  # type: ignore[arg-type]
         with pytest.raises(UserError):
             write_result(path, replace(full_result(), drafters={"eagle3": DrafterResult(bad, {})}))
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_slice_may_not_be_called_overall() -> None:
-    value = to_json(full_result())
-    slices = value["drafters"]["eagle3"]["slices"]
-    slices["overall"] = copy.deepcopy(slices["chat"])
-    with pytest.raises(UserError, match="slice named overall"):
-        from_json(value)
 
 
 def test_predicted_speedup_of_costs() -> None:
@@ -257,7 +182,6 @@ def test_environment_is_json_and_complete() -> None:
     assert {"python", "torch", "transformers", "draftsmith"} <= set(found["versions"])
     assert found["hardware"].cpu
     assert found["hardware"].cores >= 1
-    json.dumps(to_json(full_result()), allow_nan=False)
 
 
 def test_git_commit(tmp_path: Path) -> None:
@@ -277,20 +201,13 @@ def test_git_commit(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_cannot_be_trusted_is_said() -> None:
-    quiet = full_result()
-    m = replace(
-        quiet.drafters["eagle3"].overall,
-        baseline_tok_s=100.0,
-        baseline_tok_s_spread=(95.0, 105.0),
-        speedup=1.5,
-        ideal_speedup=1.6,
-        ttft_s=0.11,
-        ttft_baseline_s=0.1,
-    )
+    spread = {"baseline_tok_s": 100.0, "baseline_tok_s_spread": (95.0, 105.0)}
+    m = Measures(3, **spread, speedup=1.5, ideal_speedup=1.6, ttft_s=0.11, ttft_baseline_s=0.1)  # type: ignore[arg-type]
+    quiet = replace(full_result(), picks=(), settings=replace(full_result().settings, batch=1))
 
     def doubts(clocks: Clocks | None = None, **changes: Any) -> str:
-        drafter = replace(quiet.drafters["eagle3"], overall=replace(m, **changes))
-        return "; ".join(replace(quiet, clocks=clocks, drafters={"eagle3": drafter}).doubts)
+        drafters = {"eagle3": DrafterResult(replace(m, **changes), {})}
+        return "; ".join(replace(quiet, clocks=clocks, drafters=drafters).doubts)
 
     assert doubts() == ""
     assert doubts(Clocks(10.0, 10.0, 0.1, 1.0)) == ""

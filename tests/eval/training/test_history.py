@@ -139,12 +139,7 @@ def test_what_earlier_versions_and_kills_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tau", "accuracy", "chance", "nothing"),
-    [
-        (1.02, 0.11, 0.1, True),
-        (1.02, 0.3, 0.1, False),
-        (1.02, None, None, True),
-        (1.2, 0.1, 0.1, False),
-    ],
+    [(1.02, 0.11, 0.1, True), (1.02, 0.3, 0.1, False), (1.02, None, None, True), (1.2, 0.1, 0.1, False)],
 )
 def test_a_head_that_learned_nothing(
     tau: float, accuracy: float | None, chance: float | None, nothing: bool, tmp_path: Path

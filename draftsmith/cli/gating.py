@@ -95,8 +95,8 @@ def _result_files(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
     for pattern in ("result.json", "*/result.json", "evaluation/*/result.json", "simulation/*/result.json"):
-        if found := sorted(place.glob(pattern)):
-            return found
+        if paths := sorted(place.glob(pattern)):
+            return paths
     raise UserError(
         f"There is no result.json in {place}: name a result.json, an evaluation's folder, or the directory of a run that was evaluated."
     )

@@ -157,10 +157,10 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
         ]
         for writer in writers if systems else ():
             model = DraftedModel(session, writer, spec.sampling(temperature))
-            found = simple_evaluate(
+            scored = simple_evaluate(
                 model, tasks=list(names), limit=limit, apply_chat_template=True, log_samples=False, task_manager=manager
             )
-            scores += [{"temperature": temperature, "system": writer.name, **one} for one in _scores(found)]
+            scores += [{"temperature": temperature, "system": writer.name, **one} for one in _scores(scored)]
     made = environment()
     settings = {"tasks": list(names), "limit": limit, "dtype": alone.dtype_name, "seed": session.recipe.seed}
     command = shlex.join(["draftsmith", *sys.argv[1:]])
@@ -191,25 +191,25 @@ def check_tasks(manager: TaskManager, names: Sequence[str]) -> None:
 def _changing(ways: list[SystemUnderTest], sampling: Sampling) -> list[SystemUnderTest]:
     """Return the drafters whose texts differ from the target's at a temperature: lossy ones, where anything is drawn, and one of
     those that are lossless to the same tuned target."""
-    found: list[SystemUnderTest] = []
+    changing: list[SystemUnderTest] = []
     for c in at_temperature(ways, sampling):
         lossy = not c.lossless and not sampling.greedy
-        if lossy or (c.verifier is not None and not any(k.lossless and k.verifier is c.verifier for k in found)):
-            found.append(c)
-    return found
+        if lossy or (c.verifier is not None and not any(k.lossless and k.verifier is c.verifier for k in changing)):
+            changing.append(c)
+    return changing
 
 
-def _scores(found: Any) -> list[dict[str, Any]]:
+def _scores(scored: Any) -> list[dict[str, Any]]:
     """Return every number that lm-eval gives for a task or a group, with its standard error where there is one."""
     scores = []
-    for task, values in found["results"].items():
+    for task, values in scored["results"].items():
         for key, value in values.items():
             metric, comma, kind = key.partition(",")
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 error = values.get(f"{metric}_stderr,{kind}")
                 error = float(error) if isinstance(error, int | float) else None
                 score = {"task": task, "metric": metric, "filter": kind, "value": float(value), "standard_error": error}
-                scores.append(score | {"prompts": found.get("n-samples", {}).get(task, {}).get("effective")})
+                scores.append(score | {"prompts": scored.get("n-samples", {}).get(task, {}).get("effective")})
     return scores
 
 

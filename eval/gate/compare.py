@@ -185,16 +185,16 @@ def _match(
             f"No drafter has the same name in both: {files[0]} has {_listed(old)} and {files[1]} has {_listed(new)}; name what "
             "belongs together with --drafter OLD=NEW."
         )
-    found = {}
+    lengths = {}
     for a, b in names:
         drafts = (old.drafters[a].draft or old.settings, new.drafters[b].draft or new.settings)
-        found[a, b] = ours, theirs = drafts[0].num_speculative_tokens, drafts[1].num_speculative_tokens
+        lengths[a, b] = ours, theirs = drafts[0].num_speculative_tokens, drafts[1].num_speculative_tokens
         if ours != theirs and not _curve(old.drafters[a].overall).keys() & _curve(new.drafters[b].overall).keys():
             raise UserError(
                 f"{a} drafts {ours} tokens in {files[0]} and {b} {theirs} in {files[1]}, and no draft length was simulated in both: "
                 "evaluate both with the same evaluate.num_speculative_tokens."
             )
-    return found
+    return lengths
 
 
 def _curve(m: Measures) -> dict[int, float]:

@@ -132,9 +132,9 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
         systems = _systems(results, threshold)
         for source, drafter in systems:
             result = results[source]
-            found = result.drafters[drafter]
-            _expect(threshold, "slice", threshold.slice, [OVERALL, *found.slices], f" for {drafter} in {source}")
-            measures = found.overall if threshold.slice == OVERALL else found.slices[threshold.slice]
+            system = result.drafters[drafter]
+            _expect(threshold, "slice", threshold.slice, [OVERALL, *system.slices], f" for {drafter} in {source}")
+            measures = system.overall if threshold.slice == OVERALL else system.slices[threshold.slice]
             measured = _METRICS[threshold.metric][1](measures)
             if measured is None or not math.isfinite(measured):
                 raise UserError(
@@ -185,8 +185,8 @@ def _parse(text: str) -> Threshold:
         minimum = math.nan
     if not math.isfinite(minimum):
         raise UserError(f"--fail-under {text}: {number.strip()!r} is not a number; write {_FORM}.")
-    found = _TEMPERATURE.fullmatch(path.strip())
-    path, temperature = (found[1], float(found[2])) if found else (path.strip(), None)
+    match = _TEMPERATURE.fullmatch(path.strip())
+    path, temperature = (match[1], float(match[2])) if match else (path.strip(), None)
     drafter, _, path = path.rpartition(":")
     # A slice may hold dots: the metric is the longest known end.
     metric = next((m for m in sorted(_METRICS, key=len, reverse=True) if path == m or path.endswith("." + m)), None)

@@ -13,7 +13,7 @@ from draftsmith.eval.results.result import ROUNDING, Result
 _FAR = 0.1
 """A prediction that misses by more says that the costs or the turns were held up."""
 QUIET = "--redo evaluate on a quiet machine, with more evaluate.repeats"
-"""What to do about a clock."""
+"""The remedy for times that cannot be trusted."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Flaw:
 
 
 def make_checks(plan: Plan) -> list[Check]:
-    """Return predicted against measured speedup for every draft that was timed on the plan's machine to check the plan; where none
-    was, for the decoded ones."""
-    found = []
+    """Return predicted and measured speedup of the drafts that were timed on the plan's machine: those that the evaluation timed to
+    check its plan, or, without any, the decoded ones."""
+    checks = []
     for result in plan.results:
         cell, settings = plan.cell(result, batch=result.settings.batch), result.settings
         if cell is None or plan.table.hardware != result.hardware:
@@ -75,8 +75,8 @@ def make_checks(plan: Plan) -> list[Check]:
                 timed = [(option.tau, overall.speedup, overall.speedup_spread)]
             for tau, speedup, spread in timed:
                 if tau is not None and speedup is not None and spread is not None:
-                    found.append(Check(*key, plan.predict(result, option, tau), speedup, spread))
-    return found
+                    checks.append(Check(*key, plan.predict(result, option, tau), speedup, spread))
+    return checks
 
 
 def find_flaws(plan: Plan, option: Option, checks: Sequence[Check], *, timed: bool) -> Iterator[Flaw]:

@@ -40,20 +40,23 @@ class Export:
         """Return it from a recipe that a result holds. Raises UserError for what is no such section."""
         known = asdict(cls())
         named = {name: section.get(name, known[name]) for name in known} if isinstance(section, Mapping) else section
-        found = read_dataclass(cls, named, "the result's recipe, export")
-        if found.dtype not in ("auto", *DTYPES):
+        export = read_dataclass(cls, named, "the result's recipe, export")
+        if export.dtype not in ("auto", *DTYPES):
             raise UserError(
-                f"The result's recipe has {found.dtype!r} as export.dtype: evaluate again, or restore the file."
+                f"The result's recipe has {export.dtype!r} as export.dtype: evaluate again, or restore the file."
             )
-        return found
+        return export
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What an evaluation ends in. served: what engines are started by: `rules`, but where these are of a tree those of the fastest
-    chain. export: how the head is exported; price_per_hour: of the machine that the costs are of, None where nobody said. exports:
-    the folder of the exports; settings: that of the lines for engines, empty where they are shown alone; again: how the head is
-    exported again."""
+    """What an evaluation decides.
+
+    rules: which requests to speculate for. served: the rules that engines are started with; they take no trees, so where `rules` are
+    of a tree these are of the fastest chain. export: how the head is exported. price_per_hour: of the machine of the costs, None
+    where nobody said. exports: the folder of the exports. settings: the folder of the engines' start scripts, empty where the page
+    alone shows them. again: how the head is exported again.
+    """
 
     plan: Plan
     verdict: Verdict
@@ -126,7 +129,7 @@ def _fastest_chain(plan: Plan) -> Option | None:
 
 
 def _instead_of_a_tree(plan: Plan, chain: Option | None) -> str:
-    """Say what engines are started with: their lines here name chains alone."""
+    """Say which chain engines are started with, as their start scripts cannot name a tree."""
     if chain is None:
         return "Engines are started with chains, and no chain of this head was found to pay: there are no lines that start one."
     gains, timed = plan.gains(chain)

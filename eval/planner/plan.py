@@ -94,8 +94,8 @@ class Plan:
     @property
     def slices(self) -> list[str]:
         """The slices, OVERALL first."""
-        found = (name for result in self.results for d in result.drafters.values() for name in d.slices)
-        return [OVERALL, *dict.fromkeys(found)]
+        names = (name for result in self.results for d in result.drafters.values() for name in d.slices)
+        return [OVERALL, *dict.fromkeys(names)]
 
     def cell(
         self, result: Result, slice_name: str = OVERALL, batch: int | None = None, context: int | None = None
@@ -131,8 +131,11 @@ class Plan:
                     yield Option(name, k, cost, tau)
 
     def over_temperatures(self, batch: int, slice_name: str = OVERALL) -> list[Option]:
-        """Return the drafts that every result has at a batch and the headline's context, each with the tau and the cost of the first result, best first: by the
-        geometric mean of their speedups, as a server has one draft length for all temperatures."""
+        """Return the drafts that every result has at a batch and the headline's context, best first.
+
+        A server has one draft length for all temperatures, so they are sorted by the geometric mean of their speedups. Their tau and
+        cost are those of the first result.
+        """
         cells = [cell for r in self.results if (cell := self.cell(r, slice_name, batch)) is not None]
         by_key = [{(o.drafter, o.num_speculative_tokens): o for o in cell.options} for cell in cells]
         shared = [key for key in by_key[0] if all(key in one for one in by_key)] if by_key else []
@@ -152,23 +155,24 @@ class Plan:
         return f"{self.table.tokens(option.drafter, k) - 1} drafted tokens on {k} level{'s' * (k > 1)}"
 
     def served_with(self, option: Option, batch: int, slice_name: str = OVERALL) -> list[Option]:
-        """Return what a server that was started with an option can draft, best first: a chain's shorter ones too, of a tree nothing
-        else."""
+        """Return what a server that was started with an option can draft, best first. A chain can be cut, a tree cannot."""
         name, most, tree = option.drafter, option.num_speculative_tokens, self.tree(option)
-        found = [o for o in self.over_temperatures(batch, slice_name) if o.drafter == name]
-        return [o for o in found if (o.num_speculative_tokens <= most if tree is None else same_draft(o, option))]
+        drafts = [o for o in self.over_temperatures(batch, slice_name) if o.drafter == name]
+        return [o for o in drafts if (o.num_speculative_tokens <= most if tree is None else same_draft(o, option))]
 
     def speedups(self, option: Option, batch: int, slice_name: str = OVERALL) -> list[float]:
         """Return the speedup of a draft at each result's temperature."""
-        found = []
+        speedups = []
         for result in self.results:
             cell = self.cell(result, slice_name, batch)
-            found += [o.speedup for o in (cell.options if cell else ()) if same_draft(o, option)]
-        return found
+            speedups += [o.speedup for o in (cell.options if cell else ()) if same_draft(o, option)]
+        return speedups
 
     def predict(self, result: Result, option: Option, tau: float) -> float:
-        """Return the speedup that a timed run of answers as long as the result's would find, at the headline's place: the drafter
-        also reads every prompt, which the target alone has done with its first token."""
+        """Return the speedup to expect of a timed run at the headline's place, with answers as long as the result's.
+
+        There the drafter also reads every prompt, which the target has read by its first token.
+        """
         point, overall = self.table.at(self.batch, self.context), result.drafters[option.drafter].overall
         assert point is not None
         # Greedy repeats are all alike, and acceptance is counted on one.
@@ -179,7 +183,7 @@ class Plan:
         return replace(option.cost, overhead=option.cost.overhead + admitted).speedup(tau)
 
     def measured(self, result: Result, option: Option) -> float | None:
-        """Return the speedup with which a draft was timed at the headline's batch, None where it was not, or on another machine."""
+        """Return a draft's measured speedup at the headline's batch; None if it was not timed there on the machine of the costs."""
         drafter = result.drafters.get(option.drafter)
         if self.table.hardware != result.hardware or self.batch != result.settings.batch or drafter is None:
             return None
@@ -189,8 +193,10 @@ class Plan:
         return _picked(result, option)
 
     def gain_over(self, option: Option, other: Option) -> float:
-        """Return how many times as fast a draft is as another one, over all temperatures: as timed on the same prompts where both
-        were, else by their costs."""
+        """Return the speed of a draft over that of another one, as a geometric mean over temperatures.
+
+        It is measured if both were timed on the same prompts at every temperature, else predicted from costs.
+        """
         ratios = []
         for result in self.results:
             first, second = _picked(result, option), _picked(result, other)
@@ -202,8 +208,10 @@ class Plan:
         return speeds[0] / speeds[1]
 
     def gains(self, option: Option) -> tuple[list[float], bool]:
-        """Return a draft's speedup at each result's temperature, at the headline's place, and whether they were measured: as measured
-        where every one was, else as predicted."""
+        """Return a draft's speedup at each result's temperature, at the headline's place, and whether these are measured.
+
+        They are predicted where not every temperature was timed.
+        """
         timed = [self.measured(result, option) for result in self.results]
         known = [gain for gain in timed if gain is not None]
         return (known, True) if len(known) == len(timed) else (self.speedups(option, self.batch), False)
@@ -215,22 +223,25 @@ def same_draft(one: Option | Pick, other: Option | Pick) -> bool:
 
 
 def _picked(result: Result, option: Option) -> float | None:
-    """Return the speedup of a draft that was timed to check a plan, None where it was not."""
+    """Return the speedup of a draft if the evaluation timed it to check its plan, else None."""
     return next((pick.speedup for pick in result.picks if same_draft(pick, option)), None)
 
 
 def taus(measures: Measures, decoded_k: int | None) -> list[tuple[int, float]]:
-    """Return (K, tau) of a drafter: exact, by simulation, for every K; else as decoded, for the one that was."""
+    """Return (K, tau) of a drafter: for every simulated K; without a simulation, for the K that was decoded."""
     swept = [(p.num_speculative_tokens, p.tau_simulated) for p in measures.k_sweep or ()]
-    found = [(k, tau) for k, tau in swept if tau is not None]
-    if not found and measures.tau is not None and decoded_k is not None:
+    simulated = [(k, tau) for k, tau in swept if tau is not None]
+    if not simulated and measures.tau is not None and decoded_k is not None:
         return [(decoded_k, measures.tau)]
-    return found
+    return simulated
 
 
 def round_cost(table: CostTable, point: CostPoint, drafter: str, k: int) -> RoundCost | None:
-    """Return what a round with K tokens costs there; None where the pass or the draft is larger than any that was timed, and where
-    whole rounds were timed, but none of K tokens or fewer, or none of K tokens or more."""
+    """Return the cost of a round that drafts k tokens at one batch and context; None outside of what was timed.
+
+    Steps were timed up to a largest pass and a longest draft. Whole rounds, of servers, were timed from a shortest to a longest
+    draft; those between follow by straight lines.
+    """
     if point.round_ms:
         total = point.whole(drafter, k)
         return None if total is None else RoundCost(point.alone_ms, None, None, total)
@@ -241,23 +252,25 @@ def round_cost(table: CostTable, point: CostPoint, drafter: str, k: int) -> Roun
 
 
 def break_even_tokens(plan: Plan, option: Option) -> int | None:
-    """Return the fewest answer tokens from which a draft saves time: its drafter must read the prompt first. None where it never
-    does. Conservative over temperatures: the largest."""
+    """Return the shortest answer, in tokens, for which drafting saves time, as the drafter must read the prompt first.
+
+    Of several temperatures the one with the longest such answer counts. None where drafting is slower at any of them.
+    """
     point = plan.table.at(plan.batch, plan.context)
-    found: list[int] = []
+    fewest: list[int] = []
     for speedup in plan.speedups(option, plan.batch):
         if point is None or speedup <= 1:
             return None
         saved = point.alone_ms * (1 - 1 / speedup)
-        found.append(2 + int(point.admit_ms[option.drafter] / saved))
-    return max(found, default=None)
+        fewest.append(2 + int(point.admit_ms[option.drafter] / saved))
+    return max(fewest, default=None)
 
 
 def by_batch(plan: Plan, chosen: Option) -> list[tuple[int, int, int]]:
-    """Return (first batch, last batch, K) for a drafter, K 0 where the target alone is faster: the form in which vLLM takes it.
+    """Return (first batch, last batch, K) as vLLM takes them, with K = 0 where the target alone is faster.
 
-    Between two measured batches the larger one decides, which never drafts too much. chosen: what was decided on at the plan's
-    own batch; no batch is given longer drafts, and a tree is drafted whole or not at all.
+    A batch between two measured ones gets the K of the larger, which is never too long. chosen: the draft of the plan's own batch.
+    No batch gets a longer one, and a tree is drafted whole or not at all.
     """
     table: list[tuple[int, int, int]] = []
     first = 1

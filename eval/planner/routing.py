@@ -69,9 +69,9 @@ def make_rules(plan: Plan, option: Option) -> Rules:
     plan = Plan(tuple(r for r in plan.results if r.settings.temperature in paying), plan.table)
     slices = {}
     for slice_name in plan.slices[1:]:
-        if found := plan.served_with(option, plan.batch, slice_name):
-            pays = min(plan.speedups(found[0], plan.batch, slice_name=slice_name)) >= 1
-            slices[slice_name] = found[0].num_speculative_tokens if pays else 0
+        if drafts := plan.served_with(option, plan.batch, slice_name):
+            pays = min(plan.speedups(drafts[0], plan.batch, slice_name=slice_name)) >= 1
+            slices[slice_name] = drafts[0].num_speculative_tokens if pays else 0
     return Rules(
         drafter=option.drafter,
         num_speculative_tokens=option.num_speculative_tokens,

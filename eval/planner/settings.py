@@ -74,6 +74,6 @@ def write_settings(folder: Path, decision: Decision) -> None:
 
 def _from_anywhere(text: str, variable: str) -> str:
     """Return commands that run in any folder: scripts of an engine's sources are looked for in the folder that a variable names."""
-    found = re.sub(r"^python (?=convert_hf|examples/)", f'python "${variable}"/', text, flags=re.MULTILINE)
-    found = found.replace("--gguf llama.cpp", f'--gguf "${variable}"')
-    return text if found == text else f': "${{{variable}:?set it to the folder with its sources}}"\n{found}'
+    moved = re.sub(r"^python (?=convert_hf|examples/)", f'python "${variable}"/', text, flags=re.MULTILINE)
+    moved = moved.replace("--gguf llama.cpp", f'--gguf "${variable}"')
+    return text if moved == text else f': "${{{variable}:?set it to the folder with its sources}}"\n{moved}'

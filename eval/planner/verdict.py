@@ -73,8 +73,8 @@ def decide(
     own = best.drafter == next(iter(plan.results[0].drafters))  # the run's own head, of which history speaks
     taught = own and heldout is not None and heldout >= UNTAUGHT
     if flaws and (taught or max(taus) >= UNTAUGHT or max(gains) >= PAYS):
-        whats = {flaw.remedy: [f.what for f in flaws if f.remedy == flaw.remedy] for flaw in flaws}
-        causes = "; ".join(f"{', '.join(found)} ({remedy})" for remedy, found in whats.items())
+        by_remedy = {flaw.remedy: [f.what for f in flaws if f.remedy == flaw.remedy] for flaw in flaws}
+        causes = "; ".join(f"{', '.join(causes_of)} ({remedy})" for remedy, causes_of in by_remedy.items())
         return Verdict(Action.MEASURE_AGAIN, f"Measure again before you decide: {causes}.", tuple(reasons), best)
     reasons += [f"{flaw.what[0].upper()}{flaw.what[1:]}: {flaw.remedy}." for flaw in flaws]
     if max(gains) >= PAYS:
@@ -126,7 +126,7 @@ def _used(plan: Plan, drafter: str) -> int | None:
 def _keep_off(
     plan: Plan, best: Option, gain: float, rising: float | None, reasons: list[str], *, taught: bool
 ) -> Verdict:
-    """Say what would have to be what for the best draft to pay."""
+    """Leave speculation off, and say which tau or which cost would make the best draft pay."""
     cost, k, tau = best.cost, best.num_speculative_tokens, best.tau
     needed = max(PAYS * cost.tau_needed, tau * PAYS / gain)  # also where it was timed slower than its costs say
     reasons.append(f"To pay ({PAYS}x), tau at K = {k} would have to be {needed:.2f}; it is {tau:.2f}.")

@@ -52,20 +52,20 @@ def _position_curves(view: View, key: str, caption: str) -> tuple[list[Figure], 
     curves = {
         name: [(s, m, curve) for s, m in view.measured(name) if (curve := _curve(m, key))] for name in view.slices
     }
-    width = max((len(curve) for found in curves.values() for *_, curve in found), default=0)
+    width = max((len(curve) for drawn in curves.values() for *_, curve in drawn), default=0)
     if not width:
         return [], []
     labels = [str(i + 1) for i in range(width)]
     panels, rows = [], []
-    for name, found in curves.items():
-        lines = [Series(s.label, s.index, _pad(curve, width)) for s, _, curve in found]
+    for name, drawn in curves.items():
+        lines = [Series(s.label, s.index, _pad(curve, width)) for s, _, curve in drawn]
         if lines:
             panels.append(
                 line_panel(
                     name, labels, lines, x_title="draft position", show=lambda v: percent(v, 0), y_range=(0.0, 1.0)
                 )
             )
-        for s, m, curve in found:
+        for s, m, curve in drawn:
             counts = map(whole, (m.rounds, _reached(m, len(curve))) if key == "alpha_at" else (m.rounds,))
             rows.append(Row((name, s.label, *map(percent, _pad(curve, width)), *counts), name == OVERALL))
     ends = ("rounds", "rounds that reached the last") if key == "alpha_at" else ("rounds",)
@@ -134,8 +134,8 @@ def _sweep_figure(view: View, lengths: Sequence[int], key: str, caption: str, en
 
 
 def _at_lengths(m: Measures, lengths: Sequence[int], key: str) -> Curve:
-    found = {p.num_speculative_tokens: getattr(p, key) for p in m.k_sweep or ()}
-    return tuple(found.get(k) for k in lengths)
+    by_length = {p.num_speculative_tokens: getattr(p, key) for p in m.k_sweep or ()}
+    return tuple(by_length.get(k) for k in lengths)
 
 
 def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table]:
@@ -143,14 +143,14 @@ def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table
     taus = view.rows(lambda m: [*map(number, _at_lengths(m, lengths, "tau_simulated"))] if m.k_sweep else None)
     tables = [Table("Accepted length τ by K, simulated", columns, taus, heads=2, folded=True)]
     if gains:
-        found = view.rows(
+        speedups = view.rows(
             lambda m: (
                 [*map(times, _at_lengths(m, lengths, "predicted_speedup")), str(best_k(m) or DASH)]
                 if m.k_sweep
                 else None
             )
         )
-        tables.append(Table("Predicted speedup by K", (*columns, "best K"), found, heads=2, folded=True))
+        tables.append(Table("Predicted speedup by K", (*columns, "best K"), speedups, heads=2, folded=True))
     return tables
 
 

@@ -39,7 +39,7 @@ def latency(view: View) -> Section:
         "after the first, as somebody sees it who reads along. A round's tokens come together, so with drafts many take no time "
         "(p50 is 0 where more than half do), and p95 is about a whole round: longer than a pass of the target alone. The median and "
         "the 95th percentile over requests or tokens.",
-        tables=tuple(Table(caption, columns, found, heads=2) for caption, found in pairs if found),
+        tables=tuple(Table(caption, columns, body, heads=2) for caption, body in pairs if body),
         missing="Latency was not measured.",
         folded=True,
     )
@@ -58,8 +58,8 @@ def memory(view: View) -> Section:
         if draft is not None or m.peak_memory_bytes is not None:
             shape = ("chain" if draft.tree is None else draft.tree, whole(draft.nodes)) if draft else (DASH, DASH)
             held = (draft.parameters, draft.weight_bytes) if draft else (None, None)
-            found = _memory(view.results[s.result_index], s)
-            formula = (found.drafted, found.alone) if found else (None, None)
+            taken = _memory(view.results[s.result_index], s)
+            formula = (taken.drafted, taken.alone) if taken else (None, None)
             pairs = zip(formula, (m.peak_memory_bytes, m.peak_memory_baseline_bytes), strict=True)
             sizes = (cell for one, peak in pairs for cell in (_mebibytes(one, 1), _mebibytes(peak)))
             rows.append(Row((s.label, *shape, whole(held[0]), _mebibytes(held[1], 1), *sizes)))
@@ -103,10 +103,10 @@ def _memory_rows(view: View) -> tuple[Row, ...]:
     for (name, _, _, own), s in alike.items():
         label = name if [key[0] for key in alike].count(name) == 1 else s.label
         for place in sorted(planned | ({own} if own[1] else set())):
-            if (found := _memory(view.results[s.result_index], s, *place)) is not None:
-                parts = (found.target, found.target_cache, found.draft_entries, found.drafter, found.draft_cache)
-                sizes = (_mebibytes(size, 1) for size in (*parts, found.alone, found.drafted))
-                more = percent(found.drafted / found.alone - 1)
+            if (taken := _memory(view.results[s.result_index], s, *place)) is not None:
+                parts = (taken.target, taken.target_cache, taken.draft_entries, taken.drafter, taken.draft_cache)
+                sizes = (_mebibytes(size, 1) for size in (*parts, taken.alone, taken.drafted))
+                more = percent(taken.drafted / taken.alone - 1)
                 rows.append(Row((label, *map(whole, place), *sizes, more), place == own))
     return tuple(rows)
 
@@ -119,10 +119,10 @@ def looping(view: View) -> Section:
     """The share of answers that loop, per slice and system."""
     rows = []
     for name in view.slices:
-        found = {s.index: m.looping for s, m in view.measured(name)}
+        looped = {s.index: m.looping for s, m in view.measured(name)}
         prompts = max((m.prompts for _, m in view.measured(name)), default=0)
-        if some(list(found.values())):
-            shares = (percent(found.get(s.index)) for s in view.systems)
+        if some(list(looped.values())):
+            shares = (percent(looped.get(s.index)) for s in view.systems)
             rows.append(Row((name, whole(prompts), *shares), name == OVERALL))
     return Section(
         "looping",

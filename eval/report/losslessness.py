@@ -24,16 +24,16 @@ def evidence(view: View) -> str:
         m = system.drafter.overall
         checks = [one for one in (m.lossless_timed, m.lossless) if one is not None and one.checked]
         # Greedy answers are checked once for all temperatures.
-        if checks and not any(system.name in found for found in kinds.values()):
+        if checks and not any(system.name in checked_of for checked_of in kinds.values()):
             whose = "the target's own" if m.agreement is None else "those of the tuned target alone"
             kinds[checks[0].dtype, whose][system.name] = checks[0]
     sentences = []
-    for (dtype, whose), found in kinds.items():
-        checked, equal = (sum(getattr(one, key) for one in found.values()) for key in ("checked", "equal"))
+    for (dtype, whose), checked_of in kinds.items():
+        checked, equal = (sum(getattr(one, key) for one in checked_of.values()) for key in ("checked", "equal"))
         where = f"{dtype}, as measured" if dtype == measured else f"{dtype} (not in {measured}, as measured)"
         many = f"All {checked:,}" if equal == checked else f"{equal:,} of {checked:,}"
         text = f"{many} greedy answers checked in {where}, equal {whose}, token for token"
-        gaps = [d.logit_gap for one in found.values() for d in one.first_divergences if d.logit_gap is not None]
+        gaps = [d.logit_gap for one in checked_of.values() for d in one.first_divergences if d.logit_gap is not None]
         sentences.append(f"{text}." if not gaps else f"{text}; {_widest(dtype, gaps)}")
     return " ".join(sentences)
 

@@ -117,8 +117,10 @@ class View:
 
     def rows(self, cells: Callable[[Measures], Sequence[str] | None]) -> tuple[Row, ...]:
         """Return a row per slice and system: these two, then the cells of its measures; none where these are None."""
-        found = [(name, system.label, cells(m)) for name in self.slices for system, m in self.measured(name)]
-        return tuple(Row((name, label, *texts), name == OVERALL) for name, label, texts in found if texts is not None)
+        cells_of = [(name, system.label, cells(m)) for name in self.slices for system, m in self.measured(name)]
+        return tuple(
+            Row((name, label, *texts), name == OVERALL) for name, label, texts in cells_of if texts is not None
+        )
 
     def spread(self, result_index: int, m: Measures, spread: tuple[float, float] | None) -> tuple[float, float] | None:
         """Return the spread of a speed over the repeats, None where one repeat or fewer than FEWEST_PROMPTS prompts made it."""

@@ -178,7 +178,7 @@ def markdown_cell(text: Any) -> Markup:
 
 def plain(text: str) -> Markup:
     """Escape text for a line of HTML inside Markdown, where Markdown's own escapes would be shown as they are."""
-    escaped = re.sub(r"[\\`*\[\]|]", lambda found: f"&#{ord(found[0])};", html.escape(printable(text)))
+    escaped = re.sub(r"[\\`*\[\]|]", lambda mark: f"&#{ord(mark[0])};", html.escape(printable(text)))
     return Markup(re.sub(r"\s+", " ", escaped))
 
 

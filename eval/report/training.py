@@ -35,9 +35,11 @@ def section(view: View) -> Section:
     rows = tuple(Row((f"{p.step}", f"{p.tokens:,}", number(p.tau)), p == past.best) for p in points)
     tables = [Table("Held-out evaluations", ("step", "tokens", "τ"), rows, folded=True)]
     if past.coverage is not None and past.coverage.heldout_by_slice:
-        found = tuple(Row((name, percent(share))) for name, share in past.coverage.heldout_by_slice.items())
+        covered = tuple(Row((name, percent(share))) for name, share in past.coverage.heldout_by_slice.items())
         tables.append(
-            Table("Tokens of held-out answers that the draft vocabulary has", ("slice", "covered"), found, folded=True)
+            Table(
+                "Tokens of held-out answers that the draft vocabulary has", ("slice", "covered"), covered, folded=True
+            )
         )
     warned = {f"warning: {text}" for result in view.results for text in result.warnings}  # which the page says above
     lines = (line for line in tell(past) if line not in warned)

@@ -110,8 +110,8 @@ def contexts_of(generation: Generation) -> np.ndarray:
 def explain_past(trained_length: int, groups: Sequence[Group]) -> str:
     """Say how acceptance changes past the longest text that a head learned from; groups: of `by_training`. Empty where nothing,
     or next to nothing, stands past it, and where tau does not fall there."""
-    found = {group.name: group for group in groups}
-    past, within = found.get(PAST), found.get(WITHIN, Group(WITHIN))
+    by_name = {group.name: group for group in groups}
+    past, within = by_name.get(PAST), by_name.get(WITHIN, Group(WITHIN))
     if past is None:
         return ""
     decoded = past.rounds is not None
@@ -133,13 +133,13 @@ def split(
 ) -> tuple[Group, ...]:
     """Return the groups that hold rounds, in the order of `names`. group_of: the number [T] of the group of each root."""
     (rounds_G, tokens_G), (expected_G, emitted_G) = (_sums(len(names), group_of, c) for c in (decoded, simulated))
-    found = []
+    filled = []
     for i, name in enumerate(names):
         counts = (round(rounds_G[i]), tokens_G[i] / rounds_G[i]) if rounds_G[i] else (None, None)
         means = (float(expected_G[i]), float(emitted_G[i] / expected_G[i])) if expected_G[i] else (None, None)
         if rounds_G[i] or expected_G[i]:
-            found.append(Group(name, *counts, *means))
-    return tuple(found)
+            filled.append(Group(name, *counts, *means))
+    return tuple(filled)
 
 
 def _sums(

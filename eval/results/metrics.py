@@ -37,8 +37,8 @@ class Metric:
 
     def value(self, m: Measures) -> float | None:
         """Return the number, None where it was not measured."""
-        found: float | None = self.count(m) if self.count else getattr(m, self.name)
-        return found
+        number: float | None = self.count(m) if self.count else getattr(m, self.name)
+        return number
 
     @property
     def ends(self) -> str:
@@ -62,8 +62,8 @@ class Metric:
             return value, value
         if not (repeats > 1 if self.timed else m.prompts >= FEWEST_PROMPTS):
             return None
-        found: Interval | None = self.interval(m) if self.interval else getattr(m, self.ends, None)
-        return found
+        interval: Interval | None = self.interval(m) if self.interval else getattr(m, self.ends, None)
+        return interval
 
 
 def wilson(share: float, count: int) -> Interval:

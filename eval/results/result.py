@@ -319,46 +319,46 @@ class Result:
     @property
     def past_training(self) -> list[str]:
         """Which heads drafted in longer texts than they learned from, and what tau does there, a sentence each."""
-        found = []
+        sentences = []
         for name, drafter in self.drafters.items():
             trained = None if drafter.draft is None else drafter.draft.trained_length
             text = "" if trained is None else explain_past(trained, drafter.overall.training_split or ())
             if text:
-                found.append(f"at temperature {self.settings.temperature:g} {name} drafted {text}.")
-        return found
+                sentences.append(f"at temperature {self.settings.temperature:g} {name} drafted {text}.")
+        return sentences
 
     @property
     def impossible(self) -> list[str]:
         """Which speedups were measured above tau, a clause each: a round takes no less than a token of the target alone."""
-        found = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in self.drafters.items()]
-        found += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
-        above = [(name, gain, tau) for name, gain, tau in found if gain and tau and gain > (1 + ROUNDING) * tau]
+        gains = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in self.drafters.items()]
+        gains += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
+        above = [(name, gain, tau) for name, gain, tau in gains if gain and tau and gain > (1 + ROUNDING) * tau]
         return [f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})" for name, gain, tau in above]
 
     @property
     def doubts(self) -> list[str]:
         """Why the times of this result should not be quoted, a clause each; empty where nothing is known against them."""
-        found = self.impossible
+        doubts = self.impossible
         if self.clocks is not None and (busy := self.clocks.others) is not None and busy > _BUSY:
-            found.append(f"other programs used {100 * busy:.0f}% of the cores while it was timed")
+            doubts.append(f"other programs used {100 * busy:.0f}% of the cores while it was timed")
         for name, drafter in self.drafters.items():
             m = drafter.overall
             if m.baseline_tok_s and m.baseline_tok_s_spread:
                 low, high = m.baseline_tok_s_spread
                 if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
-                    found.append(f"the target alone varied by {100 * drift:.0f}% between repeats")
+                    doubts.append(f"the target alone varied by {100 * drift:.0f}% between repeats")
             if m.speedup and m.ideal_speedup and m.speedup > (1 + _IDEAL) * m.ideal_speedup:
-                found.append(
+                doubts.append(
                     f"{name} was faster than its costs allow ({100 * m.speedup / m.ideal_speedup:.0f}% of the ideal)"
                 )
             # In a larger batch rows finish at other rounds with drafts, so that other prompts share a prefill.
             alone = self.settings.batch == 1
             if alone and m.ttft_s and m.ttft_baseline_s and abs(m.ttft_s / m.ttft_baseline_s - 1) > _TTFT:
                 moved = 100 * (m.ttft_s / m.ttft_baseline_s - 1)
-                found.append(
+                doubts.append(
                     f"the time to the first token moved by {moved:+.0f}% with {name}, which drafting cannot do"
                 )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(doubts))
 
 
 def to_json(result: Result) -> dict[str, Any]:

@@ -101,6 +101,6 @@ def _posterior(share: np.ndarray, tau: np.ndarray, highest: float) -> tuple[np.n
     )
     log_weight = -0.5 * (misfit + np.log(variance).sum(-1) + np.log(total) + prior)
     ahead = 1.0 / total + noise[..., 0] ** 2 + drift[..., 0] * np.log(share[-1]) ** 2
-    found = np.exp(log_weight - log_weight.max())
-    likely = found > 1e-4
-    return found[likely] / found[likely].sum(), end[likely], np.broadcast_to(ahead, end.shape)[likely]
+    likelihood = np.exp(log_weight - log_weight.max())
+    likely = likelihood > 1e-4
+    return likelihood[likely] / likelihood[likely].sum(), end[likely], np.broadcast_to(ahead, end.shape)[likely]

@@ -75,10 +75,10 @@ class History:
         end = self.tokens if self.finished else tokens if self.forecast is None else self.forecast.tokens
         if tokens > end:
             points, least = tuple(point for point in points if 2 * point.tokens <= end), self.best.tau
-        found = None if k is None else forecast(points, tokens, k)
-        if found is None:
+        ahead = None if k is None else forecast(points, tokens, k)
+        if ahead is None:
             return None
-        return replace(found, **{name: max(getattr(found, name), least) for name in ("tau", "low", "high")})
+        return replace(ahead, **{name: max(getattr(ahead, name), least) for name in ("tau", "low", "high")})
 
     @property
     def twice(self) -> Forecast | None:
@@ -168,13 +168,13 @@ def point_of(record: Mapping[str, Any], place: str) -> Point | None:
     if "tau" not in record:
         return None
     tau = record["tau"]
-    found = {"step": record.get("step"), "tokens": record.get("tokens")}
-    return read_dataclass(Point, found | {"tau": tau.get("overall") if isinstance(tau, dict) else tau}, place)
+    fields = {"step": record.get("step"), "tokens": record.get("tokens")}
+    return read_dataclass(Point, fields | {"tau": tau.get("overall") if isinstance(tau, dict) else tau}, place)
 
 
 def _evaluations(path: Path) -> list[tuple[Point, dict[str, Any]]]:
     """Return the evaluations in metrics.jsonl, each with its whole line."""
-    found = []
+    evaluations = []
     for number, line in enumerate(read_lines(path, _REMEDY), start=1):
         if b'"tau"' in line and line.endswith(b"\n"):  # one in hundreds has it
             place = f"{path}, line {number}"
@@ -182,8 +182,8 @@ def _evaluations(path: Path) -> list[tuple[Point, dict[str, Any]]]:
             if not isinstance(record, dict):
                 raise UserError(f"{place} is no step of a training: {_REMEDY}.")
             if point := point_of(record, place):
-                found.append((point, record))
-    return found
+                evaluations.append((point, record))
+    return evaluations
 
 
 def read_stage(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

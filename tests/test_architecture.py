@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_floors import FLOORS, ROOT, imports, sources
+from tests.test_floors import FLOORS, ROOT, imports, parse, sources
 
 DOCS = ROOT / "docs"
 PAGES = ("architecture.md", "algorithms.md")
@@ -24,7 +24,7 @@ def read(page: str) -> str:
 def names_in(path: str) -> frozenset[str]:
     """Return the functions, classes, methods ("Class.method") and constants that a file defines."""
     found = set()
-    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+    for node in parse(Path(path)).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
@@ -64,7 +64,7 @@ def test_a_way_is_short_and_hangs_together(title: str) -> None:
     assert len(set(files)) <= MOST_FILES
     crossings = sum(a.split("/")[0] != b.split("/")[0] for a, b in pairwise(files))
     assert crossings <= MOST_CROSSINGS
-    known = {path.as_posix(): {other.as_posix() for other in imports(path)} for path in sources()}
+    known = {path: {other.as_posix() for other in imports(Path(path))} for path in files}
     for path in set(files):
         others = set(files) - {path}
         importers = {other for other in others if path in known[other]}

@@ -2,9 +2,12 @@
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.test_floors import ROOT, parse
 
 TESTS = Path(__file__).resolve().parent
 ASSERTS = re.compile(r"^(assert_\w+|check\w*|raises|warns|fail|run_conformance)$")
@@ -12,6 +15,7 @@ ASSERTS = re.compile(r"^(assert_\w+|check\w*|raises|warns|fail|run_conformance)$
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def called(node: ast.AST) -> set[str]:
     """The last names of all that is called inside a node."""
     functions = [item.func for item in ast.walk(node) if isinstance(item, ast.Call)]
@@ -19,15 +23,20 @@ def called(node: ast.AST) -> set[str]:
     return names | {one.id for one in functions if isinstance(one, ast.Name)}
 
 
+@cache
+def asserts_itself(function: Function) -> bool:
+    """Whether a function has an assertion or calls one of ASSERTS."""
+    has_assert = any(isinstance(item, ast.Assert) for item in ast.walk(function))
+    return has_assert or any(ASSERTS.match(name) for name in called(function))
+
+
 def without_assertion(tree: ast.Module, helpers: dict[str, list[Function]]) -> list[str]:
     """The tests of a module that assert nothing; helpers: the functions of all tests by name."""
 
     def asserts(function: Function, seen: frozenset[str]) -> bool:
-        if any(isinstance(item, ast.Assert) for item in ast.walk(function)):
+        if asserts_itself(function):
             return True
         names = called(function)
-        if any(ASSERTS.match(name) for name in names):
-            return True
         further = [(name, one) for name in names - seen for one in helpers.get(name, ())]
         return any(asserts(one, seen | {name}) for name, one in further)
 
@@ -36,7 +45,7 @@ def without_assertion(tree: ast.Module, helpers: dict[str, list[Function]]) -> l
 
 
 def test_every_test_asserts_something() -> None:
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(TESTS.rglob("*.py"))}
+    trees = {path: parse(path.relative_to(ROOT)) for path in sorted(TESTS.rglob("*.py"))}
     helpers: dict[str, list[Function]] = {}
     for tree in trees.values():
         for item in ast.walk(tree):

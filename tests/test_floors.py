@@ -3,6 +3,7 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 
@@ -103,14 +104,22 @@ def floor_of(folder: str) -> int:
 FILES = {module_of(path): path for path in sources()}
 
 
-def imports(path: Path) -> Iterator[Path]:
-    """Yield the product's files that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+@cache
+def parse(path: Path) -> ast.Module:
+    """Return a parsed file of the repository, of which tests ask many things."""
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> frozenset[Path]:
+    """Return the product's files that a file imports, wherever in it."""
+    names: list[tuple[str, str]] = []
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (FILES[name] if name in FILES else FILES[node.module] for name in names if node.module in FILES)
+            names += [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from (FILES[alias.name] for alias in node.names if alias.name in FILES)
+            names += [(alias.name, "") for alias in node.names]
+    return frozenset(FILES.get(name, FILES.get(module)) for name, module in names if name in FILES or module in FILES)
 
 
 def arrows() -> dict[tuple[str, str], set[str]]:

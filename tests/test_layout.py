@@ -1,7 +1,6 @@
 """The rules of the house that no linter knows: links, names, imports, docstrings, packaging."""
 
 import ast
-import functools
 import json
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.heads.registry import methods
+from tests.test_floors import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("data", "heads", "train", "eval")
@@ -55,10 +55,9 @@ def module_name(path: Path) -> str:
     return ".".join(parts if parts[0] == "draftsmith" else ("draftsmith", *parts))
 
 
-@functools.cache
 def tree(path: Path) -> ast.Module:
     """Return the parsed file."""
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return parse(path.relative_to(ROOT))
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tests.test_floors import ROOT, sources
+from tests.test_floors import parse, sources
 
 REMEDY = re.compile(
     r"\b(answers|data|evaluate|export|features|head|target|tracking|train)\.[a-z_]+|--[a-z]|draftsmith [a-z]"
@@ -28,7 +28,7 @@ OTHERS = {
 def test_warnings_say_what_would_mend_them() -> None:
     lacking, used = [], set()
     for path in sources():
-        for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        for node in ast.walk(parse(path)):
             name = node.func if isinstance(node, ast.Call) and node.args else None
             called = getattr(name, "attr", getattr(name, "id", None))
             if not isinstance(node, ast.Call) or called not in ("say", "warn"):

@@ -78,6 +78,7 @@ def test_of_a_large_target_some_layers_are_measured(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("clock")
+@pytest.mark.full
 @pytest.mark.parametrize("method", methods())
 def test_every_method_is_measured(method: str) -> None:
     sized = {"draft_vocab_size": "100", "mask_token_id": "3"}

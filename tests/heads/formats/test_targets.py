@@ -138,6 +138,7 @@ def test_the_readme_starts_no_engine_that_will_not_draft(kind, refused, unknown,
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "folders"), [("vllm", "vllm-*"), ("llama-cpp", "llama-cpp-python-*")])
 def test_installed_engines_say_what_the_lists_say(engine, folders):
     made = [folder.parent for folder in CACHE.glob(f"{folders}/finished")]

@@ -56,36 +56,6 @@ def wandb_run(**calls: Any) -> SimpleNamespace:
     return SimpleNamespace(**nothing | calls)
 
 
-def test_wandb_is_given_flat_figures_and_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[dict[str, float], int]] = []
-    run = wandb_run(
-        log=lambda values, step: logged.append((values, step)), finish=lambda exit_code: logged.append(({}, -1))
-    )
-    monkeypatch.setattr("wandb.init", lambda **options: run)
-    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0) as tracker:
-        figures = {"step": 1, "accuracy": [0.5, 0.25], "tau": {"overall": 2.0, "slices": {"math": 3.0}}}
-        tracker.log(figures, {"speed": 7.0})
-    values, step = logged[0]
-    assert step == 1
-    assert values == {
-        "train/accuracy/0": 0.5,
-        "train/accuracy/1": 0.25,
-        "heldout/tau": 2.0,
-        "heldout/tau_by_slice/math": 3.0,
-        "train/speed": 7.0,
-    }
-    assert logged[-1] == ({}, -1)
-    assert "speed" not in (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_wandb_writes_an_offline_run(tmp_path: Path) -> None:
-    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {"recipe": {"seed": 1}}, 0) as tracker:
-        tracker.log({"step": 1, "loss": 2.0})
-    files = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(files) == 1
-    assert files[0].stat().st_size > 0
-
-
 def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = []
     run = wandb_run()
@@ -168,23 +138,3 @@ def test_a_run_that_did_not_finish_ends_as_such_on_wandb(
     with pytest.raises(type(error)), Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0):
         raise error
     assert codes == [code]
-
-
-def test_an_offline_run_that_goes_on_is_one_run_for_wandb_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    folders = iter(("offline-run-1", "offline-run-2"))
-
-    def init(**options: str) -> SimpleNamespace:
-        (tmp_path / "wandb" / f"{next(folders)}-{options['id']}").mkdir(parents=True)
-        steps.clear()
-        return wandb_run(log=lambda values, step: steps.append(step))
-
-    monkeypatch.setattr("wandb.init", init)
-    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 0) as tracker:
-        for step in (1, 2, 3):
-            tracker.log({"step": step, "loss": 1.0})
-    with Tracker(tmp_path, TrackingSpec(wandb="offline"), "x", {}, 2) as tracker:
-        tracker.log({"step": 3, "loss": 1.0})
-    assert steps == [1, 2, 3]
-    names = sorted(path.name.rsplit("-", 1)[0] for path in (tmp_path / "wandb").iterdir())
-    assert names == ["continued-run-1", "offline-run-2"]

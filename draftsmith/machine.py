@@ -5,7 +5,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
@@ -82,6 +82,12 @@ def environment() -> dict[str, Any]:
     versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return {"commit": git_commit(), "date": date, "hardware": hardware(), "versions": versions}
+
+
+def environment_json() -> dict[str, Any]:
+    """Return `environment()` as plain JSON."""
+    facts = environment()
+    return facts | {"hardware": asdict(facts["hardware"])}
 
 
 def git_commit(folder: str | Path = ".") -> str | None:

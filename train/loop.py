@@ -25,7 +25,7 @@ from draftsmith.eval.training.forecast import Forecast
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
-from draftsmith.machine import environment
+from draftsmith.machine import environment_json
 from draftsmith.memory import HeldMemory
 from draftsmith.progress import Bar, say
 from draftsmith.recipe.schema import Recipe
@@ -124,7 +124,7 @@ class _Run:
 
     def describe(self) -> dict[str, Any]:
         """Return what dashboards show beside the figures: the recipe, what the head is made from, and with what."""
-        around = environment()
+        around = environment_json()
         return json.loads(  # type: ignore[no-any-return]
             json.dumps(
                 {
@@ -132,7 +132,7 @@ class _Run:
                     "inputs": self.data.identity,
                     "target": {"path": self.target.path, "fingerprint": self.target.fingerprint},
                     "versions": around["versions"],
-                    "hardware": asdict(around["hardware"]),
+                    "hardware": around["hardware"],
                     "commit": around["commit"],
                     "world_size": self.accelerator.num_processes,
                     "tokens_per_step": self._most_tokens,

@@ -32,7 +32,7 @@ from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.clocks.round_profile import RoundProfile, profile_rounds
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.machine import environment
+from draftsmith.machine import environment_json
 from draftsmith.recipe.options import Option, number, require_recipe, take_options, whole_number
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature
@@ -132,13 +132,13 @@ def bench(
         rows += _rows(outcomes, batch, drafters, costs, profiles, greedy=sampling.greedy)
     facts = {
         "command": shlex.join(["python", *sys.argv]),
-        **environment(),
+        **environment_json(),
         "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
         "prompts": len(requests),
         "repeats": spec.repeats,
         "sampling": asdict(sampling),
     }
-    return rows, facts | {"hardware": asdict(facts["hardware"])}
+    return rows, facts
 
 
 def _known(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from draftsmith.machine import environment
+from draftsmith.machine import environment_json
 from draftsmith.storage import write_json
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
@@ -39,12 +39,6 @@ def main() -> None:
     attention = [measure_attention(rows, context) for rows, context in tqdm(ATTENTION, unit="context")]
     command = shlex.join(["python", "-m", "scripts.bench.decoder.products", *sys.argv[1:]])
     write_json(output, {"command": command, **environment_json(), "products": found, "attention": attention})
-
-
-def environment_json() -> dict[str, object]:
-    """Return commit, date, hardware and versions as plain JSON."""
-    found = environment()
-    return {**found, "hardware": vars(found["hardware"])}
 
 
 @torch.no_grad()

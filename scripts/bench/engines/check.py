@@ -6,7 +6,6 @@ results are written as JSON, one file for each engine and target, from which doc
 """
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow
-from draftsmith.machine import environment
+from draftsmith.machine import environment_json
 from draftsmith.progress import say
 from draftsmith.storage import write_json
 from scripts.bench.engines.compare import OurSide, check_in_llama_cpp, check_in_vllm
@@ -120,7 +119,7 @@ def _document(engine: str, served: ServedTarget, rows: Sequence[AgreementRow]) -
     return {
         "engine": engine,
         "command": shlex.join(["bash", "scripts/test_engines.sh", *words]),
-        **json.loads(json.dumps(environment(), default=asdict)),
+        **environment_json(),
         "target": {
             "name": served.name,
             "fingerprint": target.fingerprint,

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
-from draftsmith.machine import environment
+from draftsmith.machine import environment_json
 from draftsmith.storage import EARLIER, write_json
 from scripts.bench.faults.damage import WAYS
 from scripts.bench.faults.kills import counted, in_a_child, kill_after, kill_at
@@ -233,15 +233,11 @@ def main(argv: list[str]) -> int:
         bench.damage(file, way)
     for file in FOREIGN:
         bench.foreign(file)
-    facts = environment()
-    facts |= {
-        "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),
-        "hardware": asdict(facts["hardware"]),
-    }
     write_json(
         own.output,
         {
-            **facts,
+            **environment_json(),
+            "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),
             "operations": {redo or "first run": n for redo, (n, _) in found.items()},
             "counts": bench.counts,
             "findings": bench.findings,

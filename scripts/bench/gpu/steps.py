@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", 
 
 def machine() -> dict[str, Any]:
     """Describe the machine: hardware, driver, versions, commit and date."""
-    from draftsmith.machine import environment
+    from draftsmith.machine import environment_json
 
-    facts = environment()
-    facts["hardware"] = asdict(facts["hardware"])
+    facts = environment_json()
     facts["versions"] |= {name: metadata.version(name) for name in PACKAGES}
     if torch.cuda.is_available():
         properties, driver = torch.cuda.get_device_properties(0), None

@@ -15,14 +15,13 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from draftsmith.foreign.json import read_object
-from draftsmith.machine import environment, hardware
+from draftsmith.machine import environment_json
 from draftsmith.storage import write_json
 from scripts.bench.mutants.mutate import Mutant, mutants
 from scripts.bench.mutants.nearest import ROOT, load_libraries, survey, verdict
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     earlier = None if own.again is None else read_object(own.again, "name a result of this bench")
     command = f"python -m scripts.bench.mutants --count {own.count} --seed {own.seed}"
     command += "".join(f" --file {file}" for file in own.file or ())
-    begun = environment() | {"hardware": asdict(hardware()), "command": command}
+    begun = environment_json() | {"command": command}
     if earlier is not None:
         begun["command"] = f"{earlier['command'].partition(';')[0]}; then its survivors, --again"
         begun["first"] = earlier.get("first", {key: earlier[key] for key in ("commit", "counts", "score")})

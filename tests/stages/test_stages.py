@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith import files
+from draftsmith import storage
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.errors import UserError
 from draftsmith.recipe.record import FOLLOWERS, STAGES
@@ -224,7 +224,7 @@ def test_a_command_that_dies_while_it_makes_a_stage_again_loses_nothing(
 ) -> None:
     """Killed before every operation on files: the earlier version is there again, or waits until the new one is done."""
     done = cut = 0
-    monkeypatch.setattr(files, "flush", lambda path: None)  # nobody pulls the plug here
+    monkeypatch.setattr(storage, "flush", lambda path: None)  # nobody pulls the plug here
     whole = contents(make_run(tmp_path / "whole").path)
     while not done:
         folder, left = tmp_path / str(cut), [cut]

@@ -7,7 +7,7 @@ from typing import Any
 
 from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.results.result import read_result
-from tests.bad_inputs.cases import Case, Table, damaged, edit_json
+from tests.bad_inputs.cases import Case, Table, edit_json, remove
 from tests.bad_inputs.results import RESULT
 
 OLD, NEW = "old.json", "new.json"
@@ -55,12 +55,8 @@ TABLE = Table(
     make,
     compare,
     (
-        *damaged(
-            OLD, name="old", without="folder dangling loop pipe device empty word list null cut deep half-surrogate"
-        ),
-        *damaged(
-            NEW, name="new", without="folder dangling loop pipe device empty word list null cut deep half-surrogate"
-        ),
+        Case("old-missing", remove(OLD), (OLD,)),
+        Case("new-missing", remove(NEW), (NEW,)),
         settings("temperature", temperature=0.7),
         settings("top-k", top_k=40),
         settings("top-p", top_p=0.5),

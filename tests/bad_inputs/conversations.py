@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,85 +27,69 @@ def row(name: str, value: Any, *words: str) -> Case:
     return Case(f"row-{name}", write(FILE, json.dumps(GOOD).encode() + b"\n" + line + b"\n"), (FILE, "line 2", *words))
 
 
-def turns(name: str, *messages: Any, words: tuple[str, ...] = ()) -> Case:
-    """Return the case of a second row with these messages."""
-    return row(name, {"id": "b", "messages": list(messages)}, *words)
+def rows(key: str, *values: Any, good: dict[str, Any] | None = None, words: tuple[str, ...] = ()) -> Iterator[Case]:
+    """Yield the cases of a second row in which a key has these values."""
+    for value in values:
+        shown = repr(value)[:40]
+        yield row(f"{key}-{shown}", {**(good or {}), key: value}, *words)
 
 
-def call(name: str, value: Any, *words: str) -> Case:
-    """Return the case of an assistant turn with these tool_calls."""
-    return turns(f"tool-calls-{name}", TURNS[0], {"role": "assistant", "content": "", "tool_calls": value}, words=words)
+def turns(key: str, *values: Any, turn: dict[str, Any], words: tuple[str, ...] = ()) -> Iterator[Case]:
+    """Yield the cases of a second row whose last turn has these values of a key; `...` leaves it out."""
+    for value in values:
+        last = {name: one for name, one in (turn | {key: value}).items() if one is not ...}
+        before = [] if turn.get("role") == "user" else [TURNS[0]]
+        shown = repr(value)[:40]
+        yield row(f"turn-{turn.get('role')}-{key}-{shown}", {"id": "b", "messages": [*before, last]}, *words)
 
 
+_OTHER = {"id": "b", "messages": TURNS}
 _ROWS = (
     row("empty", ""),
     row("list", [1, 2]),
     row("no-keys", {}),
     row("other-keys", {"question": "?", "answer": "!"}),
-    row("messages-empty", {"messages": []}),
-    row("messages-text", {"messages": "hello"}),
-    row("messages-object", {"messages": {"role": "user"}}),
-    row("messages-numbers", {"messages": [1, 2]}),
-    row("messages-null-inside", {"messages": [None]}),
-    row("conversations-text", {"conversations": "hello"}),
-    row("instruction-list", {"instruction": [1]}),
-    row("instruction-empty", {"instruction": ""}),
-    row("instruction-output-number", {"instruction": "add", "output": 4}),
-    row("history-text", {"instruction": "add", "history": "earlier"}, "history"),
-    row("history-triples", {"instruction": "add", "history": [["a", "b", "c"]]}, "history"),
-    row("history-numbers", {"instruction": "add", "history": [[1, 2]]}),
-    row("prompt-empty", {"prompt": ""}, "prompt"),
-    row("prompt-number", {"prompt": 3}, "prompt"),
-    row("completion-number", {"prompt": "hi", "completion": 3}, "completion"),
-    row("completion-object", {"prompt": "hi", "completion": {"role": "assistant"}}, "completion"),
-    row("functions-number", {"id": "b", "messages": TURNS, "functions": 5}, "tools"),
     row("id-twice", {**GOOD}, "'a'"),
     row("id-half-surrogate", '{"id": "\\ud83d", "messages": [{"role": "user", "content": "hi"}]}', "surrogate"),
-    row("id-list", {"id": [1], "messages": TURNS}, "id"),
-    row("id-object", {"id": {"a": 1}, "messages": TURNS}, "id"),
-    row("slice-list", {"id": "b", "slice": ["chat"], "messages": TURNS}, "slice"),
-    row("slice-object", {"id": "b", "slice": {"name": "chat"}, "messages": TURNS}, "slice"),
     row("deep-150", '{"id": "b", "x": ' + nested(150) + ', "messages": [{"role": "user", "content": "hi"}]}', "nested"),
-    row("tools-text", {"id": "b", "messages": TURNS, "tools": "not json"}, "tools"),
-    row("tools-number", {"id": "b", "messages": TURNS, "tools": 5}, "tools"),
-    row("tools-object", {"id": "b", "messages": TURNS, "tools": {"name": "f"}}, "tools"),
-    row("tools-numbers", {"id": "b", "messages": TURNS, "tools": [1]}, "tools"),
-    row("tools-text-deep", {"id": "b", "messages": TURNS, "tools": nested(100_000)}, "tools"),
+    *rows("messages", [], "hello", {"role": "user"}, [1, 2], [None]),
+    *rows("conversations", "hello"),
+    *rows("instruction", [1], ""),
+    *rows("output", 4, good={"instruction": "add"}),
+    *rows("history", [[1, 2]], good={"instruction": "add"}),
+    *rows("history", "earlier", [["a", "b", "c"]], good={"instruction": "add"}, words=("history",)),
+    *rows("prompt", "", 3, words=("prompt",)),
+    *rows("completion", 3, {"role": "assistant"}, good={"prompt": "hi"}, words=("completion",)),
+    *rows("functions", 5, good=_OTHER, words=("tools",)),
+    *rows("id", [1], {"a": 1}, good=_OTHER, words=("id",)),
+    *rows("slice", ["chat"], {"name": "chat"}, good=_OTHER, words=("slice",)),
+    *rows("tools", "not json", 5, {"name": "f"}, [1], nested(100_000), good=_OTHER, words=("tools",)),
 )
+_ASSISTANT = {"role": "assistant", "content": ""}
 _TURNS = (
-    turns("no-role", {"content": "hi"}),
-    turns("role-number", {"role": 3, "content": "hi"}),
-    turns("role-list", {"role": ["user"], "content": "hi"}),
-    turns("role-unknown", {"role": "wizard", "content": "hi"}, words=("wizard",)),
-    turns("weight-text", TURNS[0], {**TURNS[1], "weight": "none"}, words=("weight",)),
-    turns("weight-half", TURNS[0], {**TURNS[1], "weight": 0.5}, words=("weight",)),
-    turns("thought-number", TURNS[0], {"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}),
-    turns(
-        "thought-of-a-user", {"role": "user", "content": [{"type": "thinking", "thinking": "hm"}]}, words=("thought",)
+    *turns("role", ..., 3, ["user"], turn=TURNS[0]),
+    *turns("role", "wizard", turn=TURNS[0], words=("wizard",)),
+    *turns("weight", "none", 0.5, turn=TURNS[1], words=("weight",)),
+    *turns("content", ..., 5, {"text": "hi"}, [1, 2], [{"type": "image_url", "image_url": "x"}], turn=TURNS[0]),
+    *turns("content", "\ud83d", turn=TURNS[0], words=("surrogate",)),
+    *turns("name", "\udcff", turn=TURNS[0], words=("surrogate",)),
+    *turns("content", [{"type": "thinking", "thinking": "hm"}], turn=TURNS[0], words=("thought",)),
+    *turns("content", [{"type": "thinking", "thinking": 5}], None, turn=TURNS[1]),
+    *turns("function_call", 5, turn={"role": "assistant"}),
+    *turns("value", nested(100_000), turn={"from": "function_call"}),
+    *turns("value", '{"a": 1}', turn={"from": "function_call"}, words=("no call",)),
+    *turns("tool_calls", 5, "f()", {"name": "f"}, True, [1], turn=_ASSISTANT, words=("tool_calls",)),
+    *turns("tool_calls", [{"function": {}}], [{"function": {"name": 4}}], turn=_ASSISTANT, words=("name",)),
+    *turns("tool_calls", [{"function": "f"}], [{"function": [1]}], turn=_ASSISTANT),
+    *(
+        row(
+            f"arguments-{text[:9]}",
+            {"id": "b", "messages": [TURNS[0], _ASSISTANT | {"tool_calls": calls}]},
+            "arguments",
+        )
+        for text in ("{", nested(100_000), "9" * 5000)
+        for calls in [[{"function": {"name": "f", "arguments": text}}]]
     ),
-    turns("assistant-null", TURNS[0], {"role": "assistant", "content": None}),
-    turns("function-call-number", TURNS[0], {"role": "assistant", "function_call": 5}),
-    turns("function-call-no-call", TURNS[0], {"from": "function_call", "value": '{"a": 1}'}, words=("no call",)),
-    turns("no-content", {"role": "user"}),
-    turns("content-number", {"role": "user", "content": 5}),
-    turns("content-object", {"role": "user", "content": {"text": "hi"}}),
-    turns("content-parts-numbers", {"role": "user", "content": [1, 2]}),
-    turns("content-image", {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
-    turns("content-half-surrogate", {"role": "user", "content": "\ud83d"}, words=("surrogate",)),
-    turns("name-half-surrogate", {"role": "user", "name": "\udcff", "content": "hi"}, words=("surrogate",)),
-    call("number", 5, "tool_calls"),
-    call("text", "f()", "tool_calls"),
-    call("object", {"name": "f"}, "tool_calls"),
-    call("true", True, "tool_calls"),
-    call("numbers", [1], "tool_calls"),
-    call("no-name", [{"function": {}}], "name"),
-    call("name-number", [{"function": {"name": 4}}], "name"),
-    call("function-text", [{"function": "f"}]),
-    call("function-list", [{"function": [1]}]),
-    call("arguments-cut", [{"function": {"name": "f", "arguments": "{"}}], "arguments"),
-    call("arguments-deep", [{"function": {"name": "f", "arguments": nested(100_000)}}], "arguments"),
-    call("arguments-long-integer", [{"function": {"name": "f", "arguments": "9" * 5000}}], "arguments"),
-    turns("function-call-deep", TURNS[0], {"from": "function_call", "value": nested(100_000)}),
 )
 
 

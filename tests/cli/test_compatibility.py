@@ -246,6 +246,7 @@ def test_an_evaluation_on_another_target_warns_wherever_its_numbers_go(
     assert render_markdown([result, result]).count("Warning: the head") == 2  # the same ones once
 
 
+@pytest.mark.slow
 def test_a_decoded_evaluation_on_another_target_is_exact_and_warns(place: Path, tmp_path: Path) -> None:
     assert main(["evaluate", *words(place, "upgraded", tmp_path / "run")]) == 0
     result = read_result(tmp_path / "run" / "evaluation" / "t0" / "result.json")

@@ -194,6 +194,7 @@ def test_parameters_are_exact(case: tuple[DraftHead, HeadCost]) -> None:
     assert cost.steps == head.trains.steps
 
 
+@pytest.mark.slow
 def test_flops_of_a_training_step(case: tuple[DraftHead, HeadCost], target: Target) -> None:
     """Within 1%: the counter leaves out the flash kernel, the formula the diagonal keys, one per step instead of L."""
     head, cost = case
@@ -216,6 +217,7 @@ def test_flops_of_attention(target: Target) -> None:
     "kind",
     [kind if kind == "kl" else pytest.param(kind, marks=pytest.mark.slow) for kind in LOSSES],
 )
+@pytest.mark.slow
 def test_peak_memory_of_a_training_pass(case: tuple[DraftHead, HeadCost], target: Target, kind: Any) -> None:
     """Allocations as the profiler sees them, minus the bf16 copies of the weights, which parameter_bytes counts."""
     head, cost = case

@@ -89,6 +89,7 @@ def answer(target: Target, head: DraftHead, tree: StaticTree | None, sampling: S
     [pytest.param(*way, marks=pytest.mark.slow) if way[2].greedy else way for way in WAYS],
     ids=str,
 )
+@pytest.mark.slow
 def test_decoding(method, tree, sampling):
     target = make_target()
     here = answer(target, make_head(target, method), tree, sampling)
@@ -106,6 +107,7 @@ def test_typical_acceptance():
 
 
 @pytest.mark.parametrize(("method", "tree", "sampling"), WAYS, ids=str)
+@pytest.mark.slow
 def test_simulation(method, tree, sampling):
     texts = decode_batch(make_target(), TargetAlone(), make_requests(), sampling).generations
 

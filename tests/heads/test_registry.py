@@ -175,6 +175,7 @@ def test_a_recipe_trains_and_measures_it(site: Path, tmp_path: Path, capsys: pyt
     assert "no formula for the method 'bigram' yet" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_method_brings_its_layout(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests import toy_layout
 

@@ -75,6 +75,7 @@ def test_every_drafter_has_a_tiny_recipe_and_if_it_has_others_one_for_8b() -> No
     assert {"eagle3", "medusa"} <= sized
 
 
+@lru_cache
 def load(name: str) -> Recipe:
     return parse_recipe(["--recipe", str(RECIPES / f"{name}.yaml")])
 
@@ -171,6 +172,7 @@ def test_the_architectures_can_be_targets_and_are_decoded_exactly(model: str) ->
 
 
 @pytest.mark.parametrize("name", [*NAMES, *SMALL])
+@pytest.mark.slow
 def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
     recipe, target = load(name), small_target(model_of(name))
     method, options = methods()[recipe.method], recipe.head

@@ -128,6 +128,7 @@ def test_sliding_windows_see_the_guesses_at_their_positions(kind: str) -> None:
     assert spy.checked > 5
 
 
+@pytest.mark.slow
 def test_sampled_texts_follow_the_distribution_of_the_target() -> None:
     """Frequencies of whole answers against the products of the target's probabilities, where guesses are accepted often."""
     small = Target(tiny_model("llama", vocab_size=8, eos_token_id=None), path="tiny", fingerprint="0")

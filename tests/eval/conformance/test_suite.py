@@ -128,10 +128,12 @@ VARIANTS = {
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""
+RELATIVES = {"dspark", "medusa2", "peagle"}
+"""Methods that share most of their code with dflash, medusa and eagle3."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS else name for name in SPECS]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in VARIANTS | RELATIVES else name for name in SPECS]
 )
 def test_conformance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = spec(name)
@@ -143,6 +145,7 @@ def test_conformance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_conformance(made)
 
 
+@pytest.mark.slow
 def test_every_layout_gives_a_head_back() -> None:
     ours = {name: method for name, (method, *_) in SPECS.items() if method in methods()}
     taken = {layout for name in ours for layout in check_layouts(spec(name, steps=0))}
@@ -447,6 +450,7 @@ def test_the_message_names_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("check", "name", "mutant", "words"), MUTANTS, ids=[f"{m.__name__}-{n}" for _, n, m, _ in MUTANTS]
 )
+@pytest.mark.slow
 def test_a_broken_drafter_is_found(
     check: str, name: str, mutant: Callable[[pytest.MonkeyPatch], None], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

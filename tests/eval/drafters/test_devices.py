@@ -63,6 +63,7 @@ def answer(drafter: Drafter, far: bool, sampling: Sampling) -> list[tuple[list[i
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 @pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.slow
 def test_decoding(name: str, sampling: Sampling) -> None:
     here = answer(DRAFTERS[name](False), False, sampling)
     with far_device():

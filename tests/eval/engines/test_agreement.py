@@ -162,6 +162,7 @@ def sampled_answers(side: OurSide) -> list[EngineAnswer]:
     return found
 
 
+@pytest.mark.slow
 def test_sampled_answers_agree_with_the_simulator_on_the_same_text() -> None:
     side = make_side(prompts=12)
     found = sampled_row(side, sampled_answers(side))
@@ -170,6 +171,7 @@ def test_sampled_answers_agree_with_the_simulator_on_the_same_text() -> None:
     assert not found["differences"]
 
 
+@pytest.mark.slow
 def test_a_sampled_round_that_accepts_otherwise_is_seen() -> None:
     """An accepted draft that is counted as the target's own token splits a round in two."""
     side = make_side(prompts=12)

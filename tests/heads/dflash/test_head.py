@@ -245,6 +245,7 @@ def _shifted(real: Any) -> Any:
 
 
 @pytest.mark.parametrize("mutant", [stale_context, shifted_block])
+@pytest.mark.slow
 def test_a_wrong_drafter_is_found(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

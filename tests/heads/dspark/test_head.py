@@ -243,6 +243,7 @@ def judged_by_itself(patch: pytest.MonkeyPatch) -> None:
         (judged_by_itself, "drafts are drawn from the probabilities that they name"),
     ],
 )
+@pytest.mark.slow
 def test_a_wrong_drafter_is_found(
     mutant: Callable[[pytest.MonkeyPatch], None], check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

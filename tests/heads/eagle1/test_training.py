@@ -230,6 +230,7 @@ def best(request, target, data, tmp_path_factory) -> Path:
     return run(target, data, tmp_path_factory.mktemp("run"), aligned_passes=request.param)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_and_raises_tau(best):
     lines = [json.loads(line) for line in (best.parent / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]

@@ -372,6 +372,7 @@ WRONG_DRAFTS: list[tuple[str, Callable[[pytest.MonkeyPatch], None], bool]] = [
 
 
 @pytest.mark.parametrize(("check", "mutant", "prefix"), WRONG_DRAFTS, ids=[m.__name__ for _, m, _ in WRONG_DRAFTS])
+@pytest.mark.slow
 def test_a_wrong_drafter_is_found(
     check: str, mutant: Callable[[pytest.MonkeyPatch], None], prefix: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -209,6 +209,7 @@ def target() -> Target:
 
 @pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("kind", LOSSES)
+@pytest.mark.slow
 def test_every_loss_trains_every_head(kind, method, target):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
     torch.manual_seed(0)

@@ -294,6 +294,7 @@ def unmasked_token(patch):
 
 
 @pytest.mark.parametrize("mutant", [last_mask_row, unmasked_token])
+@pytest.mark.slow
 def test_a_broken_drafter_is_found(mutant, monkeypatch):
     mutant(monkeypatch)
     with pytest.raises(AssertionError, match=r"differ from the training pass|not the training pass"):

@@ -14,7 +14,7 @@ from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import Batch, collate, plan_batches
 from draftsmith.decoder.answers import Tally, total
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
+from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.formats.recognise import load_head
@@ -91,9 +91,9 @@ def evaluate_heldout(
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
         chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
         choices += torch.bincount(chosen, minlength=len(choices))
-        acceptance = chain_acceptance(output, batch, target_head, head.draft_vocab, sampling)
+        accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
         answers = find_answers(batch)
-        for answer, tally in zip(answers, simulate(acceptance.c_BLK, answers, num_speculative_tokens), strict=True):
+        for answer, tally in zip(answers, simulate(accepted.c_BLK, answers, num_speculative_tokens), strict=True):
             tallies[samples[answer.row][answer.document].slice].append(tally)
     everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
     by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
@@ -126,7 +126,7 @@ def calibrate_best(
             samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
             batch = collate(samples, row_tokens).to(target.device)
             output = head(batch, head.trains.steps)
-            yield batch, output, chain_acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
+            yield batch, output, acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
 
     with drafting(head), torch.no_grad():
         report = head.calibrate(passes())

@@ -121,11 +121,12 @@ def _measure(
     if target is not session.target:
         drafters = drafters_of(session, target, prompts)
     alone = session.original_of(target)
-    info, table = target_info(alone, session.name_of(alone)), None
+    table = None
     if decode and spec.plan_batches:
-        grid = make_grid(spec, alone, info, prompts, drafters)
+        grid = _grid(session, alone, prompts, drafters)
         table = costs_of_run(grid, paths[0].parent.parent / COSTS, session.run, session.warn)
-    evaluation = Evaluation(recipe, alone, info, prompts, drafters, session.tokenizer, session.warnings)
+    info, read = target_info(alone, session.name_of(alone)), (session.tokenizer, session.warnings)
+    evaluation = Evaluation(recipe, alone, info, prompts, drafters, *read)
     for temperature, path in zip(spec.temperatures, paths, strict=True):
         if temperature in missing:
             journal, sampling = _journal(path), spec.sampling(temperature)
@@ -141,14 +142,10 @@ def _measure(
 def _complete_costs(session: Session, prompts: Prompts, drafters: list[SystemUnderTest], result: Path) -> None:
     """Measure what a finished evaluation lacks of the costs that the recipe plans with now. drafters: for the session's own target;
     result: one that the costs must fit."""
-    spec, costs = session.recipe.evaluate, result.parent.parent / COSTS
-
-    def grid_of(target: Target, drafters: list[SystemUnderTest]) -> Grid:
-        return make_grid(spec, target, target_info(target, session.name_of(target)), prompts, drafters)
-
-    if has_costs(grid_of(session.target, drafters), costs, session.run, session.warn):
+    costs = result.parent.parent / COSTS
+    if has_costs(_grid(session, session.target, prompts, drafters), costs, session.run, session.warn):
         return
-    target = session.target_in(spec.dtype)
+    target = session.target_in(session.recipe.evaluate.dtype)
     alone = session.original_of(target)
     if alone.fingerprint != read_result(result).target.fingerprint:
         session.warn(
@@ -158,7 +155,11 @@ def _complete_costs(session: Session, prompts: Prompts, drafters: list[SystemUnd
         return
     own = drafters if target is session.target else drafters_of(session, target, prompts)
     with session.run.writing():
-        costs_of_run(grid_of(alone, own), costs, session.run, session.warn)
+        costs_of_run(_grid(session, alone, prompts, own), costs, session.run, session.warn)
+
+
+def _grid(session: Session, target: Target, prompts: Prompts, drafters: list[SystemUnderTest]) -> Grid:
+    return make_grid(session.recipe.evaluate, target, target_info(target, session.name_of(target)), prompts, drafters)
 
 
 def _journal(result: Path) -> Journal:
@@ -191,9 +192,8 @@ def costs_table(session: Session, path: Path) -> Path:
     check_file("--output", path, (".json",), TABLE_MARK)
     target = session.target_in(session.recipe.evaluate.dtype)
     prompts = prompts_of(session, target)
-    drafters, alone = drafters_of(session, target, prompts), session.original_of(target)
-    info = target_info(alone, session.name_of(alone))
-    measure_and_keep(make_grid(session.recipe.evaluate, alone, info, prompts, drafters), path)
+    drafters = drafters_of(session, target, prompts)
+    measure_and_keep(_grid(session, session.original_of(target), prompts, drafters), path)
     return path
 
 

@@ -66,13 +66,33 @@ def acceptance(
     depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature (as vLLM drafts by
     default). Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
     """
-    if tree is None:
-        return chain_acceptance(output, batch, target_head, draft_vocab_W, sampling, greedy_drafts=greedy_drafts)
-    return tree_acceptance(output, batch, target_head, draft_vocab_W, sampling, tree)
+    if tree is not None:
+        return _follow_tree(output, batch, target_head, draft_vocab_W, sampling, tree)
+    if output.tuned is not None:
+        return _tuned_acceptance(output, batch, sampling, greedy_drafts)
+    ids = batch.ids.flatten()
+    c = torch.full((len(ids), len(output.steps)), torch.nan, dtype=torch.float64, device=ids.device)
+    # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
+    positions = output.steps[0].rows + 1
+    p, off_text = _text_probs(batch, target_head, positions, sampling)
+    for step in output.steps:
+        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
+            at, logits_RW = step.rows[piece], step.logits_of(piece)
+            token_R = ids[at + 2 + step.offset]
+            if p is None or greedy_drafts:
+                # A deterministic draft is accepted exactly where the text has its token.
+                choice_R = logits_RW.argmax(-1)
+                choice_R = choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
+                c[at, step.offset] = (choice_R == token_R).double()
+            else:
+                q_R = look_up(probs(logits_RW, sampling), token_R, draft_vocab_W).q
+                c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
+            if step.stops is not None:
+                c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
+    return Acceptance(c.view(*batch.ids.shape, -1), off_text)
 
 
-@torch.no_grad()
-def tree_acceptance(
+def _follow_tree(
     output: HeadOutput,
     batch: TrainBatch,
     target_head: TargetHead,
@@ -80,7 +100,7 @@ def tree_acceptance(
     sampling: Sampling,
     tree: StaticTree,
 ) -> Acceptance:
-    """Follow the text down a static tree whose nodes are ranks of each step's logits (see `acceptance`).
+    """Follow the text down a static tree whose nodes are ranks of each step's logits.
 
     Its children are chosen deterministically, so the text decides at any temperature which one was accepted.
     """
@@ -155,41 +175,6 @@ def seen_in_text(batch: TrainBatch, at_R: Tensor, vocab_size: int) -> Tensor:
     # The position's own token stands in for those that do not count.
     ids_RL = torch.where(before_RL, ids_RL, ids_RL.gather(1, column_R1))
     return torch.zeros(len(at_R), vocab_size, dtype=torch.bool, device=at_R.device).scatter_(1, ids_RL, True)
-
-
-@torch.no_grad()
-def chain_acceptance(
-    output: HeadOutput,
-    batch: TrainBatch,
-    target_head: TargetHead,
-    draft_vocab_W: Tensor | None,
-    sampling: Sampling,
-    *,
-    greedy_drafts: bool = False,
-) -> Acceptance:
-    """Return the acceptance probabilities of chains (see `acceptance`)."""
-    if output.tuned is not None:
-        return _tuned_acceptance(output, batch, sampling, greedy_drafts)
-    ids = batch.ids.flatten()
-    c = torch.full((len(ids), len(output.steps)), torch.nan, dtype=torch.float64, device=ids.device)
-    # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
-    positions = output.steps[0].rows + 1
-    p, off_text = _text_probs(batch, target_head, positions, sampling)
-    for step in output.steps:
-        for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
-            at, logits_RW = step.rows[piece], step.logits_of(piece)
-            token_R = ids[at + 2 + step.offset]
-            if p is None or greedy_drafts:
-                # A deterministic draft is accepted exactly where the text has its token.
-                choice_R = logits_RW.argmax(-1)
-                choice_R = choice_R if draft_vocab_W is None else draft_vocab_W[choice_R]
-                c[at, step.offset] = (choice_R == token_R).double()
-            else:
-                q_R = look_up(probs(logits_RW, sampling), token_R, draft_vocab_W).q
-                c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
-            if step.stops is not None:
-                c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
-    return Acceptance(c.view(*batch.ids.shape, -1), off_text)
 
 
 def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:

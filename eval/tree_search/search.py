@@ -8,7 +8,6 @@ again. Shapes: S answers, T roots of the longest one, R roots of all answers, D 
 """
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -38,18 +37,18 @@ class FoundTree:
     tau_held_back: float
 
 
-def find_trees(texts: TextRanks, sizes: Sequence[int], *, prior: float = PRIOR) -> list[FoundTree]:
+def find_trees(texts: TextRanks, sizes: Sequence[int]) -> list[FoundTree]:
     """Return the best tree of every size in `sizes`, as far as there are so many nodes; texts decide the depth.
 
     Raises UserError for too few answers to hold some back.
     """
     fold_S = _folds(texts)
-    chosen, rounds_BS = _search(texts, sizes, prior)
+    chosen, rounds_BS = _search(texts, sizes)
     held_back_BS = np.zeros_like(rounds_BS)
     for fold in range(FOLDS):
         inside_S = fold_S == fold
         rest, left_out = texts.some(~inside_S), texts.some(inside_S)
-        for index, order in enumerate(_search(rest, [len(order) for order in chosen], prior)[0]):
+        for index, order in enumerate(_search(rest, [len(order) for order in chosen])[0]):
             held_back_BS[index, inside_S] = count_rounds(arrivals(order, left_out), left_out.tokens_S, [len(order)])
     tokens = texts.tokens_S.sum()
     return [
@@ -76,14 +75,14 @@ def _folds(texts: TextRanks) -> np.ndarray:
     return np.array([number.get(name, 0) % FOLDS for name in texts.conversations])
 
 
-def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[list[Choice]], np.ndarray]:
+def _search(texts: TextRanks, sizes: Sequence[int]) -> tuple[list[list[Choice]], np.ndarray]:
     """Return the best tree of every size that exists, its nodes by descending gain in tau, and its rounds [B, S]."""
     roots_ST = texts.roots_ST
     ranks_RD, weight_R = texts.ranks_STD[roots_ST], np.ones(roots_ST.sum())
     chosen: list[list[Choice]] = []
     rounds_BS = np.zeros((0, len(texts.tokens_S)), dtype=np.int64)
     for _ in range(PASSES):
-        order = grow(ranks_RD, weight_R, max(sizes), texts.most, prior)
+        order = grow(ranks_RD, weight_R, max(sizes), texts.most)
         some = [size for size in sizes if size <= len(order)]
         reached_STD = arrivals(order, texts)
         again_BS = count_rounds(reached_STD, texts.tokens_S, some)
@@ -95,13 +94,12 @@ def _search(texts: TextRanks, sizes: Sequence[int], prior: float) -> tuple[list[
     return chosen, rounds_BS
 
 
-def grow(ranks_RD: np.ndarray, weight_R: np.ndarray, nodes: int, most: int, prior: float) -> list[Choice]:
+def grow(ranks_RD: np.ndarray, weight_R: np.ndarray, nodes: int, most: int) -> list[Choice]:
     """Return the paths of the best tree with `nodes` nodes by descending gain in tau: the first n are the best with n.
 
-    weight_R: how often rounds begin at each root. prior: the pseudo-count of the product rule, by which a rank's chance
-    depends on the depth alone: the share of a path is that of its parent times
-    (roots that follow it + prior * share of the rank at its depth) / (roots that follow its parent + prior);
-    0 trusts the roots alone, math.inf is the product rule. Fewer paths come back where there are no more.
+    weight_R: how often rounds begin at each root. The share of a path is that of its parent times
+    (roots that follow it + PRIOR * share of the rank at its depth) / (roots that follow its parent + PRIOR).
+    Fewer paths come back where there are no more.
     """
     overall_DM = _rank_shares(ranks_RD, weight_R, most)
     order: list[Choice] = []
@@ -111,7 +109,7 @@ def grow(ranks_RD: np.ndarray, weight_R: np.ndarray, nodes: int, most: int, prio
     def offer_children(path: Choice, share: float) -> None:
         if len(path) < ranks_RD.shape[1]:
             at = behind[path]
-            chance_M = _chances(ranks_RD[at, len(path)], weight_R[at], overall_DM[len(path)], prior)
+            chance_M = _chances(ranks_RD[at, len(path)], weight_R[at], overall_DM[len(path)])
             for rank in range(most):
                 heapq.heappush(waiting, (-share * chance_M[rank], len(path) + 1, (*path, rank)))
 
@@ -135,13 +133,11 @@ def _rank_shares(ranks_RD: np.ndarray, weight_R: np.ndarray, most: int) -> np.nd
     return np.stack(shares)
 
 
-def _chances(ranks_R: np.ndarray, weight_R: np.ndarray, overall_M: np.ndarray, prior: float) -> np.ndarray:
+def _chances(ranks_R: np.ndarray, weight_R: np.ndarray, overall_M: np.ndarray) -> np.ndarray:
     """Return the chance of each rank after a path, from the roots that follow it."""
-    if prior == math.inf:
-        return overall_M
     # Where no root follows the path and no prior speaks for it, its children gain nothing.
-    total = max(float(weight_R.sum()) + prior, 1e-9)
-    return (_counts(ranks_R, weight_R, len(overall_M)) + prior * overall_M) / total
+    total = max(float(weight_R.sum()) + PRIOR, 1e-9)
+    return (_counts(ranks_R, weight_R, len(overall_M)) + PRIOR * overall_M) / total
 
 
 def _counts(ranks_R: np.ndarray, weight_R: np.ndarray, most: int) -> np.ndarray:

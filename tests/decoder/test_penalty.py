@@ -17,11 +17,10 @@ from draftsmith.decoder.verify import penalize_nodes
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate import acceptance as simulator
 from draftsmith.eval.simulate.acceptance import (
-    chain_acceptance,
+    acceptance,
     find_answers,
     seen_in_text,
     simulate,
-    tree_acceptance,
 )
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.target.target import TargetHead
@@ -181,7 +180,7 @@ def test_acceptance_of_penalized_text_is_exact(
     start = (*PROMPT, 2)
     found = list(answers(start, sampling))
     output, batch = forced([text for text, _ in found], num_drafts)
-    result = chain_acceptance(output, batch, TargetHead(torch.eye(V)), None, sampling, greedy_drafts=not drawn)
+    result = acceptance(output, batch, TargetHead(torch.eye(V)), None, sampling, greedy_drafts=not drawn)
     assert result.off_text == 0
     tallies = simulate(result.c_BLK, find_answers(batch), num_drafts)
     simulated = sum(tally.rounds * chance for tally, (_, chance) in zip(tallies, found, strict=True))
@@ -201,9 +200,9 @@ def test_greedy_text_is_compared_with_the_penalized_choice() -> None:
     head, tree = TargetHead(torch.eye(V)), StaticTree.of("pair", [[0], [1], [0, 0]])
     off = sum(p_after(plain[:n], sampling)[plain[n]] == 0 for n in range(len(start), len(plain)))
     assert off > 0
-    assert chain_acceptance(output, batch, head, None, sampling).off_text == off
-    assert tree_acceptance(output, batch, head, None, sampling, tree).off_text == off
-    assert chain_acceptance(*forced([penalized], 2), head, None, Sampling()).off_text > 0
+    assert acceptance(output, batch, head, None, sampling).off_text == off
+    assert acceptance(output, batch, head, None, sampling, tree=tree).off_text == off
+    assert acceptance(*forced([penalized], 2), head, None, Sampling()).off_text > 0
 
 
 def test_text_made_without_the_penalty_is_refused() -> None:
@@ -212,6 +211,6 @@ def test_text_made_without_the_penalty_is_refused() -> None:
     output, batch = forced([text], 1)
     batch.last[:] = torch.tensor([0.0, 0.0, 4.0, 3.0, 0.0])
     head = TargetHead(torch.eye(V))
-    assert chain_acceptance(output, batch, head, None, Sampling(1.0, top_k=1)).off_text == 0
+    assert acceptance(output, batch, head, None, Sampling(1.0, top_k=1)).off_text == 0
     with pytest.raises(UserError, match="repetition_penalty=2"):
-        chain_acceptance(output, batch, head, None, sampling)
+        acceptance(output, batch, head, None, sampling)

@@ -10,7 +10,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, chain_acceptance, seen_in_text, token_ranks
+from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, seen_in_text, token_ranks
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.target.target import TargetHead
 from tests.eval.simulate.test_acceptance import make_batch
@@ -130,7 +130,7 @@ def test_tokens_that_are_not_the_targets_own_choice_are_counted(sampling: Sampli
     choices = [chances(batch.last.flatten(0, 1)[at], batch, at, sampling).argmax() for at in positions]
     wrong = sum(int(token) != int(batch.ids.flatten()[at + 1]) for token, at in zip(choices, positions, strict=True))
     assert wrong >= 2
-    assert chain_acceptance(drafts_of(W7), batch, head, None, sampling).off_text == wrong
+    assert acceptance(drafts_of(W7), batch, head, None, sampling).off_text == wrong
     tree = StaticTree.of("line", [[0], [0, 0]])
     assert acceptance(drafts_of(W7), batch, head, None, sampling, tree=tree).off_text == wrong
 
@@ -219,7 +219,7 @@ def test_a_token_at_the_edge_of_the_settings_keeps_its_share(
         # The text's token 2 is the third most likely one, by `gap`, its last the likeliest; none was there before.
         last = torch.tensor([[0.0, 0, 0, 0], [4.0, 3.0, 3.0 - gap, 0], [4.0, 3.0, -9.0, 0], [0.0, 0, 0, 0]]).to(dtype)
         batch = make_batch([3, 3, 2, 0], [0, 1, 1, 1], [0] * 4, last, head)
-        return chain_acceptance(output, batch, head, None, sampling)
+        return acceptance(output, batch, head, None, sampling)
 
     inside = found(0.75 * margin)
     weights = (torch.tensor([4.0, 3.0, 3.0 - 0.75 * margin]) / temperature).exp()

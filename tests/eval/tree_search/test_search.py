@@ -1,7 +1,6 @@
 """The search for static trees against the enumeration of every tree, the recursion, and texts of known distributions."""
 
 import itertools
-import math
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +37,7 @@ def every_tree(ranks: int, depth: int, nodes: int) -> list[tuple[Choice, ...]]:
     return [tree for tree in sets if all(len(path) == 1 or path[:-1] in tree for path in tree)]
 
 
-def share(path: Choice, ranks_RD: np.ndarray, weight_R: np.ndarray, prior: float) -> float:
+def share(path: Choice, ranks_RD: np.ndarray, weight_R: np.ndarray) -> float:
     """The worth of a path, one root after the other."""
     worth = 1.0
     for d, rank in enumerate(path):
@@ -46,12 +45,8 @@ def share(path: Choice, ranks_RD: np.ndarray, weight_R: np.ndarray, prior: float
         with_it = sum(w for row, w in zip(ranks_RD, weight_R, strict=True) if tuple(row[: d + 1]) == path[: d + 1])
         going = sum(w for row, w in zip(ranks_RD, weight_R, strict=True) if d == 0 or row[d - 1] >= 0)
         overall = sum(w for row, w in zip(ranks_RD, weight_R, strict=True) if row[d] == rank) / going
-        if prior == math.inf:
-            worth *= overall
-        elif before + prior:
-            worth *= (with_it + prior * overall) / (before + prior)
-        else:
-            worth = 0.0
+        prior = tree_search.PRIOR
+        worth *= (with_it + prior * overall) / (before + prior) if before + prior else 0.0
     return worth
 
 
@@ -66,15 +61,18 @@ def some_roots(seed: int, depth: int = 3, ranks: int = 3, count: int = 60) -> tu
     return ranks_RD, rng.integers(0, 3, count).astype(float)
 
 
-@pytest.mark.parametrize("prior", [0.0, 5.0, math.inf])
+@pytest.mark.parametrize("prior", [0.0, 5.0, 1e9])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_tree_of_any_size_is_worth_more_than_the_grown_one(seed: int, prior: float) -> None:
+def test_no_tree_of_any_size_is_worth_more_than_the_grown_one(
+    seed: int, prior: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_search, "PRIOR", prior)
     ranks_RD, weight_R = some_roots(seed)
     for depth, most in ((2, 3), (3, 2)):
         cut_RD = np.minimum(ranks_RD[:, :depth], most)
-        order = grow(cut_RD, weight_R, 5, most, prior)
+        order = grow(cut_RD, weight_R, 5, most)
         paths = {path for tree in every_tree(most, depth, 5) for path in tree}
-        worth = {path: share(path, cut_RD, weight_R, prior) for path in paths}
+        worth = {path: share(path, cut_RD, weight_R) for path in paths}
         for nodes in range(1, 6):
             assert StaticTree.of("grown", order[:nodes])
             best = max(sum(worth[path] for path in tree) for tree in every_tree(most, depth, nodes))
@@ -90,7 +88,7 @@ def test_where_texts_have_ended_no_rank_is_counted() -> None:
 
 def test_all_paths_come_back_where_there_are_no_more() -> None:
     ranks_RD, weight_R = some_roots(3)
-    assert sorted(grow(ranks_RD, weight_R, 99, 2, 0.0)) == sorted(
+    assert sorted(grow(ranks_RD, weight_R, 99, 2)) == sorted(
         path for d in (1, 2, 3) for path in itertools.product(range(2), repeat=d)
     )
 
@@ -212,31 +210,21 @@ def dependent(seed: int, count: int) -> TextRanks:
     return TextRanks.of(answers, [str(i) for i in range(count)], 30)
 
 
-def test_the_prior_helps_on_few_answers_and_does_no_harm_on_many() -> None:
-    """On answers that the search has not seen: against the sample alone, the product rule, and the product rule at
-    uniform roots, which is that of the paper."""
-    new_tokens = dependent(99, 1500)
-
-    def tau(answers: int, prior: float | None) -> float:
-        taus = []
-        for seed in range(8):
-            texts = dependent(seed, answers)
-            if prior is None:
-                ranks_RD = texts.ranks_STD[texts.roots_ST]
-                order = grow(ranks_RD, np.ones(len(ranks_RD)), 30, texts.most, math.inf)
-            else:
-                order = tree_search._search(texts, [30], prior)[0][0]
-            taus.append(measure_tree(StaticTree.of("found", order), new_tokens))
-        return float(np.mean(taus))
-
-    for answers in (8, 150):
-        ours = tau(answers, tree_search.PRIOR)
-        assert ours > tau(answers, 0.0) + (0.005 if answers == 8 else -0.005)
-        assert ours > tau(answers, math.inf) + 0.02
-        assert ours > tau(answers, None) + (0.0 if answers == 8 else 0.02)
+@pytest.mark.parametrize(("answers", "gain"), [(8, 0.005), (150, -0.005)])
+def test_the_prior_helps_on_few_answers_and_does_no_harm_on_many(
+    answers: int, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On answers that the search has not seen: against the sample alone, and against shares by depth alone."""
+    new_tokens, taus = dependent(99, 1500), []
+    for prior in (tree_search.PRIOR, 0.0, 1e9):
+        monkeypatch.setattr(tree_search, "PRIOR", prior)
+        orders = [tree_search._search(dependent(seed, answers), [30])[0][0] for seed in range(8)]
+        taus.append(np.mean([measure_tree(StaticTree.of("found", order), new_tokens) for order in orders]))
+    assert taus[0] > taus[1] + gain
+    assert taus[0] > taus[2] + 0.02
 
 
-def test_held_back_answers_do_not_flatter() -> None:
+def test_held_back_answers_do_not_flatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks without any distribution: a tree fits the answers that it was found on, and no others."""
 
     def noise(seed: int, count: int) -> TextRanks:
@@ -244,7 +232,8 @@ def test_held_back_answers_do_not_flatter() -> None:
         answers = [rng.integers(0, 40, (20, 2)).astype(np.int16) for _ in range(count)]
         return TextRanks.of(answers, [str(i) for i in range(count)], 40)
 
-    (found,) = find_trees(noise(0, 24), [20], prior=0.0)
+    monkeypatch.setattr(tree_search, "PRIOR", 0.0)
+    (found,) = find_trees(noise(0, 24), [20])
     new_tokens = measure_tree(found.tree, noise(1, 400))
     assert found.tau > new_tokens + 0.1
     assert found.tau_held_back == pytest.approx(new_tokens, abs=0.05)

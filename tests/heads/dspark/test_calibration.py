@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.simulate.acceptance import chain_acceptance
+from draftsmith.eval.simulate.acceptance import acceptance
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.dspark import calibration
 from draftsmith.heads.dspark.calibration import calibrate, expected_calibration_error, fit_temperatures, survival
@@ -111,7 +111,7 @@ def test_a_trained_head_is_calibrated_and_kept(tmp_path: Path, monkeypatch: pyte
 def slowly(head: Any, batch: TrainBatch, target: Any) -> list[float]:
     """The temperatures from tables that are filled row by row."""
     output = head(batch, 4)
-    c_BLK = chain_acceptance(output, batch, target.head, None, Sampling(1.0)).c_BLK.flatten(0, 1)
+    c_BLK = acceptance(output, batch, target.head, None, Sampling(1.0)).c_BLK.flatten(0, 1)
     log_odds, accepted = (torch.full((batch.ids.numel(), 4), torch.nan, dtype=torch.float64) for _ in range(2))
     for step in output.steps:
         for row, sure in zip(step.rows.tolist(), step.confidence.tolist(), strict=True):

@@ -17,7 +17,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.simulate.acceptance import chain_acceptance
+from draftsmith.eval.simulate.acceptance import acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.dspark import head as dspark
@@ -133,7 +133,7 @@ def test_a_draft_ends_before_the_first_unlikely_slot() -> None:
             assert bool(step.stops[i]) == (survival < 0.3)
             stopped += survival < 0.3
     assert 20 < stopped < 0.9 * len(found)
-    c_BLK = chain_acceptance(output, batch, target.head, None, Sampling()).c_BLK.flatten(0, 1)
+    c_BLK = acceptance(output, batch, target.head, None, Sampling()).c_BLK.flatten(0, 1)
     for k, step in enumerate(output.steps):
         assert torch.equal(c_BLK[step.rows, k].isnan(), step.stops)
 

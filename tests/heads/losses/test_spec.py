@@ -13,7 +13,7 @@ from torch import Tensor
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.acceptance import chain_acceptance, find_answers, simulate
+from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_supervised_rows, supervised_rows
 from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor, make_teacher
@@ -283,7 +283,7 @@ def test_a_draft_that_stops_proposes_no_further(sampling, target, batch):
             s if stop is None else replace(s, stops=torch.full_like(s.rows, s.offset >= stop, dtype=torch.bool))
             for s in output.steps
         ]
-        found = chain_acceptance(HeadOutput(tuple(steps)), batch, target.head, None, sampling)
+        found = acceptance(HeadOutput(tuple(steps)), batch, target.head, None, sampling)
         return simulate(found.c_BLK, answers, k)
 
     assert len(answers) == 1

@@ -22,7 +22,7 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.measure import collect_texts
 from draftsmith.eval.measure.quality import compare_targets
-from draftsmith.eval.simulate.acceptance import chain_acceptance
+from draftsmith.eval.simulate.acceptance import acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.eval.tree_search.budget import measure_tree_costs
 from draftsmith.eval.tree_search.search import FoundTree
@@ -341,7 +341,7 @@ def test_on_other_texts_a_draft_is_accepted_by_what_both_distributions_share(
     deployed = head.deployed(target).eval()
     tuned = pack(deployed.verifier(target), documents_of(target), ())  # the same documents
     with torch.no_grad():
-        c = chain_acceptance(head(batch, 3), batch, target.head, None, sampling, greedy_drafts=greedy_drafts).c_BLK
+        c = acceptance(head(batch, 3), batch, target.head, None, sampling, greedy_drafts=greedy_drafts).c_BLK
         steps, seen = deployed(tuned, 3).steps, [int(x) for x in batch.ids.flatten()]
         for step in steps:
             for at, q in zip(step.rows.tolist(), step.logits, strict=True):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.storage import write_json
-from draftsmith.target.files import read_object
+from draftsmith.target.folder import read_object
 from draftsmith.target.identity import CHANGES_OUTPUT, Difference, TargetIdentity, compare
 
 if TYPE_CHECKING:

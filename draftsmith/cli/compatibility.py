@@ -12,7 +12,7 @@ from draftsmith.foreign.tensors import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import read_record
-from draftsmith.target.files import hash_tokenizer, local_folder
+from draftsmith.target.folder import hash_tokenizer, local_folder
 from draftsmith.target.gguf_file import is_gguf, open_gguf
 from draftsmith.target.identity import (
     CHANGES_OUTPUT,

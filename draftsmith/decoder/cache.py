@@ -22,7 +22,6 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from draftsmith.decoder.draft import Draft
-from draftsmith.errors import UserError
 from draftsmith.target.target import Target, TargetOutput
 
 
@@ -298,11 +297,7 @@ def build_mask(
 def attention_masks(
     config: PretrainedConfig, lengths_B: Tensor, draft: Draft, visible: int, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
-    """Return the draft's attention mask as the model takes it: one tensor, or one per type of `config.layer_types`.
-
-    Raises UserError for layers whose past is neither full nor a sliding window.
-    """
-
+    """Return the draft's attention mask as the model takes it: one tensor, or one per type of `config.layer_types`."""
     # Eager attention adds the mask to the scores, as does the kernel of CPUs, which would convert it in every layer.
     added = config._attn_implementation == "eager" or lengths_B.device.type == "cpu"
 
@@ -318,11 +313,6 @@ def attention_masks(
     layer_types = getattr(config, "layer_types", None)
     if not layer_types:
         return build(window)
-    if unknown := sorted(set(layer_types) - {"full_attention", "sliding_attention"}):
-        raise UserError(
-            f"A target of type {config.model_type!r} has layers of type {unknown[0]}, whose past a draft tree cannot be given "
-            "yet: choose another target."
-        )
     return {kind: build(window if kind == "sliding_attention" else None) for kind in dict.fromkeys(layer_types)}
 
 

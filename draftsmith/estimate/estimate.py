@@ -32,11 +32,9 @@ from draftsmith.heads.formats.layout import default_layout, engines_notice, find
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.machine import emulates_bf16
 from draftsmith.recipe.schema import Recipe
-from draftsmith.target.architecture import check_causal
-from draftsmith.target.config import read_model_config
+from draftsmith.target.config import check_causal, check_quantization, read_model_config
 from draftsmith.target.pretrained import load_config
 from draftsmith.target.shape import TargetShape, shape_of
-from draftsmith.target.taken import check_quantization
 from draftsmith.target.target import check_layer_ids
 from draftsmith.target.tokens import check_mask_token
 

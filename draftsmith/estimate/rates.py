@@ -36,7 +36,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.machine import ClockWatch, available_memory
 from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
-from draftsmith.target.architecture import attention_of
+from draftsmith.target.config import attention_of
 from draftsmith.target.products import pack_linears
 from draftsmith.target.shape import TargetShape, shape_of_model
 from draftsmith.target.target import Target

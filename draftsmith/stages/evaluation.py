@@ -45,7 +45,7 @@ from draftsmith.stages.planning import (
 from draftsmith.stages.prompts import Prompts, make_prompts, read_conversations
 from draftsmith.stages.session import Session
 from draftsmith.storage import check_file, fingerprint
-from draftsmith.target.files import fingerprint_directory
+from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.pretrained import load_config, weights_directory
 from draftsmith.target.target import Target, context_of

@@ -27,7 +27,7 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.heads import WARM_START, find_head, load_warm
 from draftsmith.stages.run import DATA_STAGES, RunDirectory
 from draftsmith.storage import fingerprint
-from draftsmith.target.files import fingerprint_directory
+from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.pretrained import weights_directory
 from draftsmith.target.target import Target, describe_context

@@ -34,7 +34,7 @@ from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, s
 from draftsmith.stages.heads import head_digest, load_warm, warm_folder
 from draftsmith.stages.session import Session, main_process_first
 from draftsmith.storage import fingerprint
-from draftsmith.target.files import fingerprint_directory
+from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.gguf_file import model_folder
 from draftsmith.target.shape import shape_of_model
 from draftsmith.train import loop

@@ -1,27 +1,34 @@
-"""The values in a model's config.json, checked before transformers builds anything of them.
+"""What a checkpoint's configuration says, judged before its weights are read: its values, its architecture, its quantization, and
+whether the weights beside it are of the model that it describes.
 
 transformers takes what stands there: a text as a size ends in a TypeError somewhere, zero heads in a division, a vocabulary of
-10^12 in an allocation. What it cannot mean is refused here, by name, and the sizes are compared with the weights on disk.
+10^12 in an allocation. What it cannot mean is refused here, by name.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from draftsmith.errors import UserError
 from draftsmith.fields import shown
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.json import read_object
 from draftsmith.foreign.tensors import BITS, TensorSpan
-from draftsmith.target.taken import check_dtypes
 
 MOST_CONFIG_BYTES = 16 * 2**20
 MOST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000
+UNQUANTIZED = "give the model that it was made from, in bfloat16, float16 or float32"
+_MASKED = frozenset({"full_attention", "sliding_attention"})
+"""Layers whose past a mask alone describes, so that a tree of drafts can be given one."""
 
 _SIZES = (
     *("hidden_size", "n_embd", "d_model", "vocab_size", "ffn_dim", "head_dim"),
@@ -86,40 +93,96 @@ def check_rope(rope: Mapping[str, Any], file: Path, remedy: str, prefix: str) ->
             raise UserError(f"{file}: {prefix}{name} is {shown(value)}, but it must be a name: {remedy}.")
 
 
-def check_sizes(
-    described: Mapping[str, tuple[int, ...]],
-    parameters: int,
-    spans: Sequence[TensorSpan],
-    file: Path,
-    *,
-    quantized: bool,
-) -> None:
-    """Raise UserError where a configuration describes another model than the weights on disk, before it is allocated.
-
-    described: name -> shape of the tensors of that model, which has so many `parameters`. quantized: weights may be packed, so
-    that shapes say nothing. A tensor that only one side has is not told here: transformers renames some while it loads.
-    """
-    for span in spans:
-        if not quantized and described.get(span.name, span.shape) != span.shape:
-            raise UserError(
-                f"{span.file}: the tensor {span.name} has the shape {list(span.shape)}, but {file.name} describes "
-                f"{list(described[span.name])}: they are of different models; fetch the target again."
-            )
-    # Down to 4 bits a weight, and a projection that is tied may be left out.
-    most = sum(
-        s.size * 2 if s.dtype.startswith(("I", "U")) or BITS[s.dtype] <= 8 else math.prod(s.shape) for s in spans
-    )
-    if parameters > 1.5 * most + 1_000_000:
+def check_causal(path: str, config: Any, trust_remote_code: bool) -> None:
+    """Raise UserError unless the configuration is one of a causal, decoder-only language model whose past can be rolled back."""
+    if getattr(config, "is_encoder_decoder", False):
         raise UserError(
-            f"{file} describes a model of {parameters:.3g} parameters, but the weights beside it hold at most {most:.3g}: "
-            "they are of different models, or some weights are missing; fetch the target again."
+            f"The target {path} is an encoder-decoder model ({config.model_type}): "
+            "choose a decoder-only causal language model."
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+        raise UserError(
+            f"The target {path} is of type {config.model_type!r}, not a causal language model: "
+            "choose a decoder-only model that can generate text."
+        )
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise UserError(
+            f"The target {path} of type {config.model_type!r} cannot be used: its attention weighs tokens by their distance in the cache "
+            "(ALiBi), which is another one in a tree of drafts; choose a target with rotary or learned positions."
+        )
+    check_layer_types(path, config, _class_of(config))
+
+
+def check_layer_types(path: str, config: Any, model_class: type | None) -> None:
+    """Raise UserError, naming the types, where layers keep a state that no draft can be taken back from, or a past that is neither
+    full nor a sliding window.
+
+    model_class: of transformers or of the model's own code, None where it is not known yet.
+    """
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    odd = sorted(set(types) - _MASKED)
+    recurrent = [
+        one for one in odd if issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(one, object), LinearAttentionCacheLayerMixin)
+    ]
+    # A class of hybrids may be configured without any layer that has a state.
+    if recurrent or (getattr(model_class, "_is_stateful", False) and (odd or not types)):
+        layers = f"layers of type {', '.join(recurrent or odd)}" if odd else "layers"
+        raise UserError(
+            f"The target {path} of type {config.model_type!r} cannot be used: its {layers} keep a running state that cannot be "
+            "rolled back when drafts are rejected; choose a target whose layers are all attention."
+        )
+    if odd:
+        raise UserError(
+            f"The target {path} of type {config.model_type!r} has layers of type {', '.join(odd)}, whose past a draft tree cannot "
+            "be given yet: choose another target."
         )
 
 
-def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
-    """Raise UserError where a configuration, named by its file, and the headers of the weights are of different models.
+def attention_of(config: Any, asked: str) -> str:
+    """Return the attention implementation to load a model with: eager for a class that transformers has no other for (Gemma 2's
+    soft-capping, gpt-oss's sinks), else the one `asked`."""
+    model_class: Any = _class_of(config)
+    return "eager" if asked == "sdpa" and model_class is not None and not model_class._supports_sdpa else asked
 
-    Nothing is allocated for it: a model that is too large for this machine, or for any, is told by its numbers.
+
+def _class_of(config: Any) -> type | None:
+    with foreign_code(f"transformers cannot open models of type {config.model_type!r}", "choose another target"):
+        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def check_quantization(path: str, config: Any) -> str | None:
+    """Return the name of the format that a configuration says its weights are quantized in, None where they are not.
+
+    Raises UserError for one that transformers does not read: it would take the packed numbers for weights.
+    """
+    spec = getattr(config, "quantization_config", None)
+    if spec is None:
+        return None
+    spec = spec if isinstance(spec, Mapping) else spec.to_dict()
+    bits = next((bits for bits in ("4bit", "8bit") if spec.get(f"load_in_{bits}")), None)
+    name = spec.get("quant_method") if bits is None else f"bitsandbytes_{bits}"
+    if isinstance(name, str) and name in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        return name
+    what = "a format without a name (no quant_method)" if name is None else f"the format {shown(name)}"
+    raise UserError(
+        f"The target {path} is quantized in {what}, which transformers does not read: {UNQUANTIZED}, or remove "
+        "quantization_config from its config.json if its weights are not quantized."
+    )
+
+
+def how_to_read(quantized: str | None) -> str:
+    """Return what to do where a target of such a format cannot be loaded, in words that follow the reason."""
+    if quantized is None:
+        return "fetch it again, or choose another"
+    return f"it is quantized ({quantized}), so install what that format needs, or {UNQUANTIZED}"
+
+
+def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
+    """Raise UserError where a configuration, named by its file, describes another model than the headers of the weights.
+
+    Nothing is allocated for it. Weights in a quantized format may be packed, so that their shapes say nothing. A tensor that only
+    one side has is not told here: transformers renames some while it loads.
     """
     text, quantized = config.get_text_config(decoder=True), getattr(config, "quantization_config", None) is not None
     if isinstance(layers := getattr(text, "num_hidden_layers", None), int) and layers > len(spans):
@@ -133,7 +196,36 @@ def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
         parameters = sum(value.numel() for value in model.parameters())
     if not quantized:
         check_dtypes(str(file.parent), [span for span in spans if span.name in described], described)
-    check_sizes({name: tuple(x.shape) for name, x in described.items()}, parameters, spans, file, quantized=quantized)
+        for span in spans:
+            if span.name in described and (shape := tuple(described[span.name].shape)) != span.shape:
+                raise UserError(
+                    f"{span.file}: the tensor {span.name} has the shape {list(span.shape)}, but {file.name} describes "
+                    f"{list(shape)}: they are of different models; fetch the target again."
+                )
+    # Down to 4 bits a weight, and a projection that is tied may be left out.
+    most = sum(s.size * 2 if _is_packed(s) else math.prod(s.shape) for s in spans)
+    if parameters > 1.5 * most + 1_000_000:
+        raise UserError(
+            f"{file} describes a model of {parameters:.3g} parameters, but the weights beside it hold at most {most:.3g}: "
+            "they are of different models, or some weights are missing; fetch the target again."
+        )
+
+
+def _is_packed(span: TensorSpan) -> bool:
+    """Return whether a tensor on disk has the dtype of quantized weights."""
+    return BITS[span.dtype] <= 8 or span.dtype.startswith(("I", "U"))
+
+
+def check_dtypes(path: str, spans: Iterable[TensorSpan], held: Mapping[str, Tensor]) -> None:
+    """Raise UserError for tensors on disk that are numbers of a quantized weight, where the model of state `held` takes floats and
+    nothing says how to read them."""
+    for span in spans:
+        taken = held.get(span.name)
+        if _is_packed(span) and (span.name.endswith("weight") if taken is None else taken.is_floating_point()):
+            raise UserError(
+                f"The target {path} holds {span.name} as {span.dtype}, numbers of a quantized weight, but config.json names no "
+                f"quantization_config to read them with: {UNQUANTIZED}."
+            )
 
 
 def _is_size(value: Any) -> bool:

@@ -31,9 +31,8 @@ from draftsmith.foreign.hub import why_offline
 from draftsmith.foreign.tensors import TensorSpan
 from draftsmith.progress import say
 from draftsmith.storage import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
-from draftsmith.target.architecture import check_causal
-from draftsmith.target.config import MOST_SIZE, check_config_values, check_weights
-from draftsmith.target.files import SOURCE, describe_contents, hash_json, hash_tensor, hash_weights, read_source
+from draftsmith.target.config import MOST_SIZE, check_causal, check_config_values, check_weights
+from draftsmith.target.folder import SOURCE, describe_contents, hash_json, hash_tensor, hash_weights, read_source
 from draftsmith.target.identity import TargetIdentity
 
 AGAIN = "fetch it again"

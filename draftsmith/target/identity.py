@@ -9,7 +9,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.typed import read_dataclass
-from draftsmith.target.files import (
+from draftsmith.target.folder import (
     EMBEDDINGS,
     SOURCE,
     find_projection,

@@ -12,12 +12,19 @@ from transformers.utils import cached_file
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.hub import why_offline
-from draftsmith.target.architecture import attention_of, check_causal, check_layer_types
 from draftsmith.target.attention import GROUPED
-from draftsmith.target.config import check_weights, read_model_config
-from draftsmith.target.files import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
+from draftsmith.target.config import (
+    attention_of,
+    check_causal,
+    check_layer_types,
+    check_quantization,
+    check_weights,
+    how_to_read,
+    read_model_config,
+)
+from draftsmith.target.folder import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
-from draftsmith.target.taken import check_quantization, check_taken, how_to_read
+from draftsmith.target.taken import check_taken
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -8,14 +8,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from torch import nn
 
 from draftsmith.errors import UserError
-from draftsmith.fields import shown
-from draftsmith.foreign.tensors import BITS, TensorSpan
+from draftsmith.foreign.tensors import TensorSpan
+from draftsmith.target.config import UNQUANTIZED, check_dtypes, how_to_read
 
-_UNQUANTIZED = "give the model that it was made from, in bfloat16, float16 or float32"
 _MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 _OF_MTP_LAYER = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\b")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -31,33 +29,6 @@ _OF_CACHE = re.compile(r"att.*\b((k|v|kv|q|prob)_(scale|zero_point)|[kv]_proj\.o
 """Scales of keys and values, for engines that are told to keep these in 8 bits; the weights are the same without them."""
 _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_batches_tracked|(en|de)coder\.version)$")
 """Tables of earlier versions that hold nothing learned."""
-
-
-def check_quantization(path: str, config: Any) -> str | None:
-    """Return the name of the format that a configuration says its weights are quantized in, None where they are not.
-
-    Raises UserError for one that transformers does not read: it would take the packed numbers for weights.
-    """
-    spec = getattr(config, "quantization_config", None)
-    if spec is None:
-        return None
-    spec = spec if isinstance(spec, Mapping) else spec.to_dict()
-    bits = next((bits for bits in ("4bit", "8bit") if spec.get(f"load_in_{bits}")), None)
-    name = spec.get("quant_method") if bits is None else f"bitsandbytes_{bits}"
-    if isinstance(name, str) and name in AUTO_QUANTIZATION_CONFIG_MAPPING:
-        return name
-    what = "a format without a name (no quant_method)" if name is None else f"the format {shown(name)}"
-    raise UserError(
-        f"The target {path} is quantized in {what}, which transformers does not read: {_UNQUANTIZED}, or remove "
-        "quantization_config from its config.json if its weights are not quantized."
-    )
-
-
-def how_to_read(quantized: str | None) -> str:
-    """Return what to do where a target of such a format cannot be loaded, in words that follow the reason."""
-    if quantized is None:
-        return "fetch it again, or choose another"
-    return f"it is quantized ({quantized}), so install what that format needs, or {_UNQUANTIZED}"
 
 
 def check_taken(
@@ -80,7 +51,7 @@ def check_taken(
     if parts := list(filter(_OF_QUANTIZED.search, lost)):
         raise UserError(
             f"The target {path} holds {_and_more(parts)}, for which {name} has no place; it is a part of quantized weights, which "
-            f"would be taken for others without it: {_UNQUANTIZED}."
+            f"would be taken for others without it: {UNQUANTIZED}."
         )
     if not quantized:
         check_dtypes(path, [span for span in spans if span.name not in left], held)
@@ -138,19 +109,6 @@ def _sorted_out(
         elif (name in unexpected and not _BUFFERS.search(name)) or beyond or _OF_QUANTIZED.search(name):
             lost.append(name)
     return modules, lost
-
-
-def check_dtypes(path: str, spans: Iterable[TensorSpan], held: Mapping[str, Tensor]) -> None:
-    """Raise UserError for tensors on disk that are numbers of a quantized weight, where the model of state `held` takes floats and
-    nothing says how to read them."""
-    for span in spans:
-        taken = held.get(span.name)
-        packed = BITS[span.dtype] <= 8 or span.dtype.startswith(("I", "U"))
-        if packed and (span.name.endswith("weight") if taken is None else taken.is_floating_point()):
-            raise UserError(
-                f"The target {path} holds {span.name} as {span.dtype}, numbers of a quantized weight, but config.json names no "
-                f"quantization_config to read them with: {_UNQUANTIZED}."
-            )
 
 
 def _and_more(names: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftsmith.errors import UserError
 from draftsmith.progress import say
-from draftsmith.target.files import eos_ids_of, fingerprint_directory
+from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.norms import fuse_norms
 from draftsmith.target.pretrained import open_model

@@ -6,7 +6,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.errors import UserError
-from draftsmith.target.files import read_object
+from draftsmith.target.folder import read_object
 from draftsmith.target.target import Target
 
 

@@ -11,7 +11,7 @@ from draftsmith.heads.formats.layout import default_layout, layouts_of, target_o
 from draftsmith.heads.formats.splits import one_gpu
 from draftsmith.heads.registry import is_known
 from draftsmith.storage import write_text
-from draftsmith.target.files import local_folder, read_object
+from draftsmith.target.folder import local_folder, read_object
 
 _COMMAND = "start.sh"
 NAMES = (_COMMAND, "adaptive.json", "trtllm.yaml", "assisted.py")

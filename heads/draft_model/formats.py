@@ -29,7 +29,7 @@ from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.formats.schema import LLAMA_KEYS, Export, Schema, TensorRow, llama_layer, of_layer
-from draftsmith.target.files import TOKENIZER_FILES
+from draftsmith.target.folder import TOKENIZER_FILES
 from draftsmith.target.target import Target
 
 REMEDY = "fetch it again, or export it again"

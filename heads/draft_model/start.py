@@ -16,7 +16,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.draft_model.options import SIZES, DraftLmOptions
 from draftsmith.heads.formats.recognise import is_head_config
 from draftsmith.heads.layers.config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
-from draftsmith.target.files import hash_tokenizer
+from draftsmith.target.folder import hash_tokenizer
 from draftsmith.target.pretrained import open_model
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import check_same_tokens

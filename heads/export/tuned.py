@@ -18,7 +18,7 @@ from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import RECORD, TUNED, write_record
 from draftsmith.storage import write_json
-from draftsmith.target.files import weight_files
+from draftsmith.target.folder import weight_files
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.pretrained import open_model
 from draftsmith.target.target import Target

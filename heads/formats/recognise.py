@@ -17,7 +17,7 @@ from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_nam
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.record import RECORD, TUNED, check_made_for
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
-from draftsmith.target.files import read_object
+from draftsmith.target.folder import read_object
 from draftsmith.target.target import Target
 
 HINT = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DSpark, Medusa or Hydra head, or of a small Llama"

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.templates import load_tokenizer, render_prompt
-from draftsmith.target.files import hash_chat_template, hash_tokenizer
+from draftsmith.target.folder import hash_chat_template, hash_tokenizer
 from tests.bad_inputs.cases import Case, Table, damaged, edit_json, write
 from tests.bad_inputs.templates import CONFIG, MESSAGES, make
 

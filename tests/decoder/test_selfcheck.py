@@ -72,11 +72,3 @@ def test_a_wrong_window_is_noticed_however_long(kind: str, wider: int, monkeypat
     with pytest.raises(UserError, match="differ from those of a plain forward"):
         check_decoding(target)
     assert target.config.sliding_window == 64
-
-
-def test_layers_of_an_unknown_type_are_refused() -> None:
-    target = Target(tiny_model("gemma3"), path="tiny", fingerprint="0")
-    cache.layer_shapes(target)
-    target.config.layer_types = ["chunked_attention", *target.config.layer_types[1:]]
-    with pytest.raises(UserError, match="layers of type chunked_attention"):
-        check_decoding(target)

@@ -19,7 +19,7 @@ from draftsmith.data.conversations.templates import load_tokenizer, read_tokeniz
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.target import gguf_file
-from draftsmith.target.files import fingerprint_directory, hash_chat_template, read_source
+from draftsmith.target.folder import fingerprint_directory, hash_chat_template, read_source
 from draftsmith.target.gguf_file import model_folder, open_gguf
 from draftsmith.target.identity import compare, identify_directory, not_compared
 from draftsmith.target.pretrained import load_config, weights_directory

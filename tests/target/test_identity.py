@@ -226,8 +226,8 @@ def test_differences_say_what_they_mean() -> None:
 
 
 def test_sampled_windows_see_a_change_of_every_value(folder: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftsmith.target.files.FULL_HASH_BYTES", 0)
-    monkeypatch.setattr("draftsmith.target.files.SAMPLE_BYTES", 64)
+    monkeypatch.setattr("draftsmith.target.folder.FULL_HASH_BYTES", 0)
+    monkeypatch.setattr("draftsmith.target.folder.SAMPLE_BYTES", 64)
     assert kinds(folder, copy) == []
     tensors = load_file(copy / "model.safetensors")
     tensors["lm_head.weight"] *= 1.001

@@ -31,7 +31,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.warm_start import adopt_options, restart
-from draftsmith.target.files import TOKENIZER_FILES
+from draftsmith.target.folder import TOKENIZER_FILES
 from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3, shake

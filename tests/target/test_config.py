@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from draftsmith.errors import UserError
 from draftsmith.estimate.estimate import read_target
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.target.architecture import check_causal
+from draftsmith.target.config import check_causal
 from draftsmith.target.target import load_target
 from tests.models import save_tiny_target
 

@@ -13,10 +13,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.data.conversations.ends import EMPTY_THINK, answer_span, end_as_continued
 from draftsmith.data.conversations.load import Conversation
+from draftsmith.data.conversations.renderer import EMPTY_THINK, MARK, Renderer, end_within
 from draftsmith.data.conversations.templates import encode, shorten, template_name
-from draftsmith.data.conversations.turns import MARK, Turns, common_size, decode, is_blank, special_ids
 from draftsmith.errors import UserError
 
 _OPEN_THINK = re.compile(r"^\s*<think>\s*")
@@ -51,11 +50,11 @@ def render_conversation(
     most: tokens that are of use; of a far longer text only the first are returned, and need not be the text's after those.
     Raises UserError, naming sample and turn, where it is unclear where an answer begins, and where marks lie in no answer.
     """
-    turns = Turns(tokenizer, conversation, template_kwargs, eos_ids, most)
-    if not turns.answers:
-        ids = turns.encode(turns.text(len(conversation.messages), generation_prompt=False))
+    renderer = Renderer(tokenizer, conversation, template_kwargs, eos_ids, most)
+    if not renderer.answers:
+        ids = renderer.encode(renderer.text(len(conversation.messages), generation_prompt=False))
         return [Rendering(ids, [False] * len(ids))]
-    renderings = _render_whole(turns) or [_render_turn(turns, turn) for turn in turns.answers]
+    renderings = _render_whole(renderer) or [_render_turn(renderer, turn) for turn in renderer.answers]
     if not any(rendering.cut or any(rendering.mask) for rendering in renderings):
         raise UserError(
             f"Sample {conversation.id}: the {{% generation %}} marks of the {template_name(tokenizer)} lie in none of its answers, so that "
@@ -64,63 +63,63 @@ def render_conversation(
     return renderings
 
 
-def _render_whole(turns: Turns) -> list[Rendering]:
+def _render_whole(renderer: Renderer) -> list[Rendering]:
     """Return one rendering with every answer marked, or none where some prefix is not a token prefix of the whole."""
-    length = len(turns.conversation.messages)
-    whole = turns.text(length, generation_prompt=False)
-    known = shorten(turns.tokenizer, whole, turns.most)
-    ids, cut = encode(turns.tokenizer, known), len(known) < len(whole)
-    if any(_lacks_thought(turns, turn, whole) for turn in turns.answers):
+    length = len(renderer.conversation.messages)
+    whole = renderer.text(length, generation_prompt=False)
+    known = shorten(renderer.tokenizer, whole, renderer.most)
+    ids, cut = encode(renderer.tokenizer, known), len(known) < len(whole)
+    if any(_lacks_thought(renderer, turn, whole) for turn in renderer.answers):
         return []
     spans = []
-    for turn in turns.answers:
-        prompt_text = turns.text(turn, generation_prompt=True)
-        through_text = whole if turn + 1 == length else turns.text(turn + 1, generation_prompt=False)
+    for turn in renderer.answers:
+        prompt_text = renderer.text(turn, generation_prompt=True)
+        through_text = whole if turn + 1 == length else renderer.text(turn + 1, generation_prompt=False)
         if cut and not (whole.startswith(prompt_text) and whole.startswith(through_text)):
             return []
-        prompt, through = turns.encode(prompt_text), ids if turn + 1 == length else turns.encode(through_text)
-        if cut and turns.most is not None and len(prompt) > turns.most:
+        prompt, through = renderer.encode(prompt_text), ids if turn + 1 == length else renderer.encode(through_text)
+        if cut and renderer.most is not None and len(prompt) > renderer.most:
             break  # what follows is of no use
         if len(prompt) > len(through) or ids[: len(prompt)] != prompt or ids[: len(through)] != through:
             return []
         spans.append((turn, len(prompt), len(through)))
     mask = [False] * len(ids)
     for turn, start, end in spans:
-        start, end = answer_span(turns, turn, ids, start, end)
+        start, end = renderer.answer_span(turn, ids, start, end)
         if not cut or end < len(ids):
-            _check_said(turns, turn, ids[start:end])
+            _check_said(renderer, turn, ids[start:end])
         mask[start:end] = [True] * (end - start)
-    return [Rendering(ids, _narrow(mask, turns.marks(length, known, 0)), cut)]
+    return [Rendering(ids, _narrow(mask, renderer.marks(length, known, 0)), cut)]
 
 
-def _render_turn(turns: Turns, turn: int) -> Rendering:
+def _render_turn(renderer: Renderer, turn: int) -> Rendering:
     """Return the prompt of one answer as serving renders it, and the answer as the template renders a last turn."""
-    whole_text = turns.text(turn + 1, generation_prompt=False)
-    prompt_text, answer_text = _split(turns, turn, turns.text(turn, generation_prompt=True), whole_text)
-    answer_text = _with_thought(turns, turn, prompt_text, answer_text)
-    begin, known = len(whole_text) - len(answer_text), shorten(turns.tokenizer, whole_text, turns.most)
-    prompt, whole = turns.encode(prompt_text), encode(turns.tokenizer, known)
-    before = turns.encode(whole_text[:begin]) if whole_text.endswith(answer_text) else None
+    whole_text = renderer.text(turn + 1, generation_prompt=False)
+    prompt_text, answer_text = _split(renderer, turn, renderer.text(turn, generation_prompt=True), whole_text)
+    answer_text = _with_thought(renderer, turn, prompt_text, answer_text)
+    begin, known = len(whole_text) - len(answer_text), shorten(renderer.tokenizer, whole_text, renderer.most)
+    prompt, whole = renderer.encode(prompt_text), encode(renderer.tokenizer, known)
+    before = renderer.encode(whole_text[:begin]) if whole_text.endswith(answer_text) else None
     if before is not None and whole[: len(before)] == before:
-        answer, marks = whole[len(before) :], turns.marks(turn + 1, known, 0)
+        answer, marks = whole[len(before) :], renderer.marks(turn + 1, known, 0)
         marks = marks and marks[len(before) :]
         cut = len(known) < len(whole_text)
     else:
         # Tokens merge across the border, or the template drops a part of the answer: tokenize it apart, since a served model
         # starts from the prompt's own tokens.
-        known = shorten(turns.tokenizer, answer_text, turns.most)
-        answer, marks = encode(turns.tokenizer, known), turns.marks(turn + 1, known, begin)
+        known = shorten(renderer.tokenizer, answer_text, renderer.most)
+        answer, marks = encode(renderer.tokenizer, known), renderer.marks(turn + 1, known, begin)
         cut = len(known) < len(answer_text)
     ids = prompt + answer
-    start, end = answer_span(turns, turn, ids, len(prompt), len(ids))
+    start, end = renderer.answer_span(turn, ids, len(prompt), len(ids))
     if not cut:
-        ids, end = end_as_continued(turns, turn, ids, start, end)
-        _check_said(turns, turn, ids[start:end])
+        ids, end = renderer.end_as_continued(turn, ids, start, end)
+        _check_said(renderer, turn, ids[start:end])
     mask = [start <= t < end for t in range(len(ids))]
     return Rendering(ids, _narrow(mask, marks and [*[False] * len(prompt), *marks]), cut)
 
 
-def _split(turns: Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]:
+def _split(renderer: Renderer, turn: int, prompt: str, whole: str) -> tuple[str, str]:
     """Return the texts of a prompt and its answer. `whole` may differ from `prompt` in a think block at its end, and before its last
     turn in what the template places there."""
     if whole.startswith(prompt):
@@ -129,13 +128,13 @@ def _split(turns: Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]:
     block = prompt[begin:] if begin >= 0 else ""
     empty, opened = EMPTY_THINK.fullmatch(block), _OPEN_THINK.fullmatch(block)
     base = prompt[:begin] if empty or opened else prompt
-    rest, why = _after(turns, turn, base, prompt, whole), "it stands in another place or begins otherwise"
+    rest, why = _after(renderer, turn, base, prompt, whole), "it stands in another place or begins otherwise"
     if rest is not None and (base == prompt or rest.startswith(block)):
         return prompt, rest[len(prompt) - len(base) :]
     if rest is not None and empty:  # the prompt forces an empty block, and the answer is rendered without it
         return prompt, rest
     if rest is not None and opened:
-        thought, said = _thought_of(turns.conversation.messages[turn], block)
+        thought, said = _thought_of(renderer.conversation.messages[turn], block)
         bare = EMPTY_THINK.sub("", rest, count=1)
         if thought and (answer := _after_thought(_OPEN_THINK.sub("", thought), said, bare)):
             # The prompt opens a block; the template drops it from the answer, which a served model would have written.
@@ -143,7 +142,7 @@ def _split(turns: Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]:
         if EMPTY_THINK.match(rest):  # rendered as if thinking had been off
             return base, rest
         why = "the prompt opens a think block, and the answer holds no thought"
-    raise turns.error(
+    raise renderer.error(
         turn,
         f"renders this answer so that it does not continue its own prompt ({why}), so the tokens to learn cannot be told; "
         + ("set data.template as you serve, such as enable_thinking: false" if "think" in why else "mend the template")
@@ -151,7 +150,7 @@ def _split(turns: Turns, turn: int, prompt: str, whole: str) -> tuple[str, str]:
     )
 
 
-def _after(turns: Turns, turn: int, base: str, prompt: str, whole: str) -> str | None:
+def _after(renderer: Renderer, turn: int, base: str, prompt: str, whole: str) -> str | None:
     """Return what follows `base`, the prompt or its part before a think block, in the text that holds the answer too; None where
     that is unclear.
 
@@ -160,20 +159,20 @@ def _after(turns: Turns, turn: int, base: str, prompt: str, whole: str) -> str |
     """
     if whole.startswith(base):
         return whole[len(base) :]
-    messages = turns.conversation.messages
+    messages = renderer.conversation.messages
     asked = {**messages[turn - 1], "content": messages[turn - 1]["content"] + MARK}
-    _, found, tail = turns.render([*messages[: turn - 1], asked], generation_prompt=True).rpartition(MARK)
-    place = whole.rfind(messages[turn]["content"].strip() or "\0")
-    before = whole if place < 0 else whole[:place]
-    size = common_size(base, before)
-    begin = before.rfind(base[len(base) - size :]) + size
+    _, found, tail = renderer.render([*messages[: turn - 1], asked], generation_prompt=True).rpartition(MARK)
+    said_at = whole.rfind(messages[turn]["content"].strip() or "\0")
+    before = whole if said_at < 0 else whole[:said_at]
+    end = end_within(base, before)
     # An answer to an answer, which the template writes as one.
     merged = (
-        messages[turn - 1]["role"] == "assistant" and (messages[turn - 1]["content"].strip() or MARK) in before[begin:]
+        messages[turn - 1]["role"] == "assistant"
+        and (messages[turn - 1]["content"].strip() or MARK) in before[end.place :]
     )
-    if not found or not tail.strip() or size < len(tail) - (len(prompt) - len(base)) or merged:
+    if not found or not tail.strip() or end.size < len(tail) - (len(prompt) - len(base)) or merged:
         return None
-    return whole[begin:]
+    return whole[end.place :]
 
 
 def _thought_of(message: dict[str, Any], block: str) -> tuple[str, str]:
@@ -194,42 +193,42 @@ def _after_thought(thought: str, said: str, bare: str) -> str | None:
     return thought + (said if kept == said else said.rstrip()) + bare[len(kept) :]
 
 
-def _lacks_thought(turns: Turns, turn: int, text: str) -> bool:
+def _lacks_thought(renderer: Renderer, turn: int, text: str) -> bool:
     """Return whether the thought of an answer is not in a text."""
-    message = turns.conversation.messages[turn]
+    message = renderer.conversation.messages[turn]
     within = _THOUGHT.match(message["content"])
     return (message.get("reasoning_content") or (within[1] if within else "")).strip() not in text
 
 
-def _with_thought(turns: Turns, turn: int, prompt: str, answer: str) -> str:
+def _with_thought(renderer: Renderer, turn: int, prompt: str, answer: str) -> str:
     """Return an answer with the thought that a template which knows think blocks drops from every turn: the target writes it.
 
     Raises UserError where the thought has no place.
     """
-    if not _lacks_thought(turns, turn, answer):
+    if not _lacks_thought(renderer, turn, answer):
         return answer
-    message = turns.conversation.messages[turn]
+    message = renderer.conversation.messages[turn]
     thought, said = _thought_of(message, _BLOCK)
     full = _after_thought(_BLOCK * ("reasoning_content" in message) + thought, said, answer)
-    known = "</think>" in str(turns.tokenizer.chat_template) and not prompt.rstrip().endswith("</think>")
+    known = "</think>" in str(renderer.tokenizer.chat_template) and not prompt.rstrip().endswith("</think>")
     if known and full is not None:
         return full
-    raise turns.error(
+    raise renderer.error(
         turn,
         "leaves out the thought of this answer, which the target would have written: set data.template as you serve, name a "
         "template that writes thoughts (reasoning_content) in data.chat_template, or remove the thought.",
     )
 
 
-def _check_said(turns: Turns, turn: int, ids: Sequence[int]) -> None:
+def _check_said(renderer: Renderer, turn: int, ids: Sequence[int]) -> None:
     """Raise UserError where an answer that says something has no token but those that end it, or its call alone."""
-    tokenizer, special, message = turns.tokenizer, special_ids(turns.tokenizer), turns.conversation.messages[turn]
-    nothing = all(token in special or is_blank(tokenizer, token) for token in ids)
-    said = encode(tokenizer, message["content"].rpartition("</think>")[2]) if "tool_calls" in message else []
-    beside = re.sub(r"\W", "", decode(tokenizer, said)) not in re.sub(r"\W", "", decode(tokenizer, ids))
+    message = renderer.conversation.messages[turn]
+    nothing = all(map(renderer.says_nothing, ids))
+    said = encode(renderer.tokenizer, message["content"].rpartition("</think>")[2]) if "tool_calls" in message else []
+    beside = re.sub(r"\W", "", renderer.decode(said)) not in re.sub(r"\W", "", renderer.decode(ids))
     if message["content"].strip() and (nothing or beside):
         why = "leaves out the text of this answer: name a template that writes it in data.chat_template, or remove the turn."
-        raise turns.error(turn, why)
+        raise renderer.error(turn, why)
 
 
 def _narrow(mask: list[bool], marks: list[bool] | None) -> list[bool]:

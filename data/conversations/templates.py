@@ -14,8 +14,8 @@ import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from draftsmith.data.conversations.left_out import left_out, warn_left_out
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.tools import left_out, warn_left_out
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of
 from draftsmith.foreign.hub import why_offline

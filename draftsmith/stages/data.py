@@ -11,10 +11,10 @@ from draftsmith.data.answers.generate import keep as keep_answers
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.answers.served import AnswerServer, Likeness, likeness
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.left_out import left_out
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
 from draftsmith.data.conversations.templates import prepare_prompts, render_text, template_name
-from draftsmith.data.conversations.tools import left_out
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.kept import keep as keep_features
 from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index

@@ -44,11 +44,11 @@ CORE: dict[str, tuple[str, ...]] = {
         "tests/data/conversations/test_spans.py",
         "tests/data/conversations/test_families.py",
     ),
-    "data/conversations/ends.py": (
+    "data/conversations/renderer.py": (
         "tests/data/conversations/test_spans.py",
         "tests/data/conversations/test_families.py",
     ),
-    "data/conversations/tools.py": ("tests/data/conversations/test_families.py",),
+    "data/conversations/left_out.py": ("tests/data/conversations/test_families.py",),
     "train/schedule.py": ("tests/train/test_schedule.py",),
 }
 """The core's files, and the tests nearest to each."""

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from draftsmith.data.conversations import spans, templates, turns
+from draftsmith.data.conversations import renderer, spans, templates
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_conversation
 from draftsmith.data.conversations.spans import render_conversation
@@ -303,11 +303,11 @@ def test_a_far_too_long_text_is_cut_before_it_is_tokenized(template, place, on_t
 def monkeypatched(monkeypatch, sizes):
     """Yield with texts tokenized whole, then as they are, when the sizes of texts are kept."""
     with monkeypatch.context() as patch:
-        for module in (spans, templates, turns):
+        for module in (renderer, spans, templates):
             patch.setattr(module, "shorten", lambda tokenizer, text, most: text)
         yield
     encode = templates.encode
     with monkeypatch.context() as patch:
-        for module in (spans, templates, turns):
+        for module in (renderer, spans, templates):
             patch.setattr(module, "encode", lambda tokenizer, text: sizes.append(len(text)) or encode(tokenizer, text))
         yield

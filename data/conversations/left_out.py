@@ -14,13 +14,14 @@ from draftsmith.errors import UserError
 
 _SYSTEM, _SCHEMAS = "system prompt", "schemas in `tools`"
 _MARK = "qzzq"
-_OWN_TOOLS = {"tools", "functions"}
-_TOLD = {"tool_calls", *_OWN_TOOLS}
+_SCHEMA_KEYS = {"tools", "functions"}
+"""Where a message holds schemas itself."""
 
 
 @dataclass
-class _Marked:
-    """A conversation with a mark in everything that must come out. parts: by mark, what it stands in, and its own text."""
+class _Marker:
+    """Puts a mark into each part of a conversation that must come out. parts: by mark, what it stands in, and that part's own text.
+    ids: of calls, which some templates write for their names, with their marks."""
 
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)
     ids: dict[str, str] = field(default_factory=dict)
@@ -31,34 +32,29 @@ class _Marked:
         return mark
 
     def call(self, call: dict[str, Any], turn: int) -> dict[str, Any]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name, arguments, call_id = call["function"]["name"], call["function"]["arguments"], call.get("id")
         marked = name + self.mark(f"turn {turn}: the call of {name!r}", name)
         if isinstance(arguments, dict) and arguments:
             mark = self.mark(f"turn {turn}: the arguments of the call of {name!r}", next(iter(arguments)))
             arguments = {**arguments, "qz": mark}  # in the value: keys alone are no arguments
-        found = {**call, "function": {**call["function"], "name": marked, "arguments": arguments}}
-        if (
-            isinstance(own := call.get("id"), str) and name in own
-        ):  # Kimi K2 writes the id, functions.add:0, for the name
-            found["id"] = self.ids[own] = own.replace(name, marked)
-        return found
+        call = {**call, "function": {**call["function"], "name": marked, "arguments": arguments}}
+        if isinstance(call_id, str) and name in call_id:  # Kimi K2 writes the id, functions.add:0, for the name
+            call["id"] = self.ids[call_id] = call_id.replace(name, marked)
+        return call
 
     def message(self, message: dict[str, Any], turn: int) -> dict[str, Any]:
-        for key in _OWN_TOOLS & message.keys():  # schemas that a turn holds itself
-            own = message[key]
-            own = (
-                [self.schema(tool) for tool in own]
-                if isinstance(own, list)
-                else f"{own}{self.mark(_SCHEMAS, str(own))}"
-            )
-            message = {**message, key: own}
+        message = dict(message)
+        for key in _SCHEMA_KEYS & message.keys():
+            held = message[key]
+            is_list = isinstance(held, list)
+            message[key] = [*map(self.schema, held)] if is_list else f"{held}{self.mark(_SCHEMAS, str(held))}"
         if calls := message.get("tool_calls"):
-            return {**message, "tool_calls": [self.call(call, turn) for call in calls]}
-        if message["role"] != "tool" or not message["content"].strip():
-            return message
-        mark = self.mark(f"turn {turn}: the tool's result", message["content"])
-        found, own = {**message, "content": message["content"] + mark}, message.get("tool_call_id")
-        return {**found, "tool_call_id": self.ids[own]} if isinstance(own, str) and own in self.ids else found
+            message["tool_calls"] = [self.call(call, turn) for call in calls]
+        elif message["role"] == "tool" and message["content"].strip():
+            message["content"] += self.mark(f"turn {turn}: the tool's result", message["content"])
+            if isinstance(call_id := message.get("tool_call_id"), str):
+                message["tool_call_id"] = self.ids.get(call_id, call_id)
+        return message
 
     def schema(self, tool: Any) -> Any:
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -71,32 +67,33 @@ def left_out(conversation: Conversation, render: Callable[..., str], template: s
     """Return what a chat template leaves out of a conversation's prompts: the system prompt, the schemas of its tools.
 
     render: takes messages, tools and `generation_prompt`. template: names the template. Raises UserError, naming sample, turn and
-    tool, where it leaves out a call or a result, or arguments of a call. Whatever comes out is found by a mark in it, since a short
-    name or result stands in other texts too; where the template refuses the marks, by its own text.
+    tool, where it leaves out a call or a result, or arguments of a call. A part that comes out is found by a mark in it, since a
+    short name or result stands in other texts too; where the template refuses the marks, by its own text.
     """
-    first, lost = conversation.messages[0], list[str]()
+    first, missing = conversation.messages[0], list[str]()
     if first["role"] == "system" and first["content"].strip():
         asked = [{**first, "content": first["content"] + _MARK}, {"role": "user", "content": "?"}]
         if _MARK not in render(asked, conversation.tools, generation_prompt=True):
-            lost.append(_SYSTEM)
-    if not conversation.tools and not any(m["role"] == "tool" or _TOLD & m.keys() for m in conversation.messages):
-        return lost
-    marked = _Marked()
-    messages = tuple(marked.message(message, turn) for turn, message in enumerate(conversation.messages, start=1))
-    tools = tuple(map(marked.schema, conversation.tools or ())) or None
+            missing.append(_SYSTEM)
+    of_tools = {"tool_calls", *_SCHEMA_KEYS}
+    if not conversation.tools and not any(m["role"] == "tool" or of_tools & m.keys() for m in conversation.messages):
+        return missing
+    marker = _Marker()
+    messages = tuple(marker.message(message, turn) for turn, message in enumerate(conversation.messages, start=1))
+    tools = tuple(map(marker.schema, conversation.tools or ())) or None
     try:
         text = _rendered(replace(conversation, messages=messages, tools=tools), render)
-        lost += [what for mark, (what, _) in marked.parts.items() if mark not in text]
+        missing += [what for mark, (what, _) in marker.parts.items() if mark not in text]
     except UserError:
         text = _rendered(conversation, render)
-        lost += [what for what, own in marked.parts.values() if own not in text and json.dumps(own)[1:-1] not in text]
-    if turn := next((what for what in lost if what not in (_SYSTEM, _SCHEMAS)), None):
+        missing += [w for w, own in marker.parts.values() if own not in text and json.dumps(own)[1:-1] not in text]
+    if turn := next((what for what in missing if what not in (_SYSTEM, _SCHEMAS)), None):
         raise UserError(
             f"Sample {conversation.id}, {turn} is not in what the {template} makes of it, nor would it be in serving, where a null "
             "content reaches the template as an empty one: name a template that writes calls and results, also beside an empty "
             "content, in data.chat_template, or remove the sample."
         )
-    return list(dict.fromkeys(lost))
+    return list(dict.fromkeys(missing))
 
 
 def _rendered(conversation: Conversation, render: Callable[..., str]) -> str:

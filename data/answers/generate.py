@@ -68,15 +68,15 @@ def regenerate(
                 chunk = range(start, min(start + chunk_size, len(prompts)))
                 lines = {i: line for i in chunk if (line := kept.line(prompts[i])) is not None}
                 bar.skip(len(lines))
-                places = {id(requests[i]): i for i in chunk if i not in lines}
+                numbers = {id(requests[i]): i for i in chunk if i not in lines}
                 missing = sorted(
-                    (requests[i] for i in places.values()),
+                    (requests[i] for i in numbers.values()),
                     key=lambda request: (len(request.prompt_ids), request.sample_id),
                 )
                 own = decode(target, TargetAlone(), missing, sampling, batch) if not servers else served
                 for answer in islice(own, len(missing)):
-                    place = places[id(answer.request)]
-                    lines[place] = _to_line(prompts[place], answer, tokenizer)
+                    number = numbers[id(answer.request)]
+                    lines[number] = _to_line(prompts[number], answer, tokenizer)
                     tokens += len(answer.output_ids)
                     bar.update()
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
@@ -204,8 +204,8 @@ def split_heldout(conversations: list[str], count: int) -> tuple[list[int], list
             f"data.heldout is {count} but there are only {len(conversations)} answers: lower it or add data."
         )
     groups: dict[str, list[int]] = {}
-    for place, name in enumerate(conversations):
-        groups.setdefault(name, []).append(place)
+    for sample, name in enumerate(conversations):
+        groups.setdefault(name, []).append(sample)
     heldout: list[int] = []
     for name in sorted(groups, key=fingerprint):
         if len(heldout) >= count:

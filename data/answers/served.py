@@ -60,14 +60,14 @@ class AnswerServer(ModelServer):
         body, begun = self._body(request, sampling), time.monotonic()
         for wait in (*_WAITS, None):
             try:
-                found = self.post(self._path, body)
+                reply = self.post(self._path, body)
                 break
             except ServerError as error:
                 late = time.monotonic() - begun > LONGEST
                 if wait is None or late or not error.again or stopped.wait(wait):
                     raise
         try:
-            ids, reason = self._read(found)
+            ids, reason = self._read(reply)
         except (KeyError, IndexError, TypeError) as error:
             raise UserError(f"{self.url} returns no token ids ({self.engine}): answers need a newer one.") from error
         if strange := [token for token in ids if not 0 <= token < vocab_size]:
@@ -130,14 +130,14 @@ def answer_all(
 
     vocab_size: of the target. Raises UserError where a server fails, or answers with other tokens than the target has.
     """
-    taken, stopped, found = count(), Event(), SimpleQueue[tuple[int, Generation | Exception]]()
+    taken, stopped, answered = count(), Event(), SimpleQueue[tuple[int, Generation | Exception]]()
 
     def work(server: AnswerServer) -> None:
-        while (place := next(taken)) < len(requests) and not stopped.is_set():
+        while (number := next(taken)) < len(requests) and not stopped.is_set():
             try:
-                found.put((place, server.answer(requests[place], sampling, stopped, vocab_size)))
+                answered.put((number, server.answer(requests[number], sampling, stopped, vocab_size)))
             except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the answer shall know
-                found.put((place, error))
+                answered.put((number, error))
 
     # Daemons, so that Ctrl-C does not wait for answers that are on their way.
     for server in servers:
@@ -145,13 +145,13 @@ def answer_all(
             Thread(target=work, args=(server,), daemon=True).start()
     early: dict[int, Generation] = {}
     try:
-        for place in range(len(requests)):
-            while place not in early:
-                at, answer = found.get()
+        for number in range(len(requests)):
+            while number not in early:
+                arrived, answer = answered.get()
                 if isinstance(answer, Exception):
                     raise answer
-                early[at] = answer
-            yield early.pop(place)
+                early[arrived] = answer
+            yield early.pop(number)
     finally:
         stopped.set()
 

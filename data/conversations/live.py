@@ -95,8 +95,8 @@ def position_style(console: Console, position: int | None) -> Style | None:
     if position is None or not has_colours(console):
         return None
     colours = COLOURS.get(str(console.color_system), COLOURS["standard"])
-    place = min(position, len(colours)) - 1
-    return Style(color=INKS[2 * place // len(colours)], bgcolor=colours[place])
+    shade = min(position, len(colours)) - 1
+    return Style(color=INKS[2 * shade // len(colours)], bgcolor=colours[shade])
 
 
 def print_legend(console: Console, longest: int) -> None:

@@ -121,12 +121,12 @@ class Renderer:
             return ids, end
         marked = [*messages[: turn + 1], {**messages[turn + 1], "content": MARK}]
         try:
-            before, found, _ = self.render(marked, generation_prompt=False).rpartition(MARK)
+            before, mark, _ = self.render(marked, generation_prompt=False).rpartition(MARK)
         except UserError:  # the text alone is not accepted
             return ids, end
         core = next((t + 1 for t in reversed(range(start, end)) if not self.says_nothing(ids[t])), start)
         said_end = end_within(self.decode(ids[start:core]), before)
-        if not found or not said_end.size:
+        if not mark or not said_end.size:
             return ids, end
         closing = encode(self.tokenizer, before[said_end.place :])
         stop = next((t for t, token in enumerate(closing) if token in self._stops), None)

@@ -161,7 +161,7 @@ def _after(renderer: Renderer, turn: int, base: str, prompt: str, whole: str) ->
         return whole[len(base) :]
     messages = renderer.conversation.messages
     asked = {**messages[turn - 1], "content": messages[turn - 1]["content"] + MARK}
-    _, found, tail = renderer.render([*messages[: turn - 1], asked], generation_prompt=True).rpartition(MARK)
+    _, marked, tail = renderer.render([*messages[: turn - 1], asked], generation_prompt=True).rpartition(MARK)
     said_at = whole.rfind(messages[turn]["content"].strip() or "\0")
     before = whole if said_at < 0 else whole[:said_at]
     end = end_within(base, before)
@@ -170,7 +170,7 @@ def _after(renderer: Renderer, turn: int, base: str, prompt: str, whole: str) ->
         messages[turn - 1]["role"] == "assistant"
         and (messages[turn - 1]["content"].strip() or MARK) in before[end.place :]
     )
-    if not found or not tail.strip() or end.size < len(tail) - (len(prompt) - len(base)) or merged:
+    if not marked or not tail.strip() or end.size < len(tail) - (len(prompt) - len(base)) or merged:
         return None
     return whole[end.place :]
 

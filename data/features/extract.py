@@ -83,7 +83,7 @@ def extract(
             # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
             features: dict[int, Features] = {}
             for batch in chunk.batches:
-                features |= {i: found for i in batch if (found := kept.get(samples[i])) is not None}
+                features |= {i: known for i in batch if (known := kept.get(samples[i])) is not None}
                 missing = [i for i in batch if i not in features]
                 if missing:
                     part = compute_features(target, [samples[i] for i in missing], chosen, spec.torch_dtype)
@@ -124,11 +124,11 @@ class OnlineSource:
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
         """Return several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
         chosen = self.layer_ids if layer_ids is None else tuple(layer_ids)
-        found: dict[int, Features] = {}
+        computed: dict[int, Features] = {}
         for batch in plan_passes([self.lengths[i] for i in indices], self._batch_tokens):
-            samples = [self._samples[indices[place]] for place in batch]
-            found.update(zip(batch, compute_features(self._target, samples, chosen, self._dtype), strict=True))
-        return [found[place] for place in range(len(indices))]
+            samples = [self._samples[indices[at]] for at in batch]
+            computed.update(zip(batch, compute_features(self._target, samples, chosen, self._dtype), strict=True))
+        return [computed[at] for at in range(len(indices))]
 
 
 @torch.no_grad()

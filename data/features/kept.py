@@ -59,9 +59,9 @@ class KeptFeatures:
 
     def get(self, sample: Tokenized) -> Features | None:
         """Return the features of a sample with this id and these tokens and mask; None where there are none."""
-        place = self._places.get(sample.sample_id)
-        if self._store is None or place is None or self._store.lengths[place] != len(sample.ids):
+        index = self._places.get(sample.sample_id)
+        if self._store is None or index is None or self._store.lengths[index] != len(sample.ids):
             return None
-        found = self._store.get(place, self._layer_ids)
-        same = torch.equal(found.ids, sample.ids.long()) and torch.equal(found.mask, sample.mask.bool())
-        return replace(found, slice=sample.slice) if same else None
+        stored = self._store.get(index, self._layer_ids)
+        same = torch.equal(stored.ids, sample.ids.long()) and torch.equal(stored.mask, sample.mask.bool())
+        return replace(stored, slice=sample.slice) if same else None

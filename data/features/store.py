@@ -151,9 +151,9 @@ def read_index(folder: Path) -> StoreIndex:
     check_file_names(path, (shard.file for shard in index.shards), _AGAIN)
     for shard in index.shards:
         file = folder / shard.file
-        if (found := file.stat().st_size) != shard.bytes:
+        if (size := file.stat().st_size) != shard.bytes:
             raise UserError(
-                f"The feature shard {file} has {found} bytes instead of {shard.bytes} (it was cut short or changed): "
+                f"The feature shard {file} has {size} bytes instead of {shard.bytes} (it was cut short or changed): "
                 "restore it, or delete the folder and extract again."
             )
     return index
@@ -173,14 +173,16 @@ def _parse(value: dict[str, Any], path: Path) -> StoreIndex:
         raise UserError(f"{path}: dtype is {str(value.get('dtype'))[:40]!r}, which no store has: {_AGAIN}.")
     names = [item.name for item in fields(StoreSpec)]
     spec = read_dataclass(StoreSpec, {name: value[name] for name in names if name in value}, str(path))
-    found = read_dataclass(_Content, {name: value[name] for name in ("complete", "shards") if name in value}, str(path))
-    for shard in found.shards:
+    content = read_dataclass(
+        _Content, {name: value[name] for name in ("complete", "shards") if name in value}, str(path)
+    )
+    for shard in content.shards:
         counts = (len(shard.ids), len(shard.slices), len(shard.lengths))
         if len(set(counts)) > 1 or min(shard.lengths, default=0) < 1:
             raise UserError(f"{path}: the samples of {shard.file} do not add up: {_AGAIN}.")
     if min(spec.hidden_size, spec.vocab_size, spec.shard_bytes) < 1:
         raise UserError(f"{path} names sizes that no store has: {_AGAIN}.")
-    return StoreIndex(spec, found.complete, found.shards)
+    return StoreIndex(spec, content.complete, content.shards)
 
 
 class FeatureSource(Protocol):

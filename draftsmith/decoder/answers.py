@@ -15,8 +15,16 @@ from draftsmith.decoder.noise import row_key
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to answer: its token ids, the most tokens to emit, the key of its random numbers, and whether an end token ends
-    nothing, so that the answer has as many tokens as may be."""
+    """A prompt to answer.
+
+    Args:
+        sample_id: names the prompt in results and errors.
+        slice: any word that groups prompts in reports.
+        prompt_ids: token ids, the generation prompt included.
+        max_new_tokens: most tokens of the answer, the end token included.
+        key: of its random numbers; equal keys give equal sampled answers.
+        ignore_eos: go on to `max_new_tokens`, past end tokens.
+    """
 
     sample_id: str
     slice: str
@@ -49,9 +57,16 @@ class Round:
 
 @dataclass
 class Generation:
-    """An answer: ids up to and including EOS, why it ended ("eos" or "length", empty before), and its rounds. ttft_s:
-    seconds of the pass that read its prompt (with the other prompts of that pass) and gave the first token. emitted_at: on the
-    clock, in seconds, when the first token and then the tokens of each round were there."""
+    """An answer, which grows while it is decoded.
+
+    Args:
+        request: what it answers.
+        output_ids: its token ids, up to and including the end token.
+        finish_reason: "eos" or "length"; empty before it ends.
+        rounds: the target passes over drafts that it took.
+        ttft_s: seconds of the pass that read its prompt, with the other prompts of that pass, and gave the first token.
+        emitted_at: readings of the clock, in seconds, when the first token and then the tokens of each round were there.
+    """
 
     request: Request
     output_ids: list[int] = field(default_factory=list)
@@ -74,11 +89,11 @@ class Generation:
     def waits(self) -> list[float]:
         """Seconds that somebody who reads along waits for each token after the first: those of a round come together, so that all
         but its first take 0. Empty where the clock was not read."""
-        roots, found = [round_.root for round_ in self.rounds], []
+        roots, waits = [round_.root for round_ in self.rounds], []
         ends = [*roots[1:], len(self.output_ids) - 1]
         for root, end, (before, now) in zip(roots, ends, pairwise(self.emitted_at), strict=False):
-            found += [now - before, *[0.0] * (end - root - 1)]
-        return found
+            waits += [now - before, *[0.0] * (end - root - 1)]
+        return waits
 
     def emit(self, tokens: Sequence[int], eos_ids: Sequence[int]) -> int:
         """Append tokens, which are on the host, up to EOS or the limit, and note the time; return how many were kept."""

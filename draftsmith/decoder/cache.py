@@ -104,9 +104,9 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: "KVCache", places: "tuple[_Place, _Place] | None") -> None:
+    def __init__(self, cache: "KVCache", indices: "tuple[_BufferIndex, _BufferIndex] | None") -> None:
         super().__init__()
-        self.cache, self.places = cache, places
+        self.cache, self.indices = cache, indices
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -114,8 +114,8 @@ class _Layer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        assert self.places is not None
-        keys, values = self.places
+        assert self.indices is not None
+        keys, values = self.indices
         return self.cache.store(keys, key_states), self.cache.store(values, value_states)
 
     def get_seq_length(self) -> int:
@@ -130,7 +130,7 @@ class _Layer(CacheLayerMixin):
         return self.cache.staged.visible, 0
 
 
-class _Place(NamedTuple):
+class _BufferIndex(NamedTuple):
     """Where a layer's keys or values are: tensor `number` of the buffer of their shape."""
 
     kind: TensorShape
@@ -168,12 +168,12 @@ class KVCache(Cache):
         self._views: dict[TensorShape, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
         counts: Counter[TensorShape] = Counter()
 
-        def place(kind: TensorShape) -> _Place:
+        def index(kind: TensorShape) -> _BufferIndex:
             counts[kind] += 1
-            return _Place(kind, counts[kind] - 1)
+            return _BufferIndex(kind, counts[kind] - 1)
 
-        places = [None if shape is None else (place(shape.keys), place(shape.values)) for shape in self.shapes]
-        super().__init__(layers=[_Layer(self, pair) for pair in places])
+        indices = [None if shape is None else (index(shape.keys), index(shape.values)) for shape in self.shapes]
+        super().__init__(layers=[_Layer(self, pair) for pair in indices])
         self.buffers: dict[TensorShape, Tensor] = {
             kind: torch.zeros(count, rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device)
             for kind, count in counts.items()
@@ -205,23 +205,23 @@ class KVCache(Cache):
         """Write a layer's keys and values to the staged slots; return its visible ones, [b, h, S, d] each."""
         return self.layers[layer].update(keys_bhNd, values_bhNd)
 
-    def store(self, place: _Place, new_BhNd: Tensor) -> Tensor:
+    def store(self, index: _BufferIndex, new_BhNd: Tensor) -> Tensor:
         """Write a layer's new keys or values to the staged slots; return the visible ones [b, h, S, d] of the rows written."""
-        at, kind = self.staged, place.kind
+        at, kind = self.staged, index.kind
         if kind not in self._views:
             # Of all layers at once: a slice costs as much as a small product.
             buffer = self.buffers[kind]
             written = buffer.narrow(3, at.longest, at.count).unbind(0) if at.single else ()
             self._views[kind] = buffer.narrow(3, 0, at.visible).unbind(0), written
-        visible_BhSd = self._views[kind][0][place.number]
+        visible_BhSd = self._views[kind][0][index.number]
         if at.single:
-            self._views[kind][1][place.number].copy_(new_BhNd)
+            self._views[kind][1][index.number].copy_(new_BhNd)
             return visible_BhSd
         device = at.lengths_B.device
         rows_B = torch.arange(len(at.lengths_B), device=device) if at.rows_b is None else at.rows_b
         slots_BN = at.lengths_B[:, None] + torch.arange(at.skip, at.skip + at.count, device=device)
         # Rows that do not matter may write behind what is visible.
-        self.buffers[kind][place.number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
+        self.buffers[kind][index.number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
         return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b]
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
@@ -241,13 +241,13 @@ class KVCache(Cache):
         kept_B = (path_BD >= 0).sum(1) if kept_B is None else kept_B
         if not draft.is_chain:  # the accepted nodes of a chain are in place already
             base_B1 = self._lengths_B[:, None]
-            place_D = torch.arange(path_BD.shape[1], device=path_BD.device)
+            step_D = torch.arange(path_BD.shape[1], device=path_BD.device)
             # Padding copies a slot onto itself.
-            source_BD = base_B1 + torch.where(path_BD >= 0, path_BD, place_D)
+            source_BD = base_B1 + torch.where(path_BD >= 0, path_BD, step_D)
             row_B1 = torch.arange(len(path_BD), device=path_BD.device)[:, None]
             for buffer in self.buffers.values():
                 slots_MBShd = buffer.transpose(2, 3)
-                slots_MBShd[:, row_B1, base_B1 + place_D] = slots_MBShd[:, row_B1, source_BD]
+                slots_MBShd[:, row_B1, base_B1 + step_D] = slots_MBShd[:, row_B1, source_BD]
         self._lengths_B = self._lengths_B + kept_B
 
     def rollback(self, lengths: Tensor, rows_b: Tensor | None = None) -> None:

@@ -27,8 +27,12 @@ def decode_batch(
 ) -> Decoded:
     """Answer `requests` as one batch; every row gets the text it would get alone (up to rounding in low precision).
 
-    typical: accept drafts by this lossy rule instead of the exact one. rows: decode at most so many at once, the others
-    wait for a free row; None decodes all at once. Raises UserError for what `check_requests` refuses.
+    Args:
+        typical: accept drafts by this lossy rule instead of the exact one.
+        rows: decode at most so many at once, the others wait for a free row; None decodes all at once.
+
+    Raises:
+        UserError: for what `check_requests` refuses.
     """
     assert rows is None or rows >= 1
     check_requests(target, requests, drafter)

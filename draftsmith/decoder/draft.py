@@ -23,15 +23,18 @@ from draftsmith.decoder.trees import StaticTree
 class Draft:
     """A tree of proposed tokens per row.
 
-    tokens_BN: node 0 is the root, the last token of the text, which the target has not read yet. parents_BN: index of
-    each node's parent, -1 for the root; parents come before their children. count_B: valid nodes per row, the root
-    included; nodes from there on are padding. draft_probs_BMW: entry i is the distribution that the children of node i
-    were drawn from, one after the other and without replacement; nodes from M on have no children. None where tokens
-    were chosen deterministically. A child drawn when no mass was left is never accepted. vocab_W: the target ids of a
-    distribution's columns, None if they are the same. tree: the static tree that all rows have, if they have one.
-    linear: whether all rows are chains, None if not known. Both save computing the shape in every round. listen: called with
-    the target's logits [B, N, V] at all nodes, once it has read them, padding included, which it reads as the tree says: for
-    drafters that learn from nodes which are never accepted.
+    Args:
+        tokens_BN: node 0 is the root, the last token of the text, which the target has not read yet.
+        parents_BN: index of each node's parent, -1 for the root; parents come before their children.
+        count_B: valid nodes per row, the root included; nodes from there on are padding.
+        draft_probs_BMW: entry i is the distribution that the children of node i were drawn from, one after the other and
+            without replacement; nodes from M on have no children. None where tokens were chosen deterministically. A child
+            drawn when no mass was left is never accepted.
+        vocab_W: the target ids of a distribution's columns, None if they are the same.
+        tree: the static tree that all rows have, if they have one; it saves computing the shape in every round.
+        linear: whether all rows are chains, None if not known; it saves the same.
+        listen: called with the target's logits [B, N, V] at all nodes, padding included, once it has read them: for drafters
+            that learn from nodes which are never accepted.
     """
 
     tokens_BN: Tensor
@@ -221,18 +224,32 @@ class DecodeState:
 
 
 class Drafter(Protocol):
-    """Proposes drafts for one batch at a time, with a cache of its own if it needs one: a `KVCache` that it has as `cache` once a
-    batch begins counts in the memory that a report gives."""
+    """Proposes drafts for one batch at a time, with a cache of its own if it needs one.
+
+    A `KVCache` that it has as `cache` once a batch begins counts in the memory that a report gives.
+
+    Attributes:
+        name: for tables.
+        layer_ids: the target's layers whose streams it reads, which come as `aux`.
+        max_nodes: most nodes of a draft, the root included.
+        num_speculative_tokens: length of the longest path that is drafted, the root not counted.
+    """
 
     name: str
     layer_ids: tuple[int, ...]
     max_nodes: int
-    """Most nodes a draft can have, the root included."""
     num_speculative_tokens: int
-    """Length of the longest path that is drafted, the root not counted."""
 
     def start(self, rows: int, capacity: int) -> None:
-        """Begin a batch of `rows` sequences of at most `capacity` tokens, not counting drafted ones."""
+        """Begin a batch.
+
+        Args:
+            rows: sequences at work at once.
+            capacity: most tokens of one, not counting drafted ones.
+
+        Raises:
+            UserError: where such texts cannot be drafted for.
+        """
 
     def admit(self, prompts: Prompts) -> None:
         """Read new prompts into their rows, whose former content is forgotten. The last of `prompts.new_tokens` comes
@@ -242,7 +259,7 @@ class Drafter(Protocol):
         """Read the new tokens, then return a draft whose root is `state.root_B`."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only these batch rows."""
+        """Keep only the batch rows [b] of these numbers, in their order."""
 
 
 class StatelessDrafter:

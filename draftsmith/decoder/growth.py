@@ -166,16 +166,16 @@ class Beam:
         level = Candidates(tokens_Bc, score_Bc, self.number_Bm.repeat_interleave(branching, 1))
         first = sum(above.score_Bc.shape[1] for above in self.levels)
         width = min(self.tree.branching, score_Bc.shape[1])
-        chosen = score_Bc.sort(dim=1, descending=True, stable=True)
-        place_Bm = chosen.indices[:, :width]
-        parent_Bm = place_Bm // branching
-        own_BmT = torch.eye(width, dtype=torch.bool, device=place_Bm.device).expand(len(place_Bm), -1, -1)
+        ranked = score_Bc.sort(dim=1, descending=True, stable=True)
+        chosen_Bm = ranked.indices[:, :width]
+        parent_Bm = chosen_Bm // branching
+        own_BmT = torch.eye(width, dtype=torch.bool, device=chosen_Bm.device).expand(len(chosen_Bm), -1, -1)
         above_BmT = self.ancestors_BmT.gather(1, parent_Bm[..., None].expand(-1, -1, self.ancestors_BmT.shape[2]))
         return replace(
             self,
-            tokens_Bm=tokens_Bc.gather(1, place_Bm),
-            score_Bm=chosen.values[:, :width],
-            number_Bm=first + place_Bm,
+            tokens_Bm=tokens_Bc.gather(1, chosen_Bm),
+            score_Bm=ranked.values[:, :width],
+            number_Bm=first + chosen_Bm,
             parent_Bm=parent_Bm,
             ancestors_BmT=torch.cat([above_BmT, own_BmT], 2),
             levels=(*self.levels, level),
@@ -190,17 +190,17 @@ class Beam:
         depth_J = torch.tensor(depths, device=tokens_BJ.device)
         score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
         kept = min(self.tree.total_tokens - 1, len(depths))
-        place_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+        index_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
         # From parents' numbers among all candidates to numbers among the kept ones; 0 is the root.
         node_BJ = torch.zeros_like(parent_BJ).scatter(
-            1, place_BN, torch.arange(1, kept + 1, device=place_BN.device).expand_as(place_BN)
+            1, index_BN, torch.arange(1, kept + 1, device=index_BN.device).expand_as(index_BN)
         )
-        parent_BN = parent_BJ.gather(1, place_BN)
+        parent_BN = parent_BJ.gather(1, index_BN)
         parents_BN = torch.where(parent_BN < 0, 0, node_BJ.gather(1, parent_BN.clamp(min=0)))
-        count_B = 1 + (score_BJ.gather(1, place_BN) > -torch.inf).sum(1)
+        count_B = 1 + (score_BJ.gather(1, index_BN) > -torch.inf).sum(1)
         root_B1 = self.root_B[:, None]
         return Draft(
-            torch.cat([root_B1, tokens_BJ.gather(1, place_BN)], 1),
+            torch.cat([root_B1, tokens_BJ.gather(1, index_BN)], 1),
             torch.cat([torch.full_like(root_B1, -1), parents_BN], 1),
             count_B,
             linear=self.tree.branching == 1,

@@ -18,11 +18,19 @@ _LARGE = 1 << 14
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 filter nothing.
+    """How tokens are chosen, in the order of the arguments (the penalty first).
 
-    repetition_penalty: logits of tokens that the prompt or the output holds already are divided by it where they are
-    positive and multiplied where they are negative (Keskar et al., "CTRL", 2019, section 4.1); 1 changes nothing.
-    It applies to the target alone: drafts are made without it.
+    Args:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the most likely tokens whose mass reaches this; 1 keeps all.
+        min_p: keep tokens at least this times as likely as the most likely one; 0 keeps all.
+        repetition_penalty: logits of tokens that the prompt or the output holds already are divided by it where they are
+            positive and multiplied where they are negative (Keskar et al., "CTRL", 2019, section 4.1); 1 changes nothing.
+            It applies to the target alone: drafts are made without it.
+
+    Raises:
+        UserError: for a value outside its range.
     """
 
     temperature: float = 0.0
@@ -96,8 +104,8 @@ def top1(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     size, blocks = logits.shape[-1], logits.shape[-1] // _BLOCK
     if logits.device.type != "cpu" or size % _BLOCK or logits.numel() < _LARGE:
-        found = logits.max(-1)
-        return found.values, found.indices
+        largest = logits.max(-1)
+        return largest.values, largest.indices
     blocked = logits.unflatten(-1, (blocks, _BLOCK))
     best = blocked.amax(-1).max(-1, keepdim=True)
     inside = blocked.gather(-2, best.indices[..., None].expand(*best.indices.shape, _BLOCK))[..., 0, :].argmax(-1)

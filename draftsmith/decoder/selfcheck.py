@@ -75,10 +75,10 @@ def _limit(target: Target) -> float:
     cache.append(8)
     states = run_draft(target, cache, Draft.chain(ids_1L[:, 8], ids_1L[:, 9:])).last[0]
     whole_LD = target.forward(ids_1L).last[0]
-    found = _differences(states, whole_LD[8:])
+    differences = _differences(states, whole_LD[8:])
     for length in _PREFIXES:
-        found += _differences(target.forward(ids_1L[:, :length]).last[0, -1:], whole_LD[length - 1 : length])
-    return max(0.01, 5 * max(found))
+        differences += _differences(target.forward(ids_1L[:, :length]).last[0, -1:], whole_LD[length - 1 : length])
+    return max(0.01, 5 * max(differences))
 
 
 def _tree_error(target: Target) -> float:

@@ -125,15 +125,15 @@ def _answer_servers(session: Session) -> list[AnswerServer]:
 
 def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:
     """Say whether the servers' answers are the target's, and return how like."""
-    found = likeness(session.target, samples, session.recipe.answers.sampling)
-    if found.differs:
+    measured = likeness(session.target, samples, session.recipe.answers.sampling)
+    if measured.differs:
         session.warn(
-            f"the servers' answers are not the target's own: {found}; serve the recipe's target in its dtype, unquantized and without "
+            f"the servers' answers are not the target's own: {measured}; serve the recipe's target in its dtype, unquantized and without "
             "settings of its own for sampling, or name as target what is served."
         )
     else:
-        say(f"answers: the servers' are samples of the target: {found}")
-    return found
+        say(f"answers: the servers' are samples of the target: {measured}")
+    return measured
 
 
 def _grow(
@@ -188,7 +188,7 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
     data = session.recipe.data
     limit = min(data.max_length, session.target.context_length)
     if answers is None:
-        found = tokenize_all(
+        tokenized = tokenize_all(
             session.tokenizer,
             session.conversations[:count],
             max_length=limit,
@@ -198,9 +198,9 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
             warn=session.warn,
         )
     else:
-        found = read_answers(answers, max_length=limit, on_too_long=data.on_too_long)
-    say(f"data: {found.stats}", once=True)
-    return found.samples[:count]
+        tokenized = read_answers(answers, max_length=limit, on_too_long=data.on_too_long)
+    say(f"data: {tokenized.stats}", once=True)
+    return tokenized.samples[:count]
 
 
 def samples_at_hand(session: Session, count: int) -> list[Tokenized]:

@@ -1,11 +1,10 @@
 """The frozen target model.
 
 - target.py: `Target`, what the rest of the project uses (hidden states, logits), and `load_target`
-- pretrained.py: opens the model with transformers; probe.py: checks at load that our view of it is right
-- architecture.py: which architectures can be targets, told by the configuration alone
-- taken.py: what of a checkpoint the model took, and which quantized formats are read
-- identity.py: what distinguishes a target from others, and how two differ; built from files.py (weights, configuration,
-  tokenizer and chat template as hashes)
+- config.py: judges a checkpoint's configuration before weights are read; pretrained.py: opens the model with transformers, and
+  gguf_file.py one of llama.cpp's files; taken.py: what of a checkpoint the model took; probe.py: checks that our view of it is right
+- identity.py: what distinguishes a target from others, and how two differ, from the files of its folder, which folder.py reads
 - tokens.py: whether two models have the same token ids, and which token serves as a mask
 - tuned.py: a target that a LoRA adapter tunes; shape.py: what a target costs, from its configuration alone
+- attention.py, norms.py, products.py: what is computed otherwise than transformers does, for speed
 """

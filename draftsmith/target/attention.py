@@ -33,10 +33,10 @@ def _grouped(
     plain = all(options.get(name) is None for name in ("position_bias", "softcap"))
     alone = query.shape[2] == 1 and query.dtype != torch.float32
     if not plain or query.device.type != "cpu" or (attention_mask is None and not alone):
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        plainly: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )
-        return found
+        return plainly
     if alone and (attention_mask is None or attention_mask.shape[1] == 1):
         folded = query.reshape(*key.shape[:2], -1, query.shape[-1])
         attended = F.scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)

@@ -147,8 +147,8 @@ def attention_of(config: Any, asked: str) -> str:
 
 def _class_of(config: Any) -> type | None:
     with foreign_code(f"transformers cannot open models of type {config.model_type!r}", "choose another target"):
-        found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
 def check_quantization(path: str, config: Any) -> str | None:

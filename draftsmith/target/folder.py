@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from huggingface_hub import try_to_load_from_cache
@@ -81,9 +82,9 @@ def read_object(file: Path) -> dict[str, Any]:
 def find_tensor(spans: Sequence[TensorSpan], names: Sequence[str]) -> TensorSpan | None:
     """Return the matrix with the first of `names` that occurs, in whatever module; of several the outermost."""
     for name in names:
-        found = [s for s in spans if len(s.shape) == 2 and (s.name == name or s.name.endswith(f".{name}"))]
-        if found:
-            return min(found, key=lambda span: (span.name.count("."), span.name))
+        matrices = [s for s in spans if len(s.shape) == 2 and (s.name == name or s.name.endswith(f".{name}"))]
+        if matrices:
+            return min(matrices, key=lambda span: (span.name.count("."), span.name))
     return None
 
 
@@ -116,21 +117,14 @@ def read_configs(folder: Path) -> list[Any]:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             return [config.get_text_config(decoder=True), config]
     except UserError:
-        return [_Plain(read_text_config(raw)), _Plain(raw)]
-
-
-class _Plain:
-    """A configuration without defaults: the keys of a dictionary as attributes."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.__dict__.update(values)
+        return [SimpleNamespace(**read_text_config(raw)), SimpleNamespace(**raw)]
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...] | None:
     """Return the ids that end an answer, sorted: those of the generation config, else of the config."""
     generation = read_object(folder / "generation_config.json")
     check_config_values(generation, folder / "generation_config.json", FETCH)
-    return eos_ids_of(_Plain(generation), *read_configs(folder))
+    return eos_ids_of(SimpleNamespace(**generation), *read_configs(folder))
 
 
 def eos_ids_of(*configs: Any) -> tuple[int, ...] | None:
@@ -143,11 +137,14 @@ def eos_ids_of(*configs: Any) -> tuple[int, ...] | None:
 
 
 def hash_tokenizer(folder: Path) -> str | None:
-    """Return "<kind>:<16 hex digits>" of what turns text into ids; equal kinds can be compared.
+    """Hash all that decides which ids a text becomes.
 
-    Vocabulary, merges, added tokens, normalization, splitting, and the names of the bos and eos tokens, which chat
-    templates write. What a call sets (padding, truncation), what adds tokens around a text and what decodes do not count,
-    nor do the ways in which versions of the tokenizers package write the same thing.
+    It covers the vocabulary, merges, added tokens, normalization and splitting, and the bos and eos tokens, which chat templates
+    write. It leaves out what a call may set (padding, truncation), the tokens put around a text, and decoding. Files that two
+    versions of the tokenizers package write for the same tokenizer have the same hash.
+
+    Returns:
+        "<kind>:<16 hex digits>", None where the folder has no tokenizer. Only hashes of one kind can be compared.
     """
     with foreign_code(f"The tokenizer's files in {folder} are damaged", FETCH):
         return _hash_tokenizer(folder)
@@ -194,15 +191,15 @@ def hash_chat_template(folder: Path) -> str | None:
         files["default"] = default
     if files:
         return hash_json({name: read_text(file, FETCH) for name, file in files.items()})
-    found = read_object(folder / "tokenizer_config.json").get("chat_template")
-    if found is None:
-        found = read_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
+    templates = read_object(folder / "tokenizer_config.json").get("chat_template")
+    if templates is None:
+        templates = read_object(folder / "chat_template.json").get("chat_template")
+    if isinstance(templates, list):
         with foreign_code(f"The chat templates in {folder} are damaged", FETCH):
-            found = {entry["name"]: entry["template"] for entry in found}
-    if isinstance(found, str):
-        found = {"default": found}
-    return hash_json(found) if found else None
+            templates = {entry["name"]: entry["template"] for entry in templates}
+    if isinstance(templates, str):
+        templates = {"default": templates}
+    return hash_json(templates) if templates else None
 
 
 def fingerprint_directory(directory: Path) -> str:

@@ -169,8 +169,8 @@ def open_gguf(path: str) -> GgufTarget:
     elif not isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         why = "holds no tokenizer", _OTHER
     elif odd := next((key for key in _sizes(architecture) if not _is_size(key, metadata.get(key), len(names))), None):
-        found = f"says that {odd} is {shown(metadata[odd])}" if odd in metadata else f"does not say {odd}"
-        why = f"{found}, and holds {len(names)} tensors", AGAIN
+        claim = f"says that {odd} is {shown(metadata[odd])}" if odd in metadata else f"does not say {odd}"
+        why = f"{claim}, and holds {len(names)} tensors", AGAIN
     else:
         return GgufTarget(path, file, header)
     raise UserError(f"The target {path} {why[0]}: {why[1]}.")
@@ -270,30 +270,30 @@ def _rope(target: GgufTarget, config: Any) -> Any:
 
     transformers reads no scaling. Raises UserError for any other.
     """
-    metadata, found = target.header.metadata, config.rope_parameters
+    metadata, rope = target.header.metadata, config.rope_parameters
     architecture = metadata["general.architecture"]
     kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
     factor = metadata.get(f"{architecture}.rope.scaling.factor")
     factors = next((span for span in target.header.tensors if span.name.startswith("rope_f")), None)
-    alike = "full_attention" not in found  # else a set for each kind of layer, of which Gemma 3 scales this one alone
-    own = found if alike else found["full_attention"]
+    alike = "full_attention" not in rope  # else a set for each kind of layer, of which Gemma 3 scales this one alone
+    own = rope if alike else rope["full_attention"]
     if factors is None and (kind == "none" or own.get("rope_type") != "default"):
-        return found
+        return rope
     if factors is None and kind == "linear" and type(factor) is float and factor > 0:
         scaled = own | {"rope_type": "linear", "factor": factor}
         if alike or architecture == "gemma3":
-            return scaled if alike else found | {"full_attention": scaled}
+            return scaled if alike else rope | {"full_attention": scaled}
     if alike and factors is not None and factors.name == _ROPE and factors.dtype == "F32":
         with target.file.open("rb") as file:
             file.seek(factors.start)
             stored = torch.frombuffer(bytearray(file.read(factors.size)), dtype=torch.float32)
         if bool((stored == 1).all()):
-            return found
-        scaled = found | {"rope_type": "llama3", "factor": round(float(stored.max()), 4)}
+            return rope
+        scaled = rope | {"rope_type": "llama3", "factor": round(float(stored.max()), 4)}
         scaled |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
         config.rope_parameters = scaled
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
-        plain = found["rope_theta"] ** (-torch.arange(len(stored)) / len(stored))
+        plain = rope["rope_theta"] ** (-torch.arange(len(stored)) / len(stored))
         if frequencies.shape == stored.shape and torch.allclose(plain / stored, frequencies, rtol=1e-4):
             return scaled
     raise UserError(f"The target {target.path} scales its rotary positions as transformers does not read: {_OTHER}.")

@@ -174,7 +174,7 @@ def compare(recorded: TargetIdentity, now: TargetIdentity) -> list[Difference]:
     """Return how `now` differs from the `recorded` target, in the order of KINDS; only what both know is compared."""
     pairs = _pairs(recorded, now)
     differ = [kind for kind in KINDS if any(_known((a, b)) and a != b for a, b in pairs[kind])]
-    found = [_sizes(recorded, now)] if "sizes" in differ else []
+    differences = [_sizes(recorded, now)] if "sizes" in differ else []
     same_ends = all(_known(pairs[kind][0]) and kind not in differ for kind in ("embeddings", "lm_head"))
     if same_ends or _by_fingerprint(recorded, now):
         meanings = _MEANINGS | {"weights": (_FINE_TUNED if same_ends else _EARLIER, _MEASURE)}
@@ -182,14 +182,16 @@ def compare(recorded: TargetIdentity, now: TargetIdentity) -> list[Difference]:
         meanings = _MEANINGS
     for kind, (meaning, remedy) in meanings.items():
         if kind in differ and kind in CHANGES_OUTPUT and "sizes" in differ:
-            found.append(Difference(kind, "warn", "others, as its sizes are others", _THE_OTHER))
+            differences.append(Difference(kind, "warn", "others, as its sizes are others", _THE_OTHER))
         elif kind in differ:
-            found.append(Difference(kind, "warn", meaning, remedy))
+            differences.append(Difference(kind, "warn", meaning, remedy))
     if "eos" in differ:
         ids = f"{list(now.eos_ids or ())} instead of {list(recorded.eos_ids or ())}"
         meaning = f"other end-of-answer tokens, {ids}, so answers end elsewhere than when the head was measured"
-        found.append(Difference("eos", "warn", meaning, "see that generation_config.json is the one you serve with"))
-    return found
+        differences.append(
+            Difference("eos", "warn", meaning, "see that generation_config.json is the one you serve with")
+        )
+    return differences
 
 
 def not_compared(recorded: TargetIdentity, now: TargetIdentity) -> list[str]:

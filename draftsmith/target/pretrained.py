@@ -54,13 +54,13 @@ def open_model(
         raise UserError(f"device {str(device)!r} is not available here ({first_line(error)}): use cpu.") from error
     if dtype != "auto" and dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} for the target {path}: choose auto or one of {', '.join(DTYPES)}.")
-    place = str(model_folder(path))
-    _check_path(place)
-    if Path(place).is_dir() and not trust_remote_code:
-        read_model_config(Path(place), "the target")
-    config = load_config(place, trust_remote_code)
+    source = str(model_folder(path))
+    _check_path(source)
+    if Path(source).is_dir() and not trust_remote_code:
+        read_model_config(Path(source), "the target")
+    config = load_config(source, trust_remote_code)
     check_causal(path, config, trust_remote_code)
-    directory = weights_directory(place)
+    directory = weights_directory(source)
     spans = read_directory(directory)
     read_eos_ids(directory)  # transformers takes whatever stands there
     if not trust_remote_code:  # whose sizes may be called anything
@@ -68,7 +68,7 @@ def open_model(
     quantized, attention = check_quantization(path, config), attention_of(config, attn_implementation)
     with foreign_code(f"Cannot load the target {path}", how_to_read(quantized)):
         model, info = AutoModelForCausalLM.from_pretrained(
-            place,
+            source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
@@ -122,7 +122,7 @@ def weights_directory(path: str) -> Path:
         why = why_offline()
         with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):
             for name in ("model.safetensors", "model.safetensors.index.json"):
-                if found := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+                if weights := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
                     # Code that reads the folder later (identity, mask tokens) must find the same files every time.
                     for other in TOKENIZER_FILES:
                         cached_file(
@@ -131,7 +131,7 @@ def weights_directory(path: str) -> Path:
                             _raise_exceptions_for_missing_entries=False,
                             _raise_exceptions_for_connection_errors=False,
                         )
-                    return Path(found).parent
+                    return Path(weights).parent
         if why is not None:
             raise UserError(
                 f"The weights of the target {path} are not in this machine's cache, and the Hub does not answer ({why}): mend the "

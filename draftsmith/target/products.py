@@ -38,8 +38,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if kept is None or kept[0] != state:
         with torch.inference_mode(False):
             kept = _packed[weight] = (state, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[0]))
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x, kept[1], bias, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, kept[1], bias, "none", [], "")
+    return product
 
 
 def _packs(x: Tensor, weight: Tensor) -> bool:
@@ -69,8 +69,8 @@ class PackedLinear(nn.Linear):
 
 def pack_linears(model: nn.Module) -> None:
     """Let every plain linear layer of a frozen model on a CPU multiply with packed weights, if copies of them fit well in memory."""
-    found: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= SMALLEST]
-    copies = sum(m.weight.numel() * m.weight.element_size() for m in found if m.weight.device.type == "cpu")
+    layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= SMALLEST]
+    copies = sum(m.weight.numel() * m.weight.element_size() for m in layers if m.weight.device.type == "cpu")
     if copies <= _MEMORY_SHARE * psutil.virtual_memory().available:
-        for module in found:
+        for module in layers:
             module.__class__ = PackedLinear

@@ -55,8 +55,8 @@ def check_taken(
         )
     if not quantized:
         check_dtypes(path, [span for span in spans if span.name not in left], held)
-    if found := sorted(info["mismatched_keys"]):
-        tensor, there, wanted = found[0]
+    if mismatched := sorted(info["mismatched_keys"]):
+        tensor, there, wanted = mismatched[0]
         raise UserError(
             f"The target {path} holds {tensor} in the shape {list(there)} where {name} takes {list(wanted)}: they are of different "
             f"models, or not quantized as config.json says; {how_to_read(quantized)}."
@@ -94,7 +94,9 @@ def _sorted_out(
 
     unexpected: those that the class does not leave on purpose. layers: of the decoder; what lies above them is MTP's or lost.
     """
-    of_mtp = {found[1] for span in spans if (found := _LAYER.search(span.name)) and _OF_MTP_LAYER.search(span.name)}
+    of_mtp = {
+        layer_name[1] for span in spans if (layer_name := _LAYER.search(span.name)) and _OF_MTP_LAYER.search(span.name)
+    }
     modules: dict[str, list[str]] = {}
     lost = []
     for name in sorted(left):

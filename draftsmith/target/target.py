@@ -110,9 +110,16 @@ class TargetOutput:
 class Target:
     """A frozen causal language model whose residual streams are read by hooks.
 
-    `load_target` opens one from disk and checks it; the constructor takes a ready model and checks nothing. directory:
-    the folder with its files, None for a model that came from none.
-    Raises UserError where the decoder layers or the output projection cannot be found.
+    `load_target` opens one from disk and checks it; the constructor takes a ready model and checks nothing.
+
+    Args:
+        model: of transformers; it is set to evaluation and its parameters are frozen.
+        path: what messages and records call it.
+        fingerprint: of its configuration and weights, see `fingerprint_directory`.
+        directory: the folder with its files, None for a model that came from none.
+
+    Raises:
+        UserError: where the decoder layers or the output projection cannot be found.
     """
 
     def __init__(self, model: Any, *, path: str, fingerprint: str, directory: Path | None = None) -> None:
@@ -222,10 +229,17 @@ class Target:
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
     ) -> TargetOutput:
-        """Run the base model, without its lm_head, on input_ids [B, n].
+        """Run the base model, without its lm_head.
 
-        attention_mask (tensor, or dict by layer type), position_ids [B, n] and past_key_values go to the model as
-        they are; the cache, if given, is extended in place.
+        Args:
+            input_ids: [B, n].
+            layer_ids: the A layers whose incoming residual streams are returned.
+            attention_mask: as the model takes it, a tensor or a dict by layer type.
+            position_ids: [B, n].
+            past_key_values: a cache, which is extended in place.
+
+        Returns:
+            aux [B, n, A*Ht] and last [B, n, Ht].
         """
         streams: dict[int, Tensor] = {}
         # Only the layers that are read have a hook, and only now: each costs as much as a small product.
@@ -292,8 +306,8 @@ def steady_positions(config: Any) -> int | None:
 
 def find_decoder(model: Any) -> nn.Module:
     """Return the model without its output projection, which transformers does not find for every class (Llama 4)."""
-    found: nn.Module = model.get_decoder()
-    return getattr(model, "model", found) if found is model else found
+    decoder: nn.Module = model.get_decoder()
+    return getattr(model, "model", decoder) if decoder is model else decoder
 
 
 def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn.Module]:
@@ -315,11 +329,20 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> Target:
-    """Open a causal language model from a local folder, the Hub or a GGUF file and check that it can be a target.
+    """Open a causal language model and check that it can be a target.
 
     The check (draftsmith.target.probe) compares taps, final states and logits of a few random tokens with those of
-    the model itself. Weights are read from safetensors and GGUF files only.
-    Raises UserError, in one sentence, for a path, file or architecture that cannot be used.
+    the model itself.
+
+    Args:
+        path: a local folder or a Hub name with safetensors, or a GGUF file.
+        dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's.
+        device: where it runs.
+        attn_implementation: of transformers; a class that has no "sdpa" gets "eager".
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        UserError: for a path, file or architecture that cannot be used.
     """
     opened = open_model(
         path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code

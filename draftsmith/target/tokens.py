@@ -57,13 +57,13 @@ def choose_mask_token(given: int | None, target: Target) -> int:
     if given is not None:
         check_mask_token(given, target.vocab_size, target.path)
         return given
-    found = None if target.directory is None else next(spare_tokens(target.directory, target.eos_ids), None)
-    if found is None or found >= target.vocab_size:
+    chosen = None if target.directory is None else next(spare_tokens(target.directory, target.eos_ids), None)
+    if chosen is None or chosen >= target.vocab_size:
         raise UserError(
             f"The tokenizer of the target {target.path} has no mask token and none that is reserved or only pads: set "
             f"head.mask_token_id to a token, from 0 to {target.vocab_size - 1}, that no text has."
         )
-    return found
+    return chosen
 
 
 def check_mask_token(given: int, vocab_size: int, target: str | None) -> None:
@@ -94,8 +94,8 @@ def _special_tokens(folder: Path) -> dict[str, int]:
     """Return the special tokens that the tokenizer's files name, with their ids."""
     listed = read_object(folder / "tokenizer.json").get("added_tokens") or []
     later = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    found = {token["content"]: token["id"] for token in listed if token.get("special")}
-    return found | {token["content"]: int(key) for key, token in later.items() if token.get("special")}
+    special = {token["content"]: token["id"] for token in listed if token.get("special")}
+    return special | {token["content"]: int(key) for key, token in later.items() if token.get("special")}
 
 
 def _token_of(config: dict[str, object], key: str) -> str:

@@ -86,19 +86,19 @@ class TunedTarget:
         """
         starts, lengths = _documents(batch.document)
         ids, device = batch.ids.flatten(), batch.ids.device
-        places, states = [], []
+        positions, states = [], []
         with self._draws(batch):
             for group in plan_passes(lengths, batch.ids.numel()):
                 start_M1 = torch.tensor([[starts[i]] for i in group], device=device)
                 length_M1 = torch.tensor([[lengths[i]] for i in group], device=device)
                 step_n = torch.arange(lengths[group[0]], device=device)
                 real_Mn = step_n < length_M1
-                place_Mn = (start_M1 + step_n).where(real_Mn, start_M1)
-                output = self.decoder(input_ids=ids[place_Mn], use_cache=False)
-                places.append(place_Mn[real_Mn])
+                position_Mn = (start_M1 + step_n).where(real_Mn, start_M1)
+                output = self.decoder(input_ids=ids[position_Mn], use_cache=False)
+                positions.append(position_Mn[real_Mn])
                 states.append(output.last_hidden_state[real_Mn])
-        found_RH = torch.cat(states)
-        flat = found_RH.new_zeros(len(ids), found_RH.shape[-1]).index_copy(0, torch.cat(places), found_RH)
+        states_RH = torch.cat(states)
+        flat = states_RH.new_zeros(len(ids), states_RH.shape[-1]).index_copy(0, torch.cat(positions), states_RH)
         return flat.view(*batch.ids.shape, -1)
 
     @contextmanager
@@ -170,13 +170,13 @@ def _names(target: Target, spec: AdapterSpec) -> list[str]:
     among = f"choose among {', '.join(inner)}"
     chosen = inner if spec.modules is None else list(spec.modules)
     for name in chosen:
-        found = _ending(name, modules)
+        matched = _ending(name, modules)
         named = f"head.target_modules names {name!r}"
-        if not linear.intersection(found):
+        if not linear.intersection(matched):
             raise UserError(f"{named}, but no linear layer of the target {target.path} is called so: {among}.")
-        if output in found:
+        if output in matched:
             raise UserError(f"{named}, the output projection: set head.tune_lm_head instead.")
-        if not linear.issuperset(found):
+        if not linear.issuperset(matched):
             raise UserError(f"{named}, but in the target {target.path} not only linear layers are called so: {among}.")
         if _of_experts(name, model):
             raise UserError(
@@ -256,5 +256,5 @@ def _documents(document_BL: Tensor) -> tuple[list[int], list[int]]:
     _, counts = torch.unique_consecutive(key, return_counts=True)
     begins = (counts.cumsum(0) - counts).tolist()
     real = (document_BL.flatten() >= 0).tolist()
-    found = [(start, length) for start, length in zip(begins, counts.tolist(), strict=True) if real[start]]
-    return [start for start, _ in found], [length for _, length in found]
+    documents = [(start, length) for start, length in zip(begins, counts.tolist(), strict=True) if real[start]]
+    return [start for start, _ in documents], [length for _, length in documents]

@@ -42,7 +42,7 @@ def check(cache: KVCache, texts: list[list[int]]) -> None:
     for row, text in enumerate(texts):
         for layer, shape in enumerate(SHAPES):
             for part, kind in enumerate(shape or ()):
-                place = cache.layers[layer].places[part]
+                place = cache.layers[layer].indices[part]
                 slots = cache.buffers[kind][place.number]
                 expected = torch.tensor(text)[None, :, None] + 1000.0 * (2 * layer + part)
                 assert torch.equal(slots[row, :, : len(text)], expected.expand(kind.heads, -1, kind.dim))

@@ -82,10 +82,10 @@ class DraftModel:
         length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
         cache.rollback(length_B)
         lacks_B = length_B + 1 - cache.lengths_B
-        place_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
+        step_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
         # New tokens end with the root.
-        place_Bn = ((new_tokens.count_B - lacks_B)[:, None] + place_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
-        states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, place_Bn))
+        index_Bn = ((new_tokens.count_B - lacks_B)[:, None] + step_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
+        states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, index_Bn))
         cache.append(lacks_B)
         return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
 

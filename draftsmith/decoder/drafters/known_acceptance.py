@@ -66,8 +66,8 @@ class KnownAcceptance:
     def propose(self, state: DecodeState) -> Draft:
         """Propose the tokens of the known answers after the roots, some of them spoiled at random."""
         length = self.num_speculative_tokens
-        place_BK = state.length_B[:, None] + torch.arange(1, length + 1, device=state.length_B.device)
-        known_BK = self._texts_BL.gather(1, place_BK.clamp(max=self._texts_BL.shape[1] - 1))
+        position_BK = state.length_B[:, None] + torch.arange(1, length + 1, device=state.length_B.device)
+        known_BK = self._texts_BL.gather(1, position_BK.clamp(max=self._texts_BL.shape[1] - 1))
         spoiled_BK = uniforms(state.keys_B, state.length_B, DRAFT, length) >= self.alpha
         drafted_BK = torch.where(spoiled_BK, (known_BK + 1) % self.vocab_size, known_BK)
         left_B = torch.minimum(self._length_B - 1 - state.length_B, state.limit_B)

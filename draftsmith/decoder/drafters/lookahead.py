@@ -118,7 +118,7 @@ class Lookahead(TextDrafter):
         draft, device = pack(state.root_B, branches, linear=False), state.root_B.device
         # The window's nodes row by row, the first of which is the root.
         nodes = [0, *range(draft.tokens_BN.shape[1], draft.tokens_BN.shape[1] + len(windows[0]))]
-        above = [nodes[place - (1 if place < self.W else self.W)] for place in range(1, len(nodes))]
+        above = [nodes[i - (1 if i < self.W else self.W)] for i in range(1, len(nodes))]
         windows_BN = torch.tensor(windows, dtype=torch.long, device=device)
         above_BN = torch.tensor(above, dtype=torch.long, device=device).expand_as(windows_BN)
         return replace(
@@ -134,7 +134,7 @@ class Lookahead(TextDrafter):
         for request, text_L, chances in zip(self._requests, texts, chance_BW, strict=True):
             if not request.rows:
                 drawn = [int(text_L[int(chance * len(text_L))]) for chance in chances]
-                request.rows = [drawn[place : place + self.W] for place in range(0, len(drawn), self.W)]
+                request.rows = [drawn[start : start + self.W] for start in range(0, len(drawn), self.W)]
 
     @staticmethod
     def _listen(active: Sequence[_Request | None], node_W: Tensor, logits_BNV: Tensor) -> None:

@@ -85,8 +85,8 @@ def _best(text_T: np.ndarray, ends_E: np.ndarray, suffix_L: np.ndarray, most: in
     for length in sorted(budgets, key=lambda n: (min(budgets[n], rules.max_tree_depth - n), n), reverse=True):
         if best.score < budgets[length]:
             ends_E, depth = matches[length - 1][-_COUNTED:], rules.max_tree_depth - length
-            found = _expand(text_T, ends_E, budgets[length], depth, rules)
-            best = max(best, found, key=lambda scored: scored.score)
+            expanded = _expand(text_T, ends_E, budgets[length], depth, rules)
+            best = max(best, expanded, key=lambda scored: scored.score)
     return best
 
 

@@ -29,10 +29,10 @@ class Branches:
     @property
     def depths(self) -> list[int]:
         """The depth of each token, at least 1."""
-        found = [0]
+        depths = [0]
         for parent in self.parents:
-            found.append(found[parent] + 1)
-        return found[1:]
+            depths.append(depths[parent] + 1)
+        return depths[1:]
 
     def followed(self, text: Sequence[int]) -> int:
         """Return how many tokens of `text` the branches hold from the root on."""
@@ -83,9 +83,9 @@ class TextDrafter:
         new_tokens = state.new_tokens
         counts_B3 = torch.stack([state.length_B, new_tokens.count_B, state.limit_B], 1)
         host = torch.cat([counts_B3, new_tokens.tokens_Bn], 1).cpu().numpy()
-        found = []
+        texts = []
         for text_L, (length, count, limit, *tokens) in zip(self._texts_BL, host, strict=True):
             # The last new token is the root, at position `length`.
             text_L[length + 1 - count : length + 1] = tokens[:count]
-            found.append((text_L[: length + 1], max(0, int(limit)) if count else 0))
-        return found
+            texts.append((text_L[: length + 1], max(0, int(limit)) if count else 0))
+        return texts
